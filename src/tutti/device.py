@@ -65,10 +65,11 @@ WITHOUT_FLOAT64 = ("mps",)
 
 
 def is_device_choice(name: str) -> bool:
-    """Return whether ``--device`` may be ``name``: ``auto``, ``cpu``, one of ``KNOWN``, or a plugin's device.
+    """Return whether ``--device`` may be ``name``: ``auto``, ``cpu``, an accelerator's type, or a plugin's device.
 
-    The name of a plugin's device is known only once torch has loaded the plugin, so any identifier passes if a plugin
-    is installed; ``choose`` refuses it later if it names no accelerator here.
+    Accelerators' types are those that PyTorch names itself, such as ``cuda``, ``xpu`` and ``mps``. The name of a
+    plugin's device is known only once torch has loaded the plugin, so any identifier passes if a plugin is installed;
+    ``choose`` refuses it later if it names no accelerator here.
 
     >>> is_device_choice("cuda"), is_device_choice("2 gpus")
     (True, False)
@@ -142,7 +143,7 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
 
     Args:
         choice: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type.
-        local_rank: number of this process among those on this node.
+        local_rank: index of this process among those on this node.
         local_size: number of processes on this node.
         where: names the rank in error messages.
 
@@ -244,9 +245,14 @@ def collective_backend(device: torch.device) -> str | None:
 
 
 def set_collective_defaults(device: torch.device, environ: MutableMapping[str, str]) -> list[str]:
-    """Set the backend's environment variables in ``COLLECTIVE_DEFAULTS`` that the user has not set, in ``environ``.
+    """Set defaults for the collective backend's environment variables in ``environ``, where the user has not set them.
 
-    Returns the names of the variables set; none on devices whose backend has no defaults.
+    Args:
+        device: determines the backend; only NCCL has defaults.
+        environ: changed in place.
+
+    Returns:
+        Names of the variables set; empty for other backends.
     """
     chosen = []
     for names, value in COLLECTIVE_DEFAULTS.get(collective_backend(device) or "", {}).items():
@@ -260,7 +266,11 @@ def collective_options(device: torch.device, timeout: timedelta) -> Any:
     """Return the ``pg_options`` of ``new_group`` for groups that reduce gradients: a high-priority stream with NCCL.
 
     None for other backends. Kernels on such a stream start as soon as a multiprocessor is free, so that a reduction
-    overlaps with the backward and does not queue behind its kernels. ``timeout``: of the group.
+    overlaps with the backward and does not queue behind its kernels.
+
+    Args:
+        device: determines the backend.
+        timeout: the group's timeout.
     """
     from tutti.torch_compat import high_priority_options
 
@@ -347,7 +357,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Return a block that restores the state of the default generators, of the CPU and of ``device``, at its end."""
+    """Return a context manager that restores the default random generators of the CPU and of ``device`` at its end."""
     import torch
 
     if not is_accelerator(device):
@@ -393,8 +403,8 @@ def describe_products(device: torch.device, precision: str) -> str | None:
     """Return a line for the run's header on whether float32 products are rounded to TF32.
 
     Args:
-        device: of the run.
-        precision: of the run, such as ``fp32``.
+        device: the run's device.
+        precision: the run's ``--precision``, such as ``fp32``.
 
     Returns:
         The line; None for devices other than ``cuda`` and for other precisions, which have no choice.
@@ -439,7 +449,10 @@ def profiled_activities(device: torch.device) -> list[Any]:
 
 
 def profiled_time(device: torch.device) -> str:
-    """Return the profiler's sort key for operators by their own time on ``device``, without operators they call."""
+    """Return the PyTorch profiler's column of operators' own time on ``device``, to sort by.
+
+    Time in operators that they call is not in it.
+    """
     return f"self_{'device' if is_accelerator(device) else 'cpu'}_time_total"
 
 
@@ -498,12 +511,12 @@ def collective_library_version() -> int:
 
 
 def accelerator_facts() -> dict[str, Any]:
-    """Return facts on the accelerators that torch sees, for ``tutti doctor``. Loads the driver.
+    """Return what torch knows about this machine's accelerators, for ``tutti doctor``. Loads the driver.
 
     Returns:
-        ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available``, ``complaint`` (torch's
-        warning, or None), ``gpus`` (``name`` and ``memory_bytes`` of each device) and ``backends`` (whether each is
-        available, by name).
+        Facts by name: ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available``,
+        ``complaint`` (torch's warning, or None), ``gpus`` (``name`` and ``memory_bytes`` of each device) and
+        ``backends`` (whether each is available, by name).
     """
     import torch
 
@@ -529,11 +542,15 @@ def accelerator_facts() -> dict[str, Any]:
 
 
 def describe_toolkit(facts: Mapping[str, Any], driver: str | None) -> tuple[str, str, dict[str, Any]]:
-    """Return the finding of ``tutti doctor`` about CUDA, NCCL and the driver: its name, text and values.
+    """Return the finding of ``tutti doctor`` about CUDA, NCCL and the driver.
 
     Args:
-        facts: of ``accelerator_facts``.
+        facts: result of ``accelerator_facts``.
         driver: version of the driver; None if there is none.
+
+    Returns:
+        The finding's name ``cuda``, its text, and the versions ``{"cuda": …, "nccl": …, "driver": …}``, each None if
+        missing.
     """
     built = f"CUDA {facts['toolkit']} · NCCL {facts['collectives']}" if facts["toolkit"] else ""
     text = f"{built or 'torch is built without CUDA'} · driver {driver or 'not found'}"

@@ -235,8 +235,10 @@ TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread, for example while it calls a hook or recomputes a
-    forward."""
+    """Return whether autograd runs a backward in this thread.
+
+    That is so in a backward hook, or in a forward that activation checkpointing recomputes.
+    """
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -244,10 +246,12 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def differentiable_once(node: Any) -> str | None:
-    """Return the name of an autograd node's function if its backward is ``once_differentiable``; None for others.
+    """Return the name of an autograd node's custom function if its backward is marked ``once_differentiable``.
 
-    PyTorch's second backward raises an error for such a function in some graphs, and leaves out its terms in others.
-    A public replacement would be a property of nodes.
+    None for all other nodes.
+
+    PyTorch's second backward raises an error for such a function in some graphs, and leaves out its terms in others. A
+    public replacement would be a property of nodes.
     """
     if not isinstance(node, BackwardCFunction):
         return None
@@ -297,10 +301,12 @@ class CrossEntropyNode(NamedTuple):
 
 
 def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
-    """Return reduction and divisor of the cross-entropy that an autograd node computed; None for other nodes.
+    """Return reduction, divisor and number of targets of the cross-entropy that an autograd node computed.
 
-    Also None for a loss without reduction. The attributes of nodes for saved tensors are private. No public function
-    tells a loss's divisor.
+    The divisor, a tensor (), is the sum of the weights of the targets that are not ignored. None for other nodes, and
+    for a loss without reduction.
+
+    The attributes of nodes for saved tensors are private. No public function tells a loss's divisor.
     """
     if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
         return None
@@ -309,19 +315,22 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
 
 
 def divisor_of_node(node: Any) -> Tensor | None:
-    """Return the divisor of an autograd node that has divided (``DivBackward0``); None for other nodes."""
+    """Return the divisor tensor of a division's autograd node (``DivBackward0``); None for other nodes."""
     return node._saved_other if node.name() == "DivBackward0" else None
 
 
 def is_scalar_node(node: Any) -> bool:
-    """Return whether every tensor that an autograd node's forward has returned has one element. Shapes are private."""
+    """Return whether every tensor that an autograd node's operator returned in the forward has one element.
+
+    Nodes' shapes are private.
+    """
     return all(math.prod(result.shape) == 1 for result in node._input_metadata)
 
 
 def saved_tensor_hooks() -> Any:
     """Return the innermost active (pack, unpack) pair of ``torch.autograd.graph.saved_tensors_hooks``, or None.
 
-    No public function does.
+    No public function returns it.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -329,7 +338,7 @@ def saved_tensor_hooks() -> Any:
 def functorch_level() -> int | None:
     """Return the nesting level of active ``torch.func`` transforms (``vmap``, ``grad``); None outside of them.
 
-    No public function does.
+    No public function returns it.
     """
     level: int | None = torch._C._functorch.maybe_current_level()
     return level
@@ -493,7 +502,7 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 def mark_wrapped_by_scheduler(step: Any) -> None:
     """Mark an optimizer's ``step`` function as wrapped, so that learning-rate schedulers do not wrap it again.
 
-    ``mark_stepped`` then does the wrapper's work.
+    The wrapper records that the optimizer has stepped; without it, ``mark_stepped`` must be called.
     """
     step._wrapped_by_lr_sched = True
 
@@ -530,7 +539,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(_distributed, "reduce_scatte
 
 
 def default_store() -> torch.distributed.Store:
-    """Return the key-value store of the default process group, which must exist. No public function does."""
+    """Return the key-value store of the default process group, which must exist. No public function returns it."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -616,11 +625,12 @@ def make_elastic_agent(
     """Return a ``LocalElasticAgent`` of torchrun that starts, monitors and ends processes by the caller's functions.
 
     Args:
-        spec: the ``WorkerSpec``.
-        logs: the ``LogsSpecs``.
+        spec: the ``WorkerSpec``, which processes to start.
+        logs: the ``LogsSpecs``, where the processes' output goes.
         prefix: template of the prefix of lines on the terminal.
-        start: starts all processes by calling its argument, and returns the result of that call.
-        monitor: returns a ``RunResult``; called at every interval of ``spec``.
+        start: called to start all processes with the agent's own method, which it must call and whose result (process
+            ids by local rank) it must return.
+        monitor: returns the processes' state as a ``RunResult``; called at every monitoring interval of ``spec``.
         shut_down: ends the processes before the agent releases what belongs to them; its argument is a signal.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -55,7 +55,7 @@ class Averaging:
         return cls(decay, bool(colon))
 
     def share(self, updates: int) -> float:
-        """Return 1 - d, the weight that the present parameters get in the next update of the moving average.
+        """Return 1 - d, the weight of the present parameters in the next update of the moving average of decay d.
 
         Args:
             updates: updates of the average so far; with ``warmup`` the decay d depends on it, else it has no effect.

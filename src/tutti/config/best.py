@@ -41,7 +41,7 @@ class Best:
         return cls(metric.name, metric.higher)
 
     def check(self, values: Mapping[str, float]) -> None:
-        """Raise UsageError, naming the nearest, unless an evaluation reports the criterion's metric.
+        """Raise UsageError, naming the nearest metric, if evaluations do not report that of ``--keep-best``.
 
         Args:
             values: the evaluation's loss and metrics by name.
@@ -54,7 +54,7 @@ class Best:
             )
 
     def score(self, facts: Mapping[str, Any]) -> float | None:
-        """Return the score of a checkpoint by this criterion: the metric, negated where lower is better.
+        """Return a checkpoint's score by the metric of ``--keep-best``, negated where lower is better.
 
         Args:
             facts: facts of the checkpoint's manifest; ``facts["eval"]`` has the held-out values of its step by name.

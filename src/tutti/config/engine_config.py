@@ -121,10 +121,12 @@ ENGINES: dict[str, type[EngineConfig]] = {
 
 
 def parse_engine(text: str) -> EngineConfig:
-    """Parse ``--on``, the engine that starts a run's ranks: ``name:key=value,…`` with a name of ``ENGINES``.
+    """Parse ``--on``, the engine that starts a run's ranks: ``name:key=value,…``.
+
+    Names are ``local``, ``ssh``, ``ray`` and ``slurm``.
 
     Returns:
-        The engine's options, an instance of its class in ``ENGINES``.
+        The engine's options, an instance of a class for each engine, such as ``RayEngineConfig``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a key is repeated, or the

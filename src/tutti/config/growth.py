@@ -66,7 +66,10 @@ class BatchGrowth:
 
     @cached_property
     def epochs(self) -> tuple[int, ...]:
-        """Milestones as epoch numbers from 0, each the first epoch with a new batch size or rate. Raises UsageError."""
+        """First epochs with a larger global batch (or, at the largest batch, a lower learning rate), counted from 0.
+
+        Raises UsageError unless the milestones are whole epochs.
+        """
         durations = [Duration.parse(text, "milestones of the batch's growth") for text in self.milestones]
         for duration in durations:
             if duration.unit != "ep" or duration.value != int(duration.value):
@@ -78,7 +81,7 @@ class BatchGrowth:
         return tuple(int(duration.value) for duration in durations)
 
     def most(self, batch: int, dataset: int | None) -> int | None:
-        """Return the largest global batch that growth may reach: ``largest``, else a tenth of the data set.
+        """Return the largest size to which the global batch may grow: ``largest``, else a tenth of the data set.
 
         Args:
             batch: the first global batch, in samples.
@@ -105,7 +108,9 @@ class BatchGrowth:
         return largest
 
     def at(self, passed: int, batch: int, largest: int) -> tuple[int, float]:
-        """Return the global batch and the factor on the learning rate after ``passed`` milestones.
+        """Return (samples in a global batch, factor on the learning rate) after ``passed`` milestones of growth.
+
+        The learning-rate factor is 1 until the batch is clamped to ``largest``.
 
         Args:
             passed: number of milestones passed.

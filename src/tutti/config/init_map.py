@@ -32,7 +32,9 @@ class FittedWeights(NamedTuple):
         return [*self.new, *self.reshaped]
 
     def text(self) -> str:
-        """Return the differences in words, with at most four names of each kind; an empty string without differences.
+        """Return what differs between a model and its initial weights in words; an empty string if nothing does.
+
+        At most four tensors of each kind (new, unused, reshaped) are named.
 
         >>> FittedWeights(new=["head.bias", "head.weight"], unused=["lm_head.weight"]).text()
         '2 new (head.bias, head.weight); 1 unused (lm_head.weight)'

@@ -60,7 +60,7 @@ class StagesConfig(StrategyOptions):
 
     @property
     def modules(self) -> StageModules:
-        """Module names of each virtual stage, in order, where ``stages`` names them; empty where it is a number."""
+        """Names of the modules of each virtual pipeline stage, if ``stages`` gives them; empty if it is a number."""
         return self.stages if isinstance(self.stages, tuple) else ()
 
     @property
@@ -70,18 +70,18 @@ class StagesConfig(StrategyOptions):
 
     @property
     def stage_ranks(self) -> int | None:
-        """Number of devices that the stages of one replica take, as the options state it; None for all."""
+        """Number of devices that the stages of one replica take, as stated; None for all devices of the run."""
         return len(self.stages) // self.chunks if isinstance(self.stages, tuple) else self.stages
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"stages": number of pipeline stages}`` as the options state it; None stands for all devices."""
+        """``{"stages": devices that the stages of one replica take}``; None stands for all devices of the run."""
         return {"stages": self.stage_ranks}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts`` does not make as many virtual stages as the device mesh has.
+        """Raise UsageError if ``cuts``, the modules that begin stages, makes another number of stages than there are.
 
-        A device mesh of one stage is not checked.
+        On a device mesh with a single stage nothing is checked.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -123,7 +123,9 @@ class PipelineConfig(StagesConfig):
         StagesConfig.__post_init__(self)
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``.
+        """Raise UsageError if the options of a pipeline conflict with the number of stages or with ``--compile``.
+
+        ``cuts`` must name a module for each virtual stage but the first, and ``zero_bubble`` cannot be compiled.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -189,9 +191,10 @@ class TensorConfig(StrategyOptions):
 
     @property
     def styles(self) -> Mapping[str, str]:
-        """``plan`` as a mapping from module name pattern to style, a key of ``TP_STYLES``; empty without ``plan``.
+        """The tensor-parallel plan: name pattern of modules → how to split them; empty if it is found automatically.
 
-        Raises ValueError for an item that is not ``pattern:style``, or an unknown style.
+        Values are ``colwise``, ``rowwise``, ``heads``, ``gathered``, ``vocabulary`` and ``whole``. Raises ValueError
+        for an item of ``plan`` that is not ``pattern:style``, or has another style.
         """
         found = {}
         for item in self.plan:
@@ -205,11 +208,11 @@ class TensorConfig(StrategyOptions):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"tensor": number of tensor-parallel ranks}`` as the options state it; None stands for all devices."""
+        """``{"tensor": tensor-parallel ranks of a replica}`` as stated; None stands for all devices of the run."""
         return {"tensor": self.tensor}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``sequence`` meets ``--compile``.
+        """Raise UsageError if sequence parallelism (``sequence``) is combined with ``--compile``.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -246,24 +249,25 @@ class HybridConfig(TensorConfig, PipelineConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Numbers of replicas, pipeline stages and tensor-parallel ranks, as the options state them, by option.
+        """Sizes of a device mesh with pipeline and tensor parallelism: ``{"replicas": …, "stages": …, "tensor": …}``.
 
-        ``replicas`` is None where it follows from the number of devices and the other two.
+        They are as the options state them; ``replicas`` is None where it follows from the number of devices and the
+        other two.
         """
         return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
-        """Return ``{"custom_loop": …}``: custom training loops are possible only where the model has a single stage.
+        """Return ``{"custom_loop": whether the script may have its own training loop}``: only with one pipeline stage.
 
-        See ``StrategyOptions.capabilities``.
+        The value takes the place of the strategy's own entry of that name in ``parallel/registry.py``.
         """
         return {"custom_loop": self.stages == 1}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError for options of either part that conflict with the run.
+        """Raise UsageError if options of pipeline or tensor parallelism conflict with the run.
 
-        That is, if ``sequence`` or ``schedule=zero_bubble`` meets ``--compile``, or ``cuts`` does not fit the number of
-        stages.
+        That is, if ``sequence`` or ``schedule=zero_bubble`` is combined with ``--compile``, or ``cuts`` does not name a
+        module for each virtual stage but the first.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

@@ -97,7 +97,9 @@ RULES: Mapping[str, type[NoRule]] = {
 
 
 def check_rule(text: str) -> NoRule:
-    """Parse ``--lr-scale``: ``name:key=value,…`` with a rule of ``RULES``, such as ``linear:base_batch=256``.
+    """Parse ``--lr-scale``: ``name:key=value,…``, such as ``linear:base_batch=256``.
+
+    Names are ``none``, ``linear``, ``sqrt``, ``adam_sqrt`` and ``adascale``.
 
     Returns:
         The rule; ``NoRule`` is the base class of all rules, and itself the rule ``none``.

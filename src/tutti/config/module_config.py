@@ -50,7 +50,7 @@ BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "
 
 
 def check_batch_norm(text: str) -> BatchNormConfig:
-    """Parse ``--batch-norm``: ``name:key=value,…`` with a name of ``BATCH_NORMS``, such as ``ghost:size=32``.
+    """Parse ``--batch-norm``: ``worker``, ``sync``, or ``ghost`` with its size, such as ``ghost:size=32``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
@@ -83,7 +83,9 @@ _GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None:
-    """Parse ``--compile``: ``mode:key=value,…`` with a mode of ``MODES``, such as ``default:backend=inductor``.
+    """Parse ``--compile``: ``mode:key=value,…``, such as ``default:backend=inductor``.
+
+    Modes are ``none``, ``default`` and ``max-autotune-no-cudagraphs``.
 
     Args:
         text: value of the option.
@@ -206,7 +208,7 @@ Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
 
 
 def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> Checkpointing:
-    """Parse ``--activation-checkpointing``: ``name:key=value,…`` with a name of ``CHECKPOINTING``.
+    """Parse ``--activation-checkpointing``: ``none``, ``blocks:every=K`` or ``selective``.
 
     Args:
         choice: value of the option, such as ``blocks:every=2``; options, or names and classes of modules, are returned
@@ -218,7 +220,7 @@ def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> 
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value is refused, or
-            ``selective`` meets ``--compile``.
+            ``selective`` is combined with ``--compile``.
     """
     options: Any = choice
     if isinstance(choice, str):

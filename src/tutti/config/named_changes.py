@@ -27,7 +27,9 @@ class NamedChanges:
 
     @classmethod
     def parse(cls, given: str | Sequence[str] | None) -> NamedChanges:
-        """Parse ``lr,batch_size``, or names in a sequence; dashes become underscores.
+        """Parse the settings that a resumed run may change: ``lr,batch_size``, or a sequence of names.
+
+        Dashes become underscores; None stands for no setting.
 
         >>> sorted(NamedChanges.parse("lr, batch-size").names)
         ['batch_size', 'lr']
@@ -36,11 +38,14 @@ class NamedChanges:
         return cls(frozenset(word.strip().replace("-", "_") for word in words if word.strip()))
 
     def check(self, options: Collection[str], where: str) -> None:
-        """Raise UsageError for a name that is neither in ``CHANGEABLE`` nor an option of the optimizer.
+        """Raise UsageError, naming the nearest, if one of the settings cannot be changed in a resume.
+
+        Possible are ``batch_size``, ``data``, ``seed``, ``schedule``, ``clip``, ``lr_scale`` and every option of the
+        optimizer.
 
         Args:
             options: names of the optimizer's options.
-            where: the option or argument, for the error.
+            where: the option or argument that gives the settings, for the error.
         """
         for name in sorted(self.names):
             if name not in CHANGEABLE and name not in options:
@@ -51,7 +56,10 @@ class NamedChanges:
                 )
 
     def covers(self, name: str) -> bool:
-        """Return whether a setting may differ; ``lr`` covers ``initial_lr``, which schedulers derive from it."""
+        """Return whether a resumed run may have another value of the setting ``name`` than its checkpoint.
+
+        ``lr`` stands for ``initial_lr``, too, which schedulers derive from it.
+        """
         return name in self.names or (name == "initial_lr" and "lr" in self.names)
 
 

@@ -236,7 +236,7 @@ class ConstantSchedule:
 
     @property
     def drops(self) -> tuple[Duration, ...]:
-        """Durations from the start of the run after which the rate drops by a step; empty for other schedules."""
+        """Durations from the start of the run after which the learning rate drops at once; empty if it never does."""
         return ()
 
 
@@ -271,7 +271,7 @@ class StepSchedule(ConstantSchedule):
     def drops(self) -> tuple[Duration, ...]:
         """The milestones, at each of which the rate is multiplied by ``gamma``, as durations from the start of the run.
 
-        Raises UsageError if they are malformed.
+        Raises UsageError if a milestone is malformed.
         """
         return tuple(Duration.parse(milestone, "milestones") for milestone in self.milestones)
 
@@ -303,7 +303,10 @@ class ExponentialSchedule(ConstantSchedule):
 
     @cached_property
     def interval(self) -> Duration:
-        """The duration ``every`` between two drops of the rate by the factor ``gamma``. Raises UsageError."""
+        """The duration between two drops of the learning rate by the factor ``gamma``, parsed from ``every``.
+
+        Raises UsageError if it is malformed.
+        """
         return Duration.parse(self.every, "every")
 
 
@@ -372,10 +375,11 @@ WHOLE_RUN = (CosineSchedule, LinearSchedule, PolynomialSchedule, WSDSchedule, On
 
 
 def check_optimizer(text: str) -> OptimizerConfig:
-    """Parse ``--optimizer``: ``name:key=value,…`` of ``OPTIMIZERS``, or ``package.module:Class:key=value,…``.
+    """Parse ``--optimizer``: ``name:key=value,…``, or ``package.module:Class:key=value,…``, to a dataclass.
 
-    The first form is an optimizer of tutti, such as ``sgd:lr=0.1,momentum=0.9``. The second is a class of another
-    package, such as ``package.module:Class:lr=0.001``; its module is not imported here.
+    The first form names ``sgd``, ``adam``, ``adamw``, ``lars``, ``larc``, ``lamb``, ``novograd`` or ``muon``, as in
+    ``sgd:lr=0.1,momentum=0.9``. The second is a class of another package, such as ``package.module:Class:lr=0.001``;
+    its module is not imported here.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type or
@@ -433,8 +437,8 @@ class OptimizerChoice:
         """Parse ``--optimizer`` and keep its text: ``name:key=value,…``, such as ``sgd:lr=0.1,momentum=0.9``.
 
         Args:
-            text: a name of ``OPTIMIZERS`` with its options, or ``package.module:Class:lr=0.001,key=value`` for a class
-                of another package.
+            text: ``sgd``, ``adam``, ``adamw``, ``lars``, ``larc``, ``lamb``, ``novograd`` or ``muon`` with options, or
+                ``package.module:Class:lr=0.001,key=value`` for a class of another package.
 
         Raises:
             UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type
@@ -444,7 +448,9 @@ class OptimizerChoice:
 
 
 def check_schedule(text: str) -> ConstantSchedule:
-    """Parse ``--schedule``: ``name:key=value,…`` with a name of ``SCHEDULES``, such as ``cosine:warmup=5ep``.
+    """Parse ``--schedule``, the learning-rate schedule: ``name:key=value,…``, such as ``cosine:warmup=5ep``.
+
+    Names are ``constant``, ``cosine``, ``linear``, ``step``, ``polynomial``, ``exponential``, ``wsd`` and ``onecycle``.
 
     Returns:
         The schedule's options; ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.

@@ -35,7 +35,9 @@ def field_origins(
     files: Sequence[Path],
     changes: Sequence[str],
 ) -> list[OriginOfField]:
-    """Return every field of a resolved configuration with its origin, in the order of ``TrainConfig``.
+    """Return every field of a resolved configuration with the origin of its value, in the order of ``TrainConfig``.
+
+    An origin is ``default``, a flag, a ``TUTTI_*`` variable or ``FILE:LINE``.
 
     Args:
         config: the resolved configuration.

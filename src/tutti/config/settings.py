@@ -127,7 +127,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def descriptions() -> dict[str, str]:
-    """Return the description of each field of TrainConfig by name, for ``--help``, parsed from its docstring.
+    """Return the help text of each option of ``tutti train``, by field of ``TrainConfig``, from the class docstring.
 
     Fields that share a line of the docstring share its text.
     """

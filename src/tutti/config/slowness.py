@@ -71,10 +71,13 @@ class Slowness:
     def seconds(self, rank: int, micro_batch: MicroBatch, needed: float) -> float:
         """Return the delay to add to a micro-batch, in seconds; 0 if neither its rank nor its worker is delayed.
 
+        The delay is (``factor`` - 1) · ``needed``, and after a worker's last micro-batch of a step also ``ms``
+        milliseconds.
+
         Args:
             rank: this rank.
-            micro_batch: the micro-batch; ``ms`` is added after a worker's last one only.
-            needed: seconds of CPU time that the micro-batch took, which become ``factor`` times as many.
+            micro_batch: the micro-batch, which has been computed.
+            needed: seconds of CPU time that its forward and backward took.
         """
         if not (rank in self.rank or micro_batch.worker in self.worker):
             return 0.0

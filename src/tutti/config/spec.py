@@ -119,7 +119,7 @@ class Spec:
         return cls(name.strip(), options)
 
     def choose(self, table: Mapping[str, T], option: str) -> T:
-        """Return the entry of ``table`` under this specification's name.
+        """Return the entry of ``table`` under the name of this specification ``name:key=value,…``.
 
         Args:
             table: possible names, with their values.
@@ -133,7 +133,7 @@ class Spec:
         return table[self.name]
 
     def build(self, config: type[T], option: str) -> T:
-        """Build an instance of the dataclass ``config`` from the options, converting each text to its field's type.
+        """Build an instance of the dataclass ``config`` from the parsed ``key=value`` texts, converted to field types.
 
         Args:
             config: the dataclass, whose fields are the possible keys.
@@ -151,10 +151,10 @@ class StrategyOptions:
     """Base class of strategy options. Subclasses override the methods with another result than the default."""
 
     def capabilities(self) -> dict[str, Any]:
-        """Return changes to the strategy's capability fields that follow from these options; empty by default.
+        """Return the strategy's capabilities that follow from these options, by name; empty by default.
 
-        Each strategy has a row of capability fields in ``parallel/registry.py``, such as ``reproducible`` or
-        ``custom_loop``. The keys are names of these fields, and the values take the place of the row's.
+        Each strategy has a row of capabilities in ``parallel/registry.py``, such as ``reproducible`` or
+        ``custom_loop``. The returned values take the place of the row's entries of the same name.
         """
         return {}
 
@@ -168,7 +168,7 @@ class StrategyOptions:
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Sizes of the device mesh's dimensions that these options set, by option; empty by default.
+        """Sizes of the device mesh's dimensions that the strategy's options set, by option; empty by default.
 
         The keys are ``replicas``, ``shards``, ``stages`` and ``tensor``. None stands for an open size, which follows
         from the number of devices.
@@ -194,7 +194,7 @@ class StrategyOptions:
         return False
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if the options conflict with the rest of the run.
+        """Raise UsageError if the strategy's options conflict with the rest of the run.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -204,7 +204,7 @@ class StrategyOptions:
 
 
 def read_options(text: str, option: str, form: str) -> dict[str, str]:
-    """Parse ``key=value,key=value``.
+    """Parse ``key=value,key=value`` into a dict of texts by key.
 
     Args:
         text: the options; dashes in keys become underscores.

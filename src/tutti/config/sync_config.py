@@ -39,7 +39,7 @@ class AllReduceConfig(StrategyOptions):
 
     @property
     def schedule(self) -> Literal["ring", "tree", "halving", "hierarchical", "central"] | None:
-        """``algorithm`` if it is one of ``tutti.comm.collective_schedules``.
+        """The all-reduce algorithm that tutti itself carries out: ring, tree, halving, hierarchical or central.
 
         None for ``auto``, ``native`` (the backend's all-reduce) and ``shared_memory``.
         """
@@ -97,7 +97,9 @@ class RowsConfig(StrategyOptions):
         return self.stage > 1 and shape["shard"] > 1
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect on this device mesh.
+        """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect.
+
+        That is, ``offload`` on CPUs, and ``offload=true`` or ``param_dtype`` where one device holds the whole state.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -148,7 +150,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if sharded parameters (stages 2 and 3) meet pipeline stages.
+        """Raise UsageError if sharded parameters (ZeRO stages 2 and 3) are combined with pipeline stages.
 
         Also if ``offload`` or ``param_dtype`` would have no effect on this device mesh.
 
@@ -166,10 +168,11 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the capability fields for several shard ranks; empty for one, which keeps the strategy's own.
+        """Return the strategy's capabilities that change if several replicas shard one copy of the state, by name.
 
-        With several, gradients are synchronised by ``ShardedSync``, which does not have the gradient of each logical
-        worker by itself. See ``StrategyOptions.capabilities``.
+        ``exchange`` is another class that synchronises gradients, and ``worker_gradients`` is False, as the gradient of
+        each logical worker by itself is not there. Empty without shards. The values take the place of the strategy's
+        own entries in ``parallel/registry.py``.
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
@@ -197,7 +200,7 @@ class LocalSGDConfig(StrategyOptions):
         self.together()
 
     def together(self) -> Duration:
-        """Return the length of the initial phase of synchronous updates, from ``post``; 0 steps without it.
+        """Return the length of local SGD's initial phase of synchronous updates, from ``post``; 0 steps without it.
 
         Raises UsageError if ``post`` is malformed.
         """
@@ -297,10 +300,10 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the capability fields that ``mode`` changes: ``async`` and ``bounded`` are not reproducible.
+        """Return the strategy's capabilities that follow from ``mode``, by name, such as ``{"reproducible": False}``.
 
-        ``sync`` changes none without ``backup``; with it the run is not reproducible either. See
-        ``StrategyOptions.capabilities``.
+        ``async`` and ``bounded`` servers are not reproducible, and neither are ``sync`` ones with ``backup``; ``sync``
+        without it changes none. The values take the place of the strategy's own entries in ``parallel/registry.py``.
         """
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
@@ -333,5 +336,5 @@ class ShardedConfig(RowsConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"shards": number of devices that shard one copy of the state}``; None stands for all devices."""
+        """``{"shards": number of devices that shard one copy of the state}``; None: all devices."""
         return {"shards": self.shards}

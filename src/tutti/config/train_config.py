@@ -222,13 +222,17 @@ class TrainConfig:
 
     @property
     def device_range(self) -> tuple[int, int] | None:
-        """Least and most devices of ``--devices 2:8``; None for a plain number or ``auto``. Raises UsageError."""
+        """Least and most devices of ``--devices 2:8``; None for a plain number or ``auto``.
+
+        Raises UsageError if the range is malformed.
+        """
         return parse_device_range(self.devices)
 
     def engine(self) -> EngineConfig | None:
-        """Return the options of the engine of ``--on``; None without one. Raises UsageError.
+        """Return the options of the engine of ``--on`` (local, SSH, Ray or Slurm); None without one.
 
-        A range of devices needs an engine; without ``--on`` it is ``local``.
+        A range of devices needs an engine; without ``--on`` it is ``local``. Raises UsageError if the text is
+        malformed.
         """
         if self.on is None or self.on == "none":
             return None if self.device_range is None else LocalEngineConfig()
@@ -312,7 +316,7 @@ class TrainConfig:
 
     @property
     def watched(self) -> bool:
-        """Whether an option sets a limit of the watchdog, which then also watches a run of a single process."""
+        """Whether an option limits the time without progress, so that even a single process gets a watchdog."""
         return any((self.start_timeout, self.step_timeout, self.save_timeout))
 
     @cached_property
@@ -413,7 +417,7 @@ class TrainConfig:
 
     @cached_property
     def growth(self) -> BatchGrowth | None:
-        """The options of batch growth; None without it.
+        """The options of ``--batch-growth``, a global batch that grows at given epochs; None without it.
 
         Raises:
             UsageError: they are malformed, or conflict with the batch size, ``--lr-scale``, ``--gradient-noise``,

@@ -43,7 +43,7 @@ def _or_none(values: Values) -> Values:
 
 
 def choice(*names: str) -> Values:
-    """Return the description of an environment variable that takes one of the values ``names``."""
+    """Return the permitted values of an environment variable that takes one of the texts ``names``."""
     return Values(" or ".join(names), lambda text: text in names)
 
 

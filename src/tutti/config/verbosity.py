@@ -50,7 +50,7 @@ def take_verbosity(words: list[str], environ: MutableMapping[str, str]) -> list[
 
 
 def is_quiet(environ: Mapping[str, str]) -> bool:
-    """Return whether only errors and the result are to be shown."""
+    """Return whether ``-q`` was given, so that only errors and the result are shown: ``TUTTI_VERBOSITY=quiet``."""
     return environ.get(VERBOSITY) == "quiet"
 
 
@@ -69,7 +69,11 @@ class StandardErrorHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, if this process shows it."""
+        """Write a log record to standard error.
+
+        Below a warning, and without ``-vv``, rank 0 alone writes it. Nothing is written if the root logger has
+        handlers.
+        """
         everywhere = record.levelno >= logging.WARNING or self._environ.get(VERBOSITY) == "debug"
         if logging.getLogger().handlers or not (everywhere or self._environ.get("RANK", "0") == "0"):
             return

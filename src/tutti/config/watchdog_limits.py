@@ -36,7 +36,7 @@ class WatchdogLimits:
         """Make the limits on time without progress, with the default for each argument that is None.
 
         Args:
-            start: seconds until the first step is done, in one block of an evaluation, and at the end; 0 for no limit.
+            start: seconds until the first step is done, in one batch of an evaluation, and at the end; 0 for no limit.
             step: seconds in one step's own work, without waiting; 0 for no limit.
             save: seconds while a checkpoint or a record is written; 0 for no limit.
 

@@ -23,17 +23,19 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 def adapt_training(
     data: Any, collate: Collate | None = None, drop_last: bool = False, processes: int = 0
 ) -> Source | Stream:
-    """Wrap training data as a ``Source`` (map-style, read by index), or an iterable as a ``Stream``.
+    """Wrap training data as a ``Source`` (map-style, read by index), or an iterable as a ``Stream`` (read in order).
 
     Args:
         data: a source, a tensor, several tensors, a ``TensorDataset``, a map-style data set or an iterable, also inside
-            ``Sharded``; or a function without arguments that returns an iterable.
+            ``Sharded``, for one that differs between data ranks; or a function without arguments that returns an
+            iterable.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         drop_last: for a stream, whether an epoch ends before a batch that would be smaller than the others.
         processes: for a stream, loader processes of each rank, over which the data set divides its samples.
 
     Raises:
-        UsageError: ``data`` is neither, can be read only once (an iterator), or makes batches itself (a DataLoader).
+        UsageError: ``data`` is none of these, can be read only once (an iterator), or makes batches itself (a
+            DataLoader).
         DataError: ``data`` is empty.
     """
     if isinstance(data, Sharded):
@@ -128,7 +130,15 @@ class TensorSource:
         return self._length
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the samples ``indices``, in that order; ``augment`` has no effect. See ``Source.fetch``."""
+        """Return the samples ``indices`` of the wrapped tensors, in that order, as new tensors on the tensors' device.
+
+        Args:
+            indices: int64 (samples,), indices along the tensors' first dimension.
+            augment: has no effect.
+
+        Returns:
+            One tensor or a tuple of tensors, as they were wrapped, with the samples as first dimension.
+        """
         rows = torch.from_numpy(indices)
         if isinstance(self._tensors, Tensor):
             return self._tensors.index_select(0, rows)

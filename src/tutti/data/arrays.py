@@ -33,7 +33,15 @@ class CropFlip:
     pad: int = 4
 
     def __call__(self, images: NDArray[Any], bits: NDArray[np.uint64]) -> NDArray[Any]:
-        """Augment images (samples, channels, height, width) by bits (samples,); the shape stays the same."""
+        """Shift each image by up to ``pad`` pixels with black borders, and mirror it with probability 1/2.
+
+        Args:
+            images: (samples, channels, height, width).
+            bits: uint64 (samples,), 64 random bits for each image, which decide on shift and mirroring.
+
+        Returns:
+            The augmented images, a new array of the same shape and dtype.
+        """
         samples, channels, height, width = images.shape
         pad, places = self.pad, np.uint64(2 * self.pad + 1)
         padded = np.zeros((samples, channels, height + 2 * pad, width + 2 * pad), dtype=images.dtype)
@@ -85,7 +93,7 @@ class ArraySource:
             self._line = (1 / (scale * spread)).astype(np.float32), (-centre / spread).astype(np.float32)
 
     def __len__(self) -> int:
-        """Return the number of samples in one epoch."""
+        """Return the number of samples in the arrays."""
         return len(self.inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class CollatedBatch:
     sizes: tuple[int, ...] = ()
 
     def part(self, low: int, high: int) -> Batch:
-        """Return the micro-batch of samples ``low`` to ``high``, exclusive, as the script's function made it.
+        """Return the micro-batch of samples ``low`` to ``high``, exclusive, as the script's ``collate_fn`` made it.
 
         Args:
             low: first sample, an index in this rank's batch.
@@ -69,10 +69,10 @@ class CollatedBatch:
 
 
 def shown(batch: Batch) -> Batch:
-    """Return the batch in the form that the script's code gets.
+    """Return the batch in the form that the script's model and loss function get.
 
-    A ``CollatedBatch`` of one micro-batch becomes what the script's ``collate_fn`` returned; other batches stay as they
-    are.
+    A ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) of one micro-batch becomes what the script's
+    ``collate_fn`` returned; other batches stay as they are.
     """
     return batch.parts[0] if isinstance(batch, CollatedBatch) and len(batch.parts) == 1 else batch
 

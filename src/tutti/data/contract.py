@@ -68,7 +68,10 @@ class BatchContract:
 
     @property
     def known(self) -> int:
-        """Number of samples in an epoch, where it is known. Raises UsageError for a stream of unknown length."""
+        """Number of samples in an epoch.
+
+        Raises UsageError for an iterable data set of unknown length.
+        """
         if self.dataset is None:
             raise UsageError(
                 "the data set is a stream whose length is not known",
@@ -172,16 +175,18 @@ class BatchContract:
         return max(len(self._places(samples, rank)) for rank in first_ranks)
 
     def spans(self, samples: int, rank: int, have: int) -> list[tuple[int, list[range]]]:
-        """Return the micro-batches of each worker of a data rank, as ranges of positions within the rank's batch.
+        """Divide a data rank's batch into the micro-batches of its logical workers.
 
         Args:
             samples: samples in the global batch.
             rank: the data rank.
-            have: samples in the rank's batch. If these are not as many as ``part`` has, in a batch of the caller's own
-                or of a stream that shards itself, they are divided over the rank's workers.
+            have: samples in the rank's batch. If this is not the rank's share of the global batch (a batch that the
+                script made itself, or a data set that differs between ranks), they are divided evenly over the rank's
+                workers.
 
         Returns:
-            (worker, its micro-batches) for each worker of the rank, in order.
+            (worker, its micro-batches) for each worker of the rank, in order; a micro-batch is a range of positions
+            within the rank's batch.
         """
         workers, part = self.mine(rank), self.part(samples, rank)
         if self.shared:
@@ -198,7 +203,7 @@ class BatchContract:
         ]
 
     def check_whole(self) -> None:
-        """Check, for synchronised batch norm, that a rank's part of a global batch is one micro-batch.
+        """Raise UsageError unless a rank's part of a global batch can be one micro-batch, for synchronised batch norm.
 
         Raises:
             UsageError: the micro-batch is smaller than a rank's part, or all workers draw the same samples.

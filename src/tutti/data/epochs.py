@@ -74,7 +74,11 @@ class Epochs:
 
     @cached_property
     def phases(self) -> tuple[EpochPhase, ...]:
-        """Spans of consecutive epochs with one batch size and rate factor, in order; a single one without growth."""
+        """The run's epochs in spans with one batch size, in order; the last has no end.
+
+        There is one span if the batch never changes. Each has its range of epochs, their batch contract (global batch
+        size and its division over workers and ranks), and the factor on the learning rate that goes with it.
+        """
         if self.growth is None:
             starts = (0, *(each.end for each in self.earlier))
             past = [
@@ -91,17 +95,28 @@ class Epochs:
         return tuple(found)
 
     def phase(self, epoch: int) -> EpochPhase:
-        """Return the phase, with its batch size, to which an epoch belongs; ``epoch`` counts from 0."""
+        """Return the span of epochs with one batch size to which an epoch belongs, with its learning-rate factor.
+
+        Args:
+            epoch: from 0.
+        """
         return next(phase for phase in self.phases if epoch < phase.end)
 
     def at(self, epoch: int) -> BatchContract:
-        """Return the batch contract of an epoch, counted from 0: the global batch size and its division."""
+        """Return the batch contract of an epoch: its global batch size, and how it is divided over workers and ranks.
+
+        Args:
+            epoch: from 0.
+        """
         return self.phase(epoch).contract
 
     def steps(self, duration: Duration) -> int:
-        """Return the number of steps from the start of the run that consume ``duration``, with the growth of the batch.
+        """Return the number of optimizer steps, from the start of the run, that ``duration`` takes.
 
-        Equals ``Duration.steps`` if the batch does not grow.
+        Each epoch counts with its own batch size, where the batch grows or a resume has changed it.
+
+        Args:
+            duration: a number of epochs, steps or samples.
 
         Raises:
             UsageError: the duration is in epochs, and the length of an epoch is not known.
@@ -121,7 +136,7 @@ class Epochs:
     def consumed(self, steps: int) -> int:
         """Return the number of samples consumed by the first ``steps`` steps of the run, over all ranks.
 
-        Raises UsageError for unknown epoch lengths.
+        Raises UsageError if the length of an epoch is not known.
         """
         total = 0
         for phase in self.phases:
@@ -130,9 +145,9 @@ class Epochs:
         return total
 
     def place(self, steps: int) -> tuple[int, int]:
-        """Return the data position after ``steps`` steps of the run: whole epochs, and steps in the next one.
+        """Return the data position after ``steps`` steps of the run: (whole epochs, steps taken in the next one).
 
-        Raises UsageError for unknown epoch lengths.
+        Raises UsageError if the length of an epoch is not known.
         """
         for phase in self.phases:
             each, epochs = phase.contract.steps_per_epoch, phase.end - phase.start
@@ -142,7 +157,7 @@ class Epochs:
         raise AssertionError("the last phase never ends")
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text: the first batch contract and each later change.
+        """Return lines for the run's header, label → text: the first epoch's batch and its division, and later changes.
 
         Epochs in the lines count from 1.
         """

@@ -61,13 +61,20 @@ class Feed:
         self._plans: dict[tuple[int, int, str], Plan] = {}
 
     def follow(self, earlier: Sequence[EarlierEpochs]) -> None:
-        """Count the epochs before a resume with another batch size or data set by the batches that they had."""
+        """Record the batch sizes of the epochs before a resume with another batch size or data set.
+
+        Steps and samples of those epochs are then counted with their own batch size. Not collective.
+
+        Args:
+            earlier: for each span of epochs: its end, the samples in its global batches, and the samples in its data
+                set.
+        """
         self.epochs = replace(self.epochs, earlier=tuple(earlier))
         self.reader.follow(self.epochs)
 
     @property
     def source(self) -> Any:
-        """The training data: the ``Source`` or ``Stream`` that the reader reads."""
+        """The training data: a ``Source`` (map-style, read by index) or a ``Stream`` (iterable)."""
         return self.reader.source
 
     def describe(self) -> dict[str, str]:
@@ -78,13 +85,22 @@ class Feed:
         return lines
 
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
-        """Yield this rank's part of each global batch of an epoch, copied to the device, its logical workers in order.
+        """Yield this rank's part of each global batch of an epoch, on the device, its logical workers in order.
 
-        Collective for a stream or a sampler, whose samples, counts or order are compared over ranks.
+        Not collective for a map-style data set without a sampler. Otherwise it is, over all ranks: ranks compare
+        digests of the sampler's order when an epoch begins, or of an iterable data set's samples in some of the
+        batches. Where an iterable data set differs between data ranks, every step all-gathers their sample counts.
 
         Args:
             epoch: from 0.
             start: first global batch to yield, counted in the epoch from 0.
+
+        Yields:
+            For each global batch this rank's samples, the number of samples in the global batch, and the data position
+            after it.
+
+        Raises:
+            MismatchError: ranks have read different samples, or their samplers have drawn different orders.
         """
         parts = self.reader.read(epoch, start)
         return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts, self._placed)
@@ -154,7 +170,7 @@ class Feed:
         """Make a dummy micro-batch for a rank that has none left in a step while other ranks still compute.
 
         The model runs on ``batch``, so that the collectives of its forward and backward meet those of the other ranks;
-        the gradient has weight 0, and no sample is counted.
+        its loss has weight 0 in backward, and its sample count is 0.
 
         Args:
             batch: real samples, whose values do not matter.
@@ -166,6 +182,8 @@ class Feed:
 
     def most_micro_batches(self, samples: int) -> int:
         """Return how many micro-batches the busiest rank runs in one step; 1 with synchronised batch norm.
+
+        The micro-batches of all logical workers of the rank are counted.
 
         Args:
             samples: samples in the global batch.
@@ -203,7 +221,7 @@ class HeldOut:
 
     @property
     def samples(self) -> int:
-        """Number of held-out samples, over all blocks."""
+        """Number of held-out samples."""
         return sum(map(len, self.blocks))
 
     @property
@@ -218,11 +236,15 @@ class HeldOut:
 
     @property
     def rows(self) -> int:
-        """Number of blocks, which is the number of rows of a table with one row for each block."""
+        """Number of blocks of held-out samples; an evaluation's table of loss sums has one row for each."""
         return len(self.blocks)
 
     def shares(self, ranks: int) -> list[list[int]]:
-        """Return, for each of ``ranks`` data ranks, the numbers of the blocks that it evaluates."""
+        """Divide the blocks of held-out samples, which are evaluated as one batch each, over ``ranks`` data ranks.
+
+        Returns:
+            For each data rank, in order, the indices of its blocks: consecutive ones, of nearly equal number.
+        """
         return [list(even_share(len(self.blocks), ranks, rank)) for rank in range(ranks)]
 
 
@@ -234,21 +256,24 @@ def evaluation(
     prefetch: Prefetch = IN_PROCESS,
     even: bool = False,
 ) -> Iterator[tuple[int, MicroBatch]]:
-    """Yield the held-out samples that this data rank evaluates, in numbered blocks: every sample once, without padding.
+    """Yield the blocks of held-out samples that this data rank evaluates, each as one batch on the device.
 
-    A block is evaluated as one batch. Blocks do not depend on the number of ranks, so that their loss sums, added in
-    order, do not either. Not collective.
+    Blocks are divided over the data ranks, so that every sample is evaluated once. They do not depend on the number of
+    ranks, and neither does the sum of their losses, added in order. Not collective, no samples are compared.
 
     Args:
-        held_out: the held-out samples.
+        held_out: the held-out samples, divided into blocks.
         ranks: number of data ranks.
         rank: this data rank.
         place: moves a batch to the device.
         prefetch: fetches the samples, in this process or in loader processes.
-        even: give every rank equally many blocks, padded with dummy micro-batches, for forwards with collectives.
+        even: give every rank equally many micro-batches, by dummy ones at the end, so that collectives in their
+            forwards meet.
 
     Yields:
-        The block's number and its micro-batch; a dummy micro-batch states 0 samples.
+        (index of the block, its micro-batch), in order. A dummy micro-batch has the samples and the index of block 0,
+        but ``samples`` is 0, so that the caller leaves its loss out; ``weight`` is 1 / number of held-out samples in
+        all.
     """
     blocks, total = held_out.blocks, held_out.samples
     mine = list(even_share(len(blocks), ranks, rank))
@@ -262,8 +287,8 @@ def evaluation(
 def evaluation_blocks(samples: int, largest: int) -> list[range]:
     """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
-    Blocks have at most ``largest`` samples, and less in a small set, so that there are about 32 to divide over ranks,
-    but at least 16 samples. They do not depend on the number of ranks.
+    Blocks have at most ``largest`` samples, and fewer in a small set: as many as give about 32 blocks to divide over
+    ranks, but at least 16. They do not depend on the number of ranks.
 
     Args:
         samples: number of held-out samples.

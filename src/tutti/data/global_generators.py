@@ -12,9 +12,10 @@ import torch
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Within the block code may seed and use Python's, NumPy's and PyTorch's global CPU generators.
+    """Return a context manager that restores the states of the global random generators at its end.
 
-    Their states are restored afterwards, so that draws outside of it do not change.
+    Within the block, code may seed and use the generators of Python, NumPy and PyTorch (CPU) without an effect on later
+    draws.
     """
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
@@ -26,7 +27,7 @@ def own_generators() -> Iterator[None]:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, NumPy and PyTorch (CPU); call it inside ``own_generators``.
+    """Seed the global random generators of Python, NumPy and PyTorch (CPU); call it inside ``own_generators``.
 
     Args:
         key: 64-bit seed.

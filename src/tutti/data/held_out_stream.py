@@ -37,36 +37,48 @@ class HeldOutStream:
 
     @property
     def samples(self) -> int:
-        """Number of samples in all blocks that have been read so far."""
+        """Number of samples in the blocks of held-out samples that have been read so far."""
         return sum(self.sizes.values())
 
     @property
     def rows(self) -> int:
-        """One more than the largest block number read so far: the rows of a table indexed by block number."""
+        """Largest block index read so far, plus 1: the number of rows of a table indexed by block."""
         return max(self.sizes) + 1
 
     def shares(self, ranks: int) -> list[list[int]]:
-        """Return, for each of ``ranks`` data ranks, the numbers of its blocks among those read so far."""
+        """Return the indices of the blocks that each of ``ranks`` data ranks evaluates, among the blocks read so far.
+
+        Block b, a batch of held-out samples, is for data rank b mod ``ranks``.
+
+        Returns:
+            For each data rank, in order, the indices of its blocks.
+        """
         return [[number for number in self.sizes if number % ranks == rank] for rank in range(ranks)]
 
     def micro_batches(
         self, ranks: int, rank: int, place: Callable[[Batch], Batch], even: bool, world: Communicator
     ) -> Iterator[tuple[int, MicroBatch]]:
-        """Yield the blocks that this data rank evaluates, each as (block number, micro-batch on the device).
+        """Read an iterable of held-out samples, and yield the blocks that this data rank evaluates, each as one batch.
 
-        Collective: digests of samples are compared over ranks. Ranks read as many blocks as there are ranks, compare
-        them, and then compute, so that collectives in their forwards stay aligned.
+        Every rank reads the whole iterable and cuts it into blocks; block b is for data rank b mod ``ranks``.
+        Collective over ``world``, whose ranks must all exhaust the iterator: to make sure that they read the same
+        samples, they compare digests of the samples of blocks 0, 1, 2, 4, 8, …, and the number of all samples at the
+        end.
 
         Args:
             ranks: number of data ranks.
             rank: this data rank.
             place: moves a batch to the device.
-            even: give every rank equally many blocks, padded with dummy micro-batches (0 samples).
-            world: communicator that compares the samples.
+            even: give every rank equally many micro-batches, by dummy ones, so that collectives in their forwards meet.
+            world: communicator of all ranks.
+
+        Yields:
+            (index of the block, its micro-batch on the device). A dummy micro-batch has index 0, samples read before,
+            and ``samples`` and ``weight`` 0, so that the caller leaves its loss out; all others have ``weight`` 1.
 
         Raises:
-            MismatchError: the ranks read different samples.
-            DataError: the stream is empty.
+            MismatchError: on every rank, if ranks have read different samples.
+            DataError: there are no samples.
         """
         self.sizes.clear()
 

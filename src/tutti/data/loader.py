@@ -51,7 +51,10 @@ class Fetches(Protocol):
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """The function that makes a batch from a task's arguments; its tensors travel in shared memory."""
+        """The function that makes one batch; loader processes call it, and pass the batch's tensors in shared memory.
+
+        Its arguments say which batch, such as the indices of samples and a key of random augmentation.
+        """
 
 
 _AHEAD = 2
@@ -75,10 +78,10 @@ class Prefetch:
     begin: Callable[[int], None] | None = None
 
     def batches(self, source: Fetches, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield ``source.fetch(*task)`` for each task, in order.
+        """Yield the batch ``source.fetch(*task)`` for each task, in order, made in this process or by loader processes.
 
-        With ``workers`` loader processes, they are started here, fetch ahead, and are killed when the iteration ends or
-        is left. Blocks until the next batch is there.
+        Loader processes are started here, fetch ahead, and are killed when the iteration ends or is left. Blocks until
+        the next batch is made.
 
         Args:
             source: makes the batches.
@@ -94,7 +97,13 @@ class Prefetch:
             loader.close()
 
     def loader(self, source: Fetches) -> Loader:
-        """Start a pool of loader processes for ``source``, which runs until ``Loader.close``."""
+        """Start a pool of loader processes that make batches by ``source.fetch``, and return it.
+
+        The processes run until the pool's ``close`` is called.
+
+        Args:
+            source: makes the batches; forking copies its present state into each process.
+        """
         return Loader(source, self.workers, self.rank, self.timeout, self.begin)
 
 
@@ -131,16 +140,16 @@ class Loader:
         self._finish = weakref.finalize(self, _end, self._processes, os.getpid())
 
     def close(self) -> None:
-        """Kill the loader processes, and wait for their end. A second call does nothing."""
+        """Kill the pool's loader processes, and wait for their end. A second call does nothing."""
         self._finish()
 
     def batches(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield ``fetch(*task)`` of the source for each task, in order; each process fetches up to two batches ahead.
+        """Yield the batch ``source.fetch(*task)`` for each task, in order; each process makes up to two batches ahead.
 
-        Blocks until the next batch is there.
+        Blocks until the next batch is made.
 
         Args:
-            tasks: arguments of ``fetch``, one tuple a batch.
+            tasks: arguments of the source's ``fetch``, one tuple a batch.
 
         Raises:
             LoaderError: a process was killed, ended, or gave no batch within the timeout.

@@ -24,7 +24,7 @@ class SampleOrder(Protocol):
     """The samples of each global batch of an epoch, the same on every rank (protocol)."""
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """Return the global batches of an epoch, in order: for each the numbers of its samples in the data set.
+        """Return the global batches of an epoch, in order: for each the indices of its samples in the data set.
 
         The order is a function of seed and epoch, the same on every rank.
 
@@ -69,19 +69,24 @@ class ShuffledOrder:
     used: int
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """Return the global batches of an epoch, shuffled by (seed, epoch), as arrays of sample numbers.
+        """Return the global batches of an epoch, each sample once, shuffled by (seed, epoch); the same on every rank.
 
-        See ``SampleOrder.batches``.
+        Args:
+            epoch: from 0.
+            batch: samples in a global batch; the last may have fewer.
+
+        Returns:
+            For each global batch an int64 array (samples,) of indices in the data set.
         """
         return cut(permutation(self.seed, epoch, self.samples)[: self.used], batch)
 
     def repeats(self, epoch: int, step: int) -> None:
-        """Return None: no sample is drawn twice in an epoch. See ``SampleOrder.repeats``."""
+        """Return None: no sample is drawn twice in an epoch."""
 
     def digest(self, epoch: int) -> str:
-        """Return an empty string: the order follows from seed and number of samples, which are compared anyway.
+        """Return an empty string, as there is no order to compare between ranks or with a saved run.
 
-        See ``SampleOrder.digest``.
+        The order follows from seed and number of samples, which are compared anyway.
         """
         return ""
 
@@ -97,17 +102,25 @@ class SequentialOrder:
     used: int
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """Return the global batches of an epoch in the data set's own order, as arrays of sample numbers.
+        """Return the global batches of an epoch, in the data set's own order.
 
-        See ``SampleOrder.batches``.
+        Args:
+            epoch: from 0; has no effect.
+            batch: samples in a global batch; the last may have fewer.
+
+        Returns:
+            For each global batch an int64 array (samples,) of indices in the data set.
         """
         return cut(np.arange(self.used), batch)
 
     def repeats(self, epoch: int, step: int) -> None:
-        """Return None: no sample is drawn twice in an epoch. See ``SampleOrder.repeats``."""
+        """Return None: no sample is drawn twice in an epoch."""
 
     def digest(self, epoch: int) -> str:
-        """Return an empty string: the order is 0, 1, 2, … in every epoch. See ``SampleOrder.digest``."""
+        """Return an empty string, as there is no order to compare between ranks or with a saved run.
+
+        It is 0, 1, 2, … in every epoch.
+        """
         return ""
 
 
@@ -160,14 +173,21 @@ class SampledOrder:
             ) from error
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """Draw an epoch from the sampler, and return its global batches as arrays of sample numbers.
+        """Draw an epoch's samples from a PyTorch sampler, and return its global batches.
 
-        With ``whole`` they are the sampler's own batches, and ``batch`` has no effect. Draws for the same epoch are
-        equal in every call. See ``SampleOrder.batches``.
+        Draws for the same epoch are equal in every call. Not collective: ranks are not compared.
+
+        Args:
+            epoch: from 0.
+            batch: samples in a global batch, of which the last may have fewer; has no effect for a batch sampler, whose
+                batches are the global ones.
+
+        Returns:
+            For each global batch an int64 array (samples,) of indices in the data set.
 
         Raises:
-            DataError: the sampler yields anything but numbers of samples in the data set, or another number of them
-                than its ``__len__``; or a batch has more than ``largest`` samples.
+            DataError: the sampler yields anything but indices in the data set, or another number of them than its
+                ``__len__``; or a batch sampler yields a batch larger than the run's batch size.
         """
         self._draw(epoch)
         if self._whole:
@@ -177,16 +197,24 @@ class SampledOrder:
         return found
 
     def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
-        """Return how often each sample of a global batch was drawn earlier in the epoch; None if none is drawn twice.
+        """Return how often each sample of a global batch was drawn earlier in the epoch, by a sampler with replacement.
 
-        It is for the epoch of the last call of ``batches``, whatever ``epoch`` is. See ``SampleOrder.repeats``.
+        Args:
+            epoch: has no effect: the epoch is that of the last call of ``batches``.
+            step: number of the global batch in the epoch, from 0.
+
+        Returns:
+            int64 (samples,), in the order of the batch; None if no sample of the epoch is drawn twice.
         """
         return None if self._before is None else self._before[self._bounds[step] : self._bounds[step + 1]]
 
     def digest(self, epoch: int) -> str:
-        """Draw the epoch from the sampler unless it is the last one drawn, and return a 64-bit digest of its order.
+        """Return a 64-bit digest, in hexadecimal, of the order in which the sampler draws an epoch's samples.
 
-        With ``whole`` the digest includes the sizes of the batches. See ``SampleOrder.digest``.
+        It is for comparison over ranks and with a saved run; for a batch sampler it includes the sizes of the batches.
+
+        Args:
+            epoch: from 0; drawn from the sampler, unless it is the last one drawn.
         """
         self._draw(epoch)
         state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)

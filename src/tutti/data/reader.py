@@ -53,28 +53,38 @@ class BatchReader(Protocol):
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` to the end.
 
-        For a stream the iteration is collective: ranks compare samples or counts. Loader processes read ahead.
+        Collective over all ranks if the data set is an iterable: they compare their samples, or exchange their sample
+        counts. Loader processes read ahead.
 
         Args:
             epoch: from 0.
             start: first global batch to yield, counted in the epoch from 0; earlier samples count as consumed.
+
+        Yields:
+            This rank's samples, the number of samples in the global batch, and the data position after it.
         """
 
     def follow(self, epochs: Epochs) -> None:
-        """Take over the batch contracts of a run that was resumed with another batch size or data set."""
+        """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
+
+        Args:
+            epochs: the batch contract of every epoch, of those before the resume, too.
+        """
 
     def state(self) -> Any:
-        """Return what a resume needs besides epoch and batch number, as a JSON value; None if these suffice.
+        """Return what a checkpoint needs, besides epoch and batch number, to go on reading the data from here.
 
-        It is the state after the last batch that ``read`` yielded.
+        Returns:
+            The reader's state after the last batch that ``read`` yielded, as a JSON value; None if epoch and batch
+            number suffice.
         """
 
     def load(self, at: Position, state: Any) -> None:
-        """Take over the state of a saved run, so that the next ``read`` can continue there.
+        """Restore the reader's state from a checkpoint, so that the next ``read`` continues there.
 
         Args:
-            at: the data position of the saved run: epoch, and global batches consumed in it.
-            state: the value that ``state`` returned then.
+            at: the checkpoint's data position: epoch, and global batches consumed in it.
+            state: the result of ``state`` that was saved.
 
         Raises:
             CheckpointError: the data are read in another way than in the saved run, so that the order would differ.
@@ -84,7 +94,7 @@ class BatchReader(Protocol):
         """Return lines for the run's header, label → text, about order, resuming and loader processes; may be empty."""
 
     def close(self) -> None:
-        """End loader processes and close files; a second call does nothing."""
+        """End the reader's loader processes and close its files; a second call does nothing."""
 
 
 class MapReader:
@@ -119,13 +129,20 @@ class MapReader:
         self._epoch = -1
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` on.
+        """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
-        Collective at the start of the iteration if the order is a sampler's: ranks compare a digest of it. See
-        ``BatchReader.read``.
+        Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: they compare a
+        digest of it.
+
+        Args:
+            epoch: from 0.
+            start: first global batch to yield, counted in the epoch from 0.
+
+        Yields:
+            This rank's samples, the number of samples in the global batch, and the data position after it.
 
         Raises:
-            MismatchError: a sampler has drawn other samples on another rank.
+            MismatchError: on every rank, if a sampler has drawn other samples on another rank.
         """
         contract = self._epochs.at(epoch)
         steps = self._order.batches(epoch, contract.batch)
@@ -151,7 +168,11 @@ class MapReader:
             yield RankBatch(whole, samples, after, None if mine else parts[0])
 
     def follow(self, epochs: Epochs) -> None:
-        """Take over the batch contracts of a run that was resumed with another batch size or data set."""
+        """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
+
+        Args:
+            epochs: the batch contract of every epoch, of those before the resume, too.
+        """
         self._epochs = epochs
 
     def _cuts(self, contract: BatchContract, samples: int) -> list[range]:
@@ -188,17 +209,21 @@ class MapReader:
         return self._loader.batches(tasks)
 
     def state(self) -> Any:
-        """Return the digest of a sampler's order in the last epoch read, for comparison by ``load``.
+        """Return the digest of the order that a sampler drew in the last epoch read, for a checkpoint.
 
         Returns:
-            ``{"epoch": …, "order": digest}``; None without a sampler, where position and seed suffice, or before an
-            epoch.
+            ``{"epoch": …, "order": digest}``; None without a sampler, where data position and seed suffice for a
+            resume, or before the first epoch.
         """
         digest = self._order.digest(self._epoch) if self._epoch >= 0 else ""
         return {"epoch": self._epoch, "order": digest} if digest else None
 
     def load(self, at: Position, state: Any) -> None:
-        """Check that the sampler draws the same order as in the saved run; ``at`` has no effect here.
+        """Check that the sampler draws the same order as in the run that saved a checkpoint. Not collective.
+
+        Args:
+            at: the checkpoint's data position; has no effect here.
+            state: the result of ``state`` that was saved.
 
         Raises:
             CheckpointError: the order differs.

@@ -22,14 +22,14 @@ def make_reader(
     prefetch: Prefetch,
     order: SampleOrder | None = None,
 ) -> BatchReader:
-    """Make the reader of this rank's part of every global batch: of a source, of one stream, or of a stream by rank.
+    """Make the reader of this rank's part of every global batch, from a map-style or an iterable data set.
 
     Args:
         data: a source (map-style), or a stream (iterable).
         epochs: the batch contract of every epoch: sizes of global batches and their division.
         rank: the data rank.
         seed: of all random draws.
-        comms: communicators, with which streams and samplers are compared over ranks.
+        comms: communicators; the reader compares the samples of iterables and the order of samplers over their ranks.
         prefetch: loader processes.
         order: the order of a source's samples; None: all, shuffled.
 

@@ -58,10 +58,10 @@ class Sampling:
     timeout: float | None = None
 
     def sized(self, seed: int) -> Sampling:
-        """Return this sampling with a batch size.
+        """Return this description of batches with its batch size filled in, where a batch sampler determines it.
 
-        A batch sampler without one is iterated for epoch 0, and the size of its longest batch is taken; other samplings
-        stay as they are.
+        Without a stated batch size, the batch sampler is iterated for epoch 0, and its longest batch counts. In all
+        other cases the description is returned as it is.
 
         Args:
             seed: of the run, for the sampler's draws.
@@ -72,14 +72,14 @@ class Sampling:
         return replace(self, batch_size=max(map(len, first)))
 
     def in_an_epoch(self, count: int) -> int | None:
-        """Return the number of samples that an epoch uses; None for a batch sampler, where it is not known before.
+        """Return the number of samples that an epoch uses; None for a batch sampler, which must be iterated to know it.
 
         Args:
             count: samples in the data set.
 
         Raises:
             DataError: ``drop_last`` leaves none.
-            UsageError: the sampler draws more samples than the order of an epoch can hold.
+            UsageError: the sampler draws more samples in an epoch than are supported.
         """
         if self.whole:
             return None
@@ -101,7 +101,7 @@ class Sampling:
         return used
 
     def order(self, seed: int, count: int) -> SampleOrder:
-        """Make the order in which the samples of a map-style data set are drawn: the sampler's, shuffled or sequential.
+        """Return the order in which an epoch draws a map-style data set's samples: a sampler's, shuffled or sequential.
 
         Args:
             seed: of the run.

@@ -56,29 +56,28 @@ class Stream:
         return int(hash64(seed, rank)) if self.sharded else seed
 
     def cursor(self, epoch: int, key: int) -> Cursor:
-        """Return a cursor that reads an epoch of the stream from its first sample on.
+        """Return a reader of one epoch of the iterable data set, from its first sample on.
 
-        If ``first_batch`` has read samples of this epoch ahead and the cursor is still unused, it is returned, so that
-        no sample is read twice.
+        Samples of the epoch that ``first_batch`` has read before are not read twice: this reader yields them, too.
 
         Args:
             epoch: from 0.
-            key: of the random draws, from ``key``.
+            key: integer that seeds random draws of the data set.
         """
         tried, self._tried = self._tried, None
         return tried if tried is not None and tried.begins(epoch, key) else Cursor(self, epoch, key)
 
     def first_batch(self, count: int, key: int) -> Batch:
-        """Return the first samples of epoch 0 as a batch, before training, without consuming them.
+        """Return the first samples of the iterable data set as a batch, before training, without consuming them.
 
-        The next ``cursor`` of that epoch yields them again.
+        The next reader of epoch 0 yields them again.
 
         Args:
-            count: number of samples; fewer in a shorter stream.
-            key: of the random draws, from ``key``.
+            count: number of samples; a shorter data set gives fewer.
+            key: integer that seeds random draws of the data set.
 
         Raises:
-            DataError: the stream is empty, or a sample cannot be read or collated.
+            DataError: the data set is empty, or a sample cannot be read or collated.
         """
         if self._tried is None:
             self._tried = Cursor(self, 0, key)
@@ -172,7 +171,10 @@ class Cursor:
         self.number = 0
 
     def take(self, count: int) -> list[Any]:
-        """Read and return the next ``count`` samples in a list; fewer at the end of the epoch, and none after it.
+        """Read the next ``count`` samples of the epoch; fewer at its end, and none after it.
+
+        Returns:
+            The samples, not collated.
 
         Raises:
             DataError: a sample cannot be read; the error names its number.
@@ -186,16 +188,19 @@ class Cursor:
         return taken
 
     def begins(self, epoch: int, key: int) -> bool:
-        """Return whether this cursor reads the given epoch, and no sample has been taken from it yet.
+        """Return whether this reader of one epoch reads the given epoch, and no sample has been taken from it yet.
 
         Args:
             epoch: from 0.
-            key: of the random draws, which must be the cursor's too.
+            key: seed of the data set's random draws, which must be this reader's, too.
         """
         return (self._epoch, self._key, self.number) == (epoch, key, 0)
 
     def peek(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples, fewer at the end, which ``take`` returns again."""
+        """Return the next ``count`` samples of the epoch without consuming them; fewer at its end.
+
+        The next ``take`` returns them again.
+        """
         self.more(count)
         return self._ahead[:count]
 
@@ -211,14 +216,17 @@ class Cursor:
         return last
 
     def more(self, count: int = 1) -> bool:
-        """Return whether the epoch has at least ``count`` more samples, after reading them ahead for ``take``."""
+        """Return whether the epoch has at least ``count`` more samples.
+
+        They are read ahead and kept for the next ``take``.
+        """
         with own_generators():
             while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):
                 self._ahead += item
         return len(self._ahead) >= count
 
     def state(self) -> str | None:
-        """Return the data set's own ``state_dict()`` after the samples taken so far, as a JSON string.
+        """Return the iterable data set's own ``state_dict()`` after the samples taken so far, as a JSON string.
 
         None if it has no such method, its state is not JSON, or a sample has been read ahead.
         """
@@ -228,11 +236,11 @@ class Cursor:
         return json.dumps(state) if _is_json(state) else None
 
     def restore(self, state: Any, number: int) -> bool:
-        """Load a data set's own state, with which it continues without reading the consumed samples again.
+        """Restore the iterable data set's own saved state, so that consumed samples need not be read again.
 
         Args:
             state: the data set's ``state_dict()`` of the saved run; None for none.
-            number: samples of the epoch that had been consumed then.
+            number: samples of the epoch that had been consumed when it was saved.
 
         Returns:
             Whether the state was loaded; False if there is none, or the data set has no ``load_state_dict``.

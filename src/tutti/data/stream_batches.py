@@ -65,13 +65,17 @@ class StreamReading:
     keep: Callable[[list[Any], int, int, int], Any]
 
     def here(self, cursor: Cursor, with_state: bool) -> Iterator[StreamBatch]:
-        """Read the epoch in this process, and yield its global batches from ``start`` on.
+        """Read an epoch of an iterable data set in this process, and yield its global batches from ``start`` on.
 
-        Each holds the part that this rank keeps. One sample, or with ``drop_last`` a batch, is read ahead.
+        One sample more than the batch is read ahead, or with ``drop_last`` a whole batch. Not collective.
 
         Args:
-            cursor: reads the epoch, and stands before the first sample of batch ``start``.
-            with_state: whether the data set is asked for its state after each batch.
+            cursor: reads the epoch; its next sample is the first of global batch ``start``.
+            with_state: whether the data set is asked for its ``state_dict()`` after each batch.
+
+        Yields:
+            For each global batch its number and size, this rank's part of it, digests of the samples for a comparison
+            over ranks, and whether it is the epoch's last. If no sample is left, a single batch of 0 samples.
 
         Raises:
             DataError: a sample cannot be read, or ``drop_last`` leaves none.
@@ -91,16 +95,20 @@ class StreamReading:
             number += 1
 
     def in_processes(self, prefetch: Prefetch) -> Iterator[StreamBatch]:
-        """Read the epoch in ``prefetch.workers`` loader processes, and yield its global batches from ``start`` on.
+        """Read an epoch of an iterable data set in loader processes, and yield its global batches from ``start`` on.
 
-        The processes start with the iteration and end with it.
+        Process i of k makes batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. Not
+        collective.
 
         Args:
-            prefetch: the loader processes, at least one.
+            prefetch: number of loader processes, at least one, and how they start.
+
+        Yields:
+            For each global batch its number and size, this rank's part of it, digests of the samples for a comparison
+            over ranks, and whether it is the epoch's last. If the epoch has no sample, a single batch of 0 samples.
 
         Raises:
-            DataError: two processes yield the same samples, the epoch ends before ``start``, or ``drop_last`` leaves
-                none.
+            DataError: two processes yield the same samples, or the epoch ends before ``start``.
         """
         processes, ended = prefetch.workers, set[int]()
         made = read = passed = 0

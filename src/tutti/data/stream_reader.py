@@ -58,19 +58,30 @@ class ReplicatedStream:
         self._loaded: tuple[Position, Any] = (Position(), None)
 
     def follow(self, epochs: Epochs) -> None:
-        """Take over the batch contracts of a run that was resumed with another batch size or data set."""
+        """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
+
+        Args:
+            epochs: the batch contract of every epoch, of those before the resume, too.
+        """
         self._epochs = epochs
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """Read the whole stream of an epoch, and yield this rank's part of each global batch from batch ``start`` on.
+        """Read an epoch of an iterable data set, and yield this rank's part of each global batch, on the CPU.
 
-        Collective: digests of samples are compared over all ranks, in batches 0, 1, 2, 4, 8, … of this call, and the
-        number of samples at the end. Earlier batches are skipped by reading, or by the data set's own state. See
-        ``BatchReader.read``.
+        Every rank reads all samples and keeps its own. Collective over all ranks: they compare digests of the samples
+        of global batches ``start`` + 0, 1, 2, 4, 8, …, and the number of samples at the end.
+
+        Args:
+            epoch: from 0.
+            start: first global batch to yield, counted in the epoch from 0; earlier ones are read and discarded, unless
+                the data set restores a saved state of its own.
+
+        Yields:
+            This rank's samples, the number of samples in the global batch, and the data position after it.
 
         Raises:
-            MismatchError: the ranks read different samples.
-            DataError: the stream is empty, ends before ``start``, or does not have the length that it states.
+            MismatchError: on every rank, if ranks have read different samples.
+            DataError: the data set is empty, ends before ``start``, or does not have the length that it states.
         """
         batch = self._epochs.at(epoch).batch
         reading = StreamReading(
@@ -128,19 +139,24 @@ class ReplicatedStream:
         return self.source.collated_parts(own, pieces, first + mine.start, key), None
 
     def state(self) -> Any:
-        """Return the data set's own state after the last batch, with which a resume need not read the consumed samples.
+        """Return the iterable data set's own state after the last batch read, for a checkpoint.
 
-        None if the data set has no such state, and on ranks other than 0. With several loader processes it is their
-        number, ``{"loader processes": …}``.
+        With it a resume need not read the consumed samples again.
+
+        Returns:
+            The data set's ``state_dict()`` as a JSON value; None if it has none, and on ranks other than 0. With
+            several loader processes ``{"loader processes": their number}`` on every rank.
         """
         if self._prefetch.workers > 1:
             return {_PROCESSES: self._prefetch.workers}
         return None if self._kept is None else json.loads(self._kept)
 
     def load(self, at: Position, state: Any) -> None:
-        """Keep the saved state of the data set for the next ``read``, if that starts at ``at``.
+        """Keep an iterable data set's saved state for the next ``read``, which uses it if it starts at ``at``.
 
-        See ``BatchReader.load``.
+        Args:
+            at: the checkpoint's data position: epoch, and global batches consumed in it.
+            state: the result of ``state`` that was saved.
 
         Raises:
             CheckpointError: the number of loader processes differs from the saved run's.
@@ -161,7 +177,7 @@ class ReplicatedStream:
         return lines | ({"data workers": f"{workers} a device, over which the data set divides"} if workers > 1 else {})
 
     def close(self) -> None:
-        """Do nothing: loader processes and cursors of a stream end with each ``read``."""
+        """Do nothing: loader processes end with each ``read``."""
 
 
 class ShardedStream:
@@ -183,18 +199,27 @@ class ShardedStream:
         self._replicas, self._stages = comms.replica, comms.model
 
     def follow(self, epochs: Epochs) -> None:
-        """Do nothing: each epoch is read by the contract of the run as it is now."""
+        """Do nothing after a resume with another batch size: every epoch is read with the present one."""
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """Read this rank's own stream of an epoch, and yield its part of each global batch from batch ``start`` on.
+        """Read an epoch of a data rank's own iterable, which differs between data ranks, and yield the rank's batches.
 
-        Collective: an all-gather of sample counts over the data ranks in every step, and a comparison of samples over
-        the ranks of one replica. A rank whose stream has ended yields parts without samples until all have. See
-        ``BatchReader.read``.
+        Collective: in every step the data ranks all-gather their sample counts, and the ranks of one replica compare
+        theirs, and in steps 0, 1, 2, 4, 8, … of the call digests of the samples, too. A rank whose iterable has ended
+        yields batches without samples until all have ended.
+
+        Args:
+            epoch: from 0.
+            start: first global batch to yield, counted in the epoch from 0; the rank's samples before it are read and
+                discarded.
+
+        Yields:
+            This rank's samples, the number of samples in the global batch, the data position after it, and, if this
+            rank has no samples, others for a dummy micro-batch.
 
         Raises:
             MismatchError: the ranks of one replica read different samples.
-            DataError: a rank's stream is empty.
+            DataError: a rank's iterable is empty.
         """
         share = len(self._contract.part(self._contract.batch, self._rank))
         key = self.source.key(self._seed, self._rank)
@@ -233,11 +258,15 @@ class ShardedStream:
         self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
 
     def state(self) -> Any:
-        """Return the number of data ranks, ``{"streams": …}``: a resumed run must have as many."""
+        """Return ``{"streams": number of data ranks}`` for a checkpoint: a resumed run must have as many."""
         return {"streams": self._contract.ranks}
 
     def load(self, at: Position, state: Any) -> None:
-        """Check that the run has as many data ranks as the saved one; ``at`` has no effect here.
+        """Check that the run has as many data ranks, each with an iterable of its own, as the saved one.
+
+        Args:
+            at: the checkpoint's data position; has no effect here.
+            state: the result of ``state`` that was saved.
 
         Raises:
             CheckpointError: the number of data ranks has changed.
@@ -258,19 +287,22 @@ class ShardedStream:
         }
 
     def close(self) -> None:
-        """Do nothing: a cursor of a stream ends with each ``read``."""
+        """Do nothing: no loader process or file outlives a ``read``."""
 
 
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
-    """Compare the samples of a global batch over ranks, in batches 0, 1, 2, 4, 8 and so on. Collective.
+    """Compare digests of the samples of a global batch over ranks, if it is batch 0, 1, 2, 4, 8 or so on.
+
+    Collective over ``ranks``: all must call it for the same batch. It does nothing for other batches. If the batch
+    comes without digests, the ranks compare its number of samples.
 
     Args:
-        ranks: the ranks to compare, each of which has read the batch.
+        ranks: communicator of the ranks to compare, each of which has read the batch.
         batches: number of batches before this one; ranks compare if it is 0 or a power of two.
-        batch: the global batch, with number and digest of its samples.
+        batch: the global batch, with index and digest of each of its samples.
 
     Raises:
-        MismatchError: the samples, or their number, differ between ranks.
+        MismatchError: on every rank, if the samples, or their number, differ between ranks.
     """
     if batches & (batches - 1) == 0:
         ranks.agree(batch.lines or [f"{batch.samples} samples"], "the samples of the stream", DIFFERENT)

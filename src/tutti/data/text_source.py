@@ -63,7 +63,7 @@ class WindowSource:
         self._targets = codes[1 : windows * block + 1].reshape(windows, block)
 
     def __len__(self) -> int:
-        """Return the number of windows."""
+        """Return the number of windows of the text, each of which is a sample."""
         return len(self._inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:

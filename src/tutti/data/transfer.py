@@ -34,7 +34,7 @@ class Transfer:
         self._stream = torch.Stream(device)
 
     def parts(self, parts: Iterator[RankBatch], placed: Callable[[RankBatch], RankBatch]) -> Iterator[RankBatch]:
-        """Copy a rank's batches to the device, each while the step before it computes, and yield them.
+        """Copy a rank's batches to the accelerator, each while the step before it computes, and yield the copies.
 
         The copy runs on a stream of its own and starts before the preceding batch is yielded; the device's current
         stream waits for it, not the host.

@@ -34,11 +34,11 @@ class Native:
         self._passes = {name: _typed(library, f"{name}_{_NAMES[dtype]}") for name in _PASSES}
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return ‖g‖² of each tensor in the order of ``grads``, in one compiled loop over all tensors."""
+        """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``, by one compiled loop."""
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w, in one compiled loop.
+        """Return (‖w‖², ‖d‖²), sums of squares, of each tensor, with d = gradient·g + decay·w, in one compiled loop.
 
         Args:
             params: parameters (w).

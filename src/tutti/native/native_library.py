@@ -38,7 +38,10 @@ _failed: dict[str, str] = {}
 
 
 def kernels() -> str:
-    """Return a text on the loops of layer-wise optimizers and ghost batch norm: compiled, or PyTorch's, and why."""
+    """Return a text that says whether tutti's C++ loops are compiled here or PyTorch's operations run, and why.
+
+    The loops are those of layer-wise optimizers and ghost batch norm.
+    """
     if _off():
         return "PyTorch's own operations (TUTTI_KERNELS=off)"
     compiler = find_compiler()

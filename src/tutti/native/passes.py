@@ -89,7 +89,7 @@ class Passes(Protocol):
         """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``."""
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w.
+        """Return (‖w‖², ‖d‖²), sums of squares, of each tensor, with d = gradient·g + decay·w.
 
         Args:
             params: parameters (w).
@@ -147,11 +147,11 @@ class Foreach:
     """
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return ‖g‖² of each tensor in the order of ``grads``, by PyTorch's multi-tensor (foreach) operators."""
+        """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``, by PyTorch's foreach operators."""
         return _sums(grads, ((rows, pieces) for rows, _, (pieces,) in _batches(grads, grads)))
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w, with foreach operators.
+        """Return (‖w‖², ‖d‖²), sums of squares, of each tensor, with d = gradient·g + decay·w, with foreach operators.
 
         Args:
             params: parameters (w).

@@ -38,7 +38,15 @@ class AdaScale:
         self._averages = Averages(max(1 - workers / 1000, 0.0))
 
     def __call__(self, stats: StepStats, step_context: StepContext) -> StepContext:
-        """Update the estimates with a step's statistics; return the step context with the gain in its LR factor."""
+        """Estimate AdaScale's gain from a step's gradient variance; return the step context with it in ``lr_factor``.
+
+        The gain multiplies the context's learning-rate factor (None counts as 1), and is added to the run's length in
+        steps. After a step with a non-finite gradient the context is returned as it is. Not collective.
+
+        Args:
+            stats: results of the step, reduced over all ranks.
+            step_context: number of samples and learning-rate factor of the step.
+        """
         self.gain = None
         if not stats.finite:
             return step_context
@@ -62,10 +70,11 @@ class AdaScale:
                 self._averages.add(*found)
 
     def values(self) -> dict[str, float]:
-        """Return the figures to log: ``tau`` (τ), ``gain`` (r of the last step) and ``noise_scale`` (in samples).
+        """Return AdaScale's figures to log: ``tau`` (τ), ``gain`` (r of the last step), ``noise_scale`` (in samples).
 
-        ``gain`` is missing after a skipped step, ``noise_scale`` before the first estimate. The simple noise scale is
-        defined by McCandlish et al. 2018, arXiv 1812.06162.
+        τ is the sum of all gains r, by which the rates of steps were multiplied. ``gain`` is missing after a skipped
+        step, ``noise_scale`` before the first estimate. The simple noise scale is defined by McCandlish et al. 2018,
+        arXiv 1812.06162.
         """
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau
@@ -76,12 +85,23 @@ class AdaScale:
         return found
 
     def state(self) -> dict[str, float]:
-        """Return τ, the averages of σ² and μ², and their weight as numbers by name, for a checkpoint."""
+        """Return AdaScale's running estimates as numbers, for a checkpoint.
+
+        Keys are ``tau`` (sum of gains), ``variance`` and ``square`` (averages of σ² and μ²), and ``weight`` (that of
+        the averages).
+        """
         first, second = self._averages.sums
         return {"tau": self.tau, "variance": first, "square": second, "weight": self._averages.weight}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Restore the result of ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is malformed."""
+        """Restore AdaScale's running estimates from a checkpoint.
+
+        Args:
+            saved: the result of ``state``.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``saved`` is malformed.
+        """
         tau, first, second, weight = (float(saved[name]) for name in ("tau", "variance", "square", "weight"))
         if not (all(map(math.isfinite, (tau, first, second))) and tau >= 0 and 0 <= weight <= 1):
             raise ValueError(f"τ {tau:g}, σ² {first:g}, μ² {second:g}, weight {weight:g}")

@@ -26,12 +26,13 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
-    """Return a factory that builds the optimizer of ``config`` over the trainable parameters that it is given.
+    """Return a function that builds the optimizer that ``config`` describes.
 
-    The factory takes (name, parameter) pairs, and returns None if none of them is trainable.
+    The function takes (name, parameter) pairs, and returns an optimizer over the trainable ones; None if there are
+    none.
 
     Args:
-        config: a dataclass of ``tutti.config.optimizer_config``, such as ``AdamWConfig``.
+        config: the optimizer's options, a dataclass of ``tutti.config.optimizer_config`` such as ``AdamWConfig``.
         sparse: some parameters may get sparse gradients, which fused kernels do not take.
     """
 
@@ -77,12 +78,12 @@ def _is_fusible(parameter: nn.Parameter) -> bool:
 
 
 def from_instance(optimizer: Optimizer) -> OptimizerFactory:
-    """Return a factory that yields the user's own optimizer if possible, else rebuilt copies of it.
+    """Return a function that maps (name, parameter) pairs to the user's optimizer, or to a rebuilt copy of it.
 
-    The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a
-    stage that holds only some of them; one optimizer for each logical worker) builds an optimizer of the same class
-    with the same groups and settings; it returns None if none of the optimizer's parameters are given, and raises
-    UsageError if the optimizer has already stepped.
+    The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a stage
+    that holds only some of them; one optimizer for each logical worker) builds an optimizer of the same class with the
+    same groups and settings; it returns None if none of the optimizer's parameters are given, and raises UsageError if
+    the optimizer has already stepped.
     """
     handed_out = False
 
@@ -184,7 +185,7 @@ def is_plain(value: object) -> bool:
 
 
 def is_known(kind: type[Optimizer]) -> bool:
-    """Whether an optimizer's class is PyTorch's or tutti's, whose options are all in its parameter groups."""
+    """Return whether an optimizer class is PyTorch's or tutti's, which keep all options in parameter groups."""
     return kind.__module__.startswith(("torch.optim.", "tutti.optim."))
 
 

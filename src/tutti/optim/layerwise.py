@@ -41,13 +41,16 @@ class TensorUpdate:
 
     @property
     def adapted(self) -> bool:
-        """Whether this tensor's step is scaled by its norms, by the group's options ``adapt`` and ``adapt_1d``."""
+        """Whether a layer-wise optimizer scales this tensor's step by its norms.
+
+        That is, if its parameter group sets ``adapt``, and ``adapt_1d`` if the tensor has at most one dimension.
+        """
         group = self.group
         return bool(group["adapt"] and (group["adapt_1d"] or self.param.dim() > 1))
 
     @property
     def decay(self) -> float:
-        """Weight decay λ of this tensor; 0 for tensors of at most one dimension without ``decay_1d``."""
+        """Weight decay λ of this tensor; 0 for one of at most one dimension in a group without ``decay_1d``."""
         group = self.group
         return float(group["weight_decay"]) if group["decay_1d"] or self.param.dim() > 1 else 0.0
 
@@ -66,18 +69,24 @@ class RowGroup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters to update, one for each ``TensorUpdate`` of ``rows``, in their order."""
+        """The parameters of this group, which an optimizer step updates in one call; in the order of ``rows``."""
         return [row.param for row in self.rows]
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients of ``params``, in the same order."""
+        """The gradients of this group's parameters, in the order of ``params``."""
         return [row.grad for row in self.rows]
 
     def states(self, name: str) -> list[Tensor]:
-        """Return each parameter's optimizer state ``name`` in the order of ``params``; create missing ones as zeros.
+        """Return the optimizer state ``name`` of each parameter of this group; create missing ones as zeros.
 
         A state has its parameter's shape, dtype, device and strides; a state that was loaded with others is converted.
+
+        Args:
+            name: key in the optimizer's state of a parameter, such as a momentum buffer's.
+
+        Returns:
+            One tensor for each parameter, in the order of ``params``: the optimizer's own, for updates in place.
         """
         found = []
         for row in self.rows:
@@ -146,9 +155,16 @@ class LayerWise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters that have a gradient; return the result of ``closure``, which is called first, or None.
+        """Update the parameters that have a gradient by a layer-wise rule (LARS, LARC, LAMB or NovoGrad).
 
-        Collective: the reduction ``norms``, if set. Then all ranks must have gradients of the same tensors.
+        Collective if ``norms`` is set, which completes the norms of tensors of which each rank holds a slice: one
+        all-reduce over those ranks, which must have gradients of the same tensors.
+
+        Args:
+            closure: called first, with gradients enabled; None for none.
+
+        Returns:
+            The result of ``closure``; None without it.
 
         Raises:
             UsageError: a gradient is sparse or complex, or a parameter is a ``DTensor`` and ``norms`` is None.
@@ -208,7 +224,10 @@ def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) 
 
     Args:
         rows: the tensors of the step.
-        kind: maps a tensor to a hashable key; tensors of one group have equal keys and the same loops.
+        kind: maps a tensor to a hashable key; tensors of one group have equal keys.
+
+    Returns:
+        The groups, each with its tensors and the implementation (compiled or PyTorch's) that updates them.
     """
     parts: dict[Any, RowGroup] = {}
     plain = Foreach()

@@ -82,10 +82,10 @@ def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
 
 
 def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tuple[Group, Any]]:
-    """Multiply each parameter group's learning rate by ``factor``, a group that occurs twice once.
+    """Multiply each parameter group's learning rate by ``factor``; a group that occurs twice counts once.
 
     Returns:
-        Each changed group with its rate before, for ``restore_learning_rates``; none for a factor of 1.
+        (group, its learning rate before) for each changed group; an empty list for a factor of 1.
     """
     if factor == 1:
         return []
@@ -97,6 +97,10 @@ def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tupl
 
 
 def restore_learning_rates(before: Iterable[tuple[Group, Any]]) -> None:
-    """Set the learning rates back to those before ``multiply_learning_rates``, whose result is ``before``."""
+    """Set the learning rates of parameter groups back to what they were before ``multiply_learning_rates``.
+
+    Args:
+        before: (group, its learning rate) pairs, the result of ``multiply_learning_rates``.
+    """
     for group, rate in before:
         group["lr"] = rate

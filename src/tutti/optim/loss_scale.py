@@ -32,13 +32,16 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether the next overflow would lower the scale: it is dynamic and above its minimum."""
+        """Whether the loss scale would fall after another overflow: it is dynamic and above its minimum."""
         return self._rule is not None and self.value > self._rule.min
 
     def update(self, finite: bool) -> None:
-        """Lower the scale after an overflow, or raise it after enough steps without one; a constant scale stays.
+        """Lower the loss scale after an overflow, or raise it after enough steps in a row without one.
 
-        ``finite``: whether the step's gradient, reduced over all ranks, was finite.
+        A constant scale stays. Not collective: ranks stay equal because ``finite`` is.
+
+        Args:
+            finite: whether the step's gradient, reduced over all ranks, was finite.
         """
         self.used, rule = self.value, self._rule
         if rule is None:
@@ -51,13 +54,17 @@ class LossScale:
             self.value, self.good_steps = min(self.value * rule.growth_factor, rule.max), 0
 
     def state(self) -> dict[str, float]:
-        """Return ``value`` and ``good_steps`` by name, for a checkpoint."""
+        """Return the loss scale (``value``) and the steps since it last changed (``good_steps``), for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Restore the result of ``state``; a constant scale is not changed.
+        """Restore the loss scale from a checkpoint; a constant scale is not changed.
 
-        Raises ValueError, KeyError or TypeError if ``saved`` is malformed.
+        Args:
+            saved: the result of ``state``.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``saved`` is malformed.
         """
         value, good_steps = float(saved["value"]), int(saved["good_steps"])
         if not (0 < value < math.inf and good_steps >= 0):

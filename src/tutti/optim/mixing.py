@@ -60,8 +60,14 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
 
     An update that combines elements, such as Muon's, cannot step on slices. A copy of the optimizer is tried on small
     tensors; results are cached by class and settings. The optimizer's parameters and the RNG state stay as they are.
+    Not collective.
 
     An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices itself and is not tried.
+
+    Returns:
+        Whether steps on rows, on other slices, on pieces of flattened tensors, and on a subset of the tensors equal the
+        step on all whole tensors; whether a step draws random numbers or needs a closure; and why the trial failed, if
+        it did.
     """
     if hasattr(optimizer, "norms") or hasattr(optimizer, "wholes"):
         return Mixing(flat=False)
@@ -340,7 +346,7 @@ def _is_number_tensor(value: Any) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's ``step`` has a required argument, which is taken for a closure, as that of LBFGS."""
+    """Return whether the optimizer's ``step`` has a required argument, which must be a closure, as for LBFGS."""
     try:
         arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):

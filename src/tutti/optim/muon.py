@@ -96,10 +96,15 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient, by AdamW or by orthogonal steps, as their group's ``adam`` says.
+        """Update all parameters that have a gradient: by AdamW in groups with ``adam`` True, else by orthogonal steps.
 
-        Returns the result of ``closure``, which is called first, or None. Collective if ``wholes`` is set: it gathers
-        each matrix from the ranks that hold its slices.
+        Collective if ``wholes`` is set, over the ranks that hold slices of a matrix: each matrix is gathered from them.
+
+        Args:
+            closure: called first, with gradients enabled; None for none.
+
+        Returns:
+            The result of ``closure``; None without it.
         """
         loss = None
         if closure is not None:

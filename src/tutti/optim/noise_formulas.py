@@ -74,19 +74,25 @@ class Averages:
         self.sums, self.weight = (0.0, 0.0), 0.0
 
     def add(self, first: float, second: float) -> None:
-        """Add one value of each of the two estimates, and decay the weight of earlier ones by θ."""
+        """Add a value of each of two estimates to their exponential averages, multiplying earlier weights by θ."""
         keep, take = self._theta, 1 - self._theta
         self.sums = keep * self.sums[0] + take * first, keep * self.sums[1] + take * second
         self.weight = keep * self.weight + take
 
     @property
     def first(self) -> float:
-        """The average of the first estimate; undefined (ZeroDivisionError) before ``add``."""
+        """Exponential average of the first of two estimates, debiased.
+
+        Undefined (ZeroDivisionError) before the first ``add``.
+        """
         return self.sums[0] / self.weight
 
     @property
     def second(self) -> float:
-        """The average of the second estimate; undefined (ZeroDivisionError) before ``add``."""
+        """Exponential average of the second of two estimates, debiased.
+
+        Undefined (ZeroDivisionError) before the first ``add``.
+        """
         return self.sums[1] / self.weight
 
 

@@ -44,7 +44,7 @@ class NoiseBand(NamedTuple):
 
 
 def noise_estimate(mean_of_squares: float, square_of_mean: float, parts: int, samples: int) -> NoiseEstimate:
-    """Return the estimates of one step from the gradients gᵢ of the parts of its batch.
+    """Return unbiased estimates of tr Σ and |G|² from the gradients gᵢ of the parts of one step's batch.
 
     Args:
         mean_of_squares: Σ pᵢ‖gᵢ‖² with pᵢ the part's share of the batch.
@@ -127,7 +127,7 @@ class NoiseAverage:
     sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, estimate: NoiseEstimate) -> None:
-        """Add one step's estimates of tr Σ and |G|²; if one of them is not finite, the average stays as it is."""
+        """Add one step's estimates of tr Σ and |G|² to the averages, unless one of them is not finite."""
         trace, square = estimate
         products = (trace, square, trace**2, trace * square, square**2)
         if not all(map(math.isfinite, products)):
@@ -139,13 +139,16 @@ class NoiseAverage:
 
     @property
     def steps(self) -> float:
-        """Number of equally weighted estimates that are worth as much: (Σw)² / Σw²."""
+        """Effective number of steps in the averages of tr Σ and |G|², by their weights w: (Σw)² / Σw².
+
+        It is the number of estimates if all weigh alike; 0 without any.
+        """
         return self.weight**2 / self.squares if self.squares else 0.0
 
     def band(self) -> NoiseBand:
-        """Return the averaged noise scale tr Σ / |G|², in samples, and its 90 % interval.
+        """Return the averaged noise scale tr Σ / |G|², in samples, with its 90 % confidence interval.
 
-        From fewer than 4 estimates the interval is (0, ∞).
+        From fewer than 4 estimates the interval is (0, ∞). The scale is ∞ if the average of |G|² is not positive.
 
         Raises:
             ValueError: there is no estimate.
@@ -161,11 +164,18 @@ class NoiseAverage:
         return NoiseBand(scale, *ratio_band((t, s), covariance, steps - 1))
 
     def state(self) -> dict[str, float | list[float]]:
-        """Return the running averages for a checkpoint, by attribute name: ``weight``, ``squares`` and ``sums``."""
+        """Return the averages of the gradient noise for a checkpoint, by name: ``weight``, ``squares`` and ``sums``."""
         return {"weight": self.weight, "squares": self.squares, "sums": list(self.sums)}
 
     def load(self, saved: Mapping[str, float | list[float]]) -> None:
-        """Restore the result of ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is malformed."""
+        """Restore the averages of the gradient noise from a checkpoint.
+
+        Args:
+            saved: the result of ``state``.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``saved`` is malformed.
+        """
         weight, squares, sums = saved["weight"], saved["squares"], saved["sums"]
         if not isinstance(sums, list) or isinstance(weight, list) or isinstance(squares, list) or len(sums) != 5:
             raise ValueError("sums of five products, and two weights, are expected")
@@ -176,7 +186,7 @@ class NoiseAverage:
 
 
 def mean_noise(estimates: Iterable[NoiseEstimate]) -> NoiseAverage:
-    """Return a ``NoiseAverage`` in which all ``estimates`` have equal weight."""
+    """Average the estimates of several steps, all with equal weight, for the noise scale and its interval."""
     average = NoiseAverage(1.0)
     for estimate in estimates:
         average.add(estimate)

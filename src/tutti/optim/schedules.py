@@ -143,7 +143,7 @@ def one_cycle(step: int, total: int, rise: float, start: float, final: float) ->
     Args:
         step: steps taken.
         total: steps in the run.
-        rise: fraction of the run in which the rate rises.
+        rise: fraction of the run in which the learning rate rises.
         start: factor at step 0.
         final: factor at the last step, total - 1.
 
@@ -168,7 +168,7 @@ def cosine_between(begin: float, end: float, progress: float) -> float:
 
 
 def stepped(step: int, milestones: tuple[int, ...], gamma: float) -> float:
-    """Return the factor of a step decay, gamma to the power of the number of milestones reached.
+    """Return the factor of a step decay: gamma to the power of the number of milestones at or before ``step``.
 
     Args:
         step: steps taken.

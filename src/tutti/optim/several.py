@@ -31,26 +31,40 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of all members: a new list of the members' own dicts, so that edits take effect."""
+        """The parameter groups of all optimizers that are combined here: a new list of their own dicts.
+
+        Changes of a group, such as of its learning rate, therefore take effect.
+        """
         return [group for member in self.present for group in member.param_groups]
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The optimizer state of each parameter: a live view of the ``state`` of all optimizers in ``present``."""
+        """The optimizer state of each parameter, as a live view of the states of all optimizers that are combined here.
+
+        It covers the optimizers that have parameters on this rank.
+        """
         return _States(self.present)
 
     @property
     def present(self) -> list[Optimizer]:
-        """The optimizers in ``members`` that have parameters on this rank."""
+        """The optimizers, of those that are combined here, that have parameters on this rank."""
         return [member for member in self.members if member is not None]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the optimizer of index ``active``, or all in order if it is None; ``closure`` is ignored."""
+        """Step all optimizers that are combined here, in order, or only that of index ``active`` if it is not None.
+
+        Args:
+            closure: ignored.
+        """
         for member in stepping(self):
             member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters of all optimizers, as ``torch.optim.Optimizer.zero_grad`` does."""
+        """Clear the gradients of the parameters of all optimizers that are combined here.
+
+        Args:
+            set_to_none: set them to None, and not to zeros.
+        """
         for member in self.present:
             member.zero_grad(set_to_none)
 
@@ -85,10 +99,14 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
-    """Combine factories into one, which makes a ``SeveralOptimizers``; a single factory is returned as it is.
+    """Combine functions that make an optimizer each into one that makes a ``SeveralOptimizers`` of all of them.
 
-    The combined factory never returns None: all ranks have the same number of optimizers, each None where it has no
-    parameter on the rank.
+    The result takes (name, parameter) pairs. It never returns None: all ranks have the same number of optimizers, each
+    None where it has no parameter on the rank. A single function is returned as it is.
+
+    Args:
+        makers: functions from (name, parameter) pairs to an optimizer, or to None if none of the parameters are its
+            own.
     """
     if len(makers) == 1:
         return makers[0]
@@ -101,9 +119,10 @@ def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
 
 
 def members_of(optimizer: Optimizer | None) -> list[Optimizer]:
-    """Return the optimizers that have parameters on this rank: the members of a ``SeveralOptimizers``, or the only one.
+    """Return the optimizers that have parameters on this rank: those of a ``SeveralOptimizers``, or the only one.
 
-    None gives an empty list.
+    Args:
+        optimizer: one optimizer or several combined; None gives an empty list.
     """
     if optimizer is None:
         return []
@@ -113,7 +132,8 @@ def members_of(optimizer: Optimizer | None) -> list[Optimizer]:
 def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
     """Return every optimizer of the run, in the same order on all ranks; None for one without parameters here.
 
-    The result has one entry for a single optimizer, and one a member for a ``SeveralOptimizers``.
+    The result has one entry for a single optimizer, and for a ``SeveralOptimizers`` one for each optimizer that it
+    combines.
     """
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
@@ -131,9 +151,11 @@ def stepping(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
-    """Within the block, let ``step`` update only the optimizer with that index in ``members``; None: all of them.
+    """Return a context manager within which ``step`` updates by only one of several combined optimizers.
 
-    Has no effect on an optimizer that is no ``SeveralOptimizers``.
+    Args:
+        optimizer: has no effect if it is not a ``SeveralOptimizers``.
+        index: the optimizer's index in ``members``; None for all of them.
     """
     if not isinstance(optimizer, SeveralOptimizers):
         yield

@@ -27,16 +27,19 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
 
 
 def regression(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-    """Compute the squared error: (output - target)² summed over each sample (samples,), and the number of targets.
+    """Compute the squared error (output - target)² of each sample, and the number of targets.
 
     Args:
         model: maps inputs to outputs of the targets' shape.
         batch: inputs and targets.
+
+    Returns:
+        Squared errors summed over each sample's targets (samples,), and the number of targets in the batch.
     """
     inputs, targets = batch
     return per_sample((model(inputs) - targets).square()), targets.numel()
 
 
 def per_sample(values: Tensor) -> Tensor:
-    """Sum the values of each sample: (samples, …) → (samples,)."""
+    """Sum the values of each sample, over all dimensions but the first: (samples, …) → (samples,)."""
     return values if values.dim() == 1 else values.flatten(1).sum(dim=1)

@@ -108,15 +108,15 @@ def check_task(
     """Check a task and its options without importing torch or user code.
 
     Args:
-        text: a name of ``TASKS``, ``path/to/file.py:function`` or ``module:function``.
+        text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``.
         data: file, folder or hub name.
         model: ``name:key=value,…``; None for the task's first.
         augment: whether training samples are to be augmented.
         batch_norm: whether the model's batch norms are to be replaced by ``--batch-norm``.
 
     Raises:
-        UsageError: unknown task, missing file or function, unknown model or model option, an option that the task
-            has not.
+        UsageError: unknown task, missing file or function, unknown model or model option, or an option that the task
+            does not have.
         DataError: ``data`` is required and not given, does not exist, or a package that reads it is missing.
     """
     if user.is_own(text):
@@ -150,13 +150,15 @@ def load_task(text: str, *, data: str | None = None, model: str | None = None, a
     """Load a built-in task by name, or the user's task from its function.
 
     Args:
-        text: a name of ``TASKS``, ``path/to/file.py:function`` or ``module:function``.
+        text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``.
         data: file, folder or hub name.
         model: ``name:key=value,…``; None for the task's first.
         augment: whether to augment the training samples.
 
     Raises:
-        UsageError, DataError: as ``check_task`` and `user.load_user_task`, or the data are malformed.
+        UsageError: an unknown task, model or option, or the user's function cannot be imported, fails, or returns no
+            ``Task``.
+        DataError: the data are missing or malformed, or a package that reads them is missing.
     """
     check_task(text, data=data, model=model, augment=augment)
     if user.is_own(text):
@@ -174,7 +176,8 @@ def judged_by(text: str) -> str:
     """Return the name of the held-out metric by which ``tutti compare`` ranks runs of a task by default.
 
     Args:
-        text: a name of ``TASKS``, ``path/to/file.py:function`` or ``module:function``; ``accuracy`` for a user's task.
+        text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``; for a user's task the result
+            is ``accuracy``.
 
     Raises:
         UsageError: there is no such built-in task.
@@ -186,7 +189,7 @@ def held_out_values(text: str) -> tuple[str, ...]:
     """Return the names of the values that an evaluation of a built-in task reports: ``loss`` and its metrics.
 
     Args:
-        text: a name of ``TASKS``.
+        text: name of a built-in task.
 
     Raises:
         UsageError: there is no such built-in task.

@@ -18,6 +18,9 @@ def unet(config: UnetConfig) -> nn.Sequential:
     """Build a U-Net: grey images (samples, 1, height, width) → logits of the foreground of the same shape.
 
     Height and width are multiples of 2^depth. He initialisation (He et al. 2015, arXiv:1502.01852), biases zero.
+
+    Args:
+        config: ``depth`` (scales), ``width`` (channels of the first scale), and whether batch norm is used.
     """
     norm = config.batch_norm
     below: nn.Module = nn.Identity()
