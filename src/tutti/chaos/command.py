@@ -80,7 +80,7 @@ class Started:
     def code(self) -> int | None:
         """Return the exit code of the run's process without waiting; None while it runs.
 
-        A negative code is the signal that ended the process, as in ``subprocess``.
+        A negative code -N means that signal N ended the process, as in ``subprocess``.
         """
         return self._process.poll()
 
@@ -122,10 +122,10 @@ class Running:
         self._members = [found.launcher, *found.ranks.values()] if found.launcher else list(found.ranks.values())
 
     def code(self) -> int | None:
-        """Return the exit code that the run has written to its summary; None while the run goes on.
+        """Return the exit code that the run in this directory has written to its summary; None while the run goes on.
 
         A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while its
-        launcher exists, or without one a rank. Does not wait.
+        launcher exists or, without a launcher, one of its ranks. Does not wait.
         """
         main = self._members[0]
         if main.is_running() and main.status() != psutil.STATUS_ZOMBIE:

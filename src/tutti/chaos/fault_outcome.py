@@ -93,7 +93,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the final weights have the same SHA-256 hash as those of the uninterrupted run.
+        """Result of comparing the final weights' SHA-256 hash with the uninterrupted run's, in words.
 
         ``equal bits``, ``different``, or ``not compared`` where there is no uninterrupted run.
         """
@@ -132,7 +132,7 @@ class Report:
 
 
 def summarize(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
-    """Summarise outcomes as the rows of a table, one row for each kind of fault, all cells formatted as text.
+    """Return a table of fault outcomes, one row for each kind of fault, as tuples of formatted texts.
 
     Columns: kind, number of faults, median and longest time without progress (in seconds, such as ``0.42 s``), median
     and largest number of lost steps, restarts by the run's own launcher, resumes from outside, number of faults

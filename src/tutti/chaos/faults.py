@@ -79,8 +79,6 @@ def draw_faults(
 ) -> tuple[Fault, ...]:
     """Plan one kind of fault ``times`` times in a run, at multiples of ``step`` or at random steps.
 
-    The faults are returned in increasing order of steps; the same arguments give the same plan.
-
     Args:
         fault: gives kind, duration and factor; its step and rank are replaced.
         step: step of the first fault and distance between faults; 0: at the first checkpoint, for a single fault;
@@ -90,6 +88,9 @@ def draw_faults(
         ranks: number of processes of the run.
         total: steps of the whole run; None if unknown, which random steps do not allow.
         seed: seed of steps and ranks.
+
+    Returns:
+        The faults in increasing order of steps; the same for the same arguments.
 
     Raises:
         UsageError: there is no such rank, several faults are to meet the first checkpoint, random steps of a run of

@@ -39,9 +39,9 @@ class Follower:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Pair (number of resumes, last step), which changes with every step and every resume.
+        """The run's progress as (number of resumes, last step), which changes with every step and every resume.
 
-        Two equal marks mean that the run made no progress between them.
+        Two equal values mean that the run made no progress between them.
         """
         return len(self.resumes), self.step
 

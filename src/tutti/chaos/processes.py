@@ -44,7 +44,7 @@ class Crew:
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
 
     def living(self) -> list[int]:
-        """Return the ranks whose processes still exist now; stopped processes count, zombies do not."""
+        """Return the ranks of the run whose processes still exist now; stopped processes count, zombies do not."""
         return [rank for rank, process in self.ranks.items() if alive(process)]
 
 

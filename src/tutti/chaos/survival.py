@@ -35,8 +35,11 @@ def survive(
         plan: called once as ``plan(processes, steps)``; returns the faults. ``steps`` is None if unknown.
         rules: options of injecting them, such as the number of devices after a resume.
         output: file for the run's standard output and standard error.
-        tell: called after each fault with its number, from 1, and its outcome.
         known: run directory of the same run without faults, to compare weights with; None: do not compare.
+        tell: called after each fault with its number, from 1, and its outcome.
+
+    Returns:
+        Outcome of each fault and of the run, with the hashes of both runs' weights.
 
     Raises:
         UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
@@ -72,6 +75,9 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
         directory: run directory of the run, on this machine.
         plan: called once as ``plan(processes, None)``, because the number of steps is unknown; returns the faults.
         rules: options of injecting them.
+
+    Returns:
+        Outcome of each fault and of the run so far.
 
     Raises:
         UsageError: no process writes to ``directory``.

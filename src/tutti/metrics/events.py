@@ -27,25 +27,28 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def started(self, header: RunHeader) -> None:
-        """Write the run's title and derived settings as a text named ``run``."""
+        """Write the run's title and derived settings to TensorBoard, as a text named ``run``."""
         self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Write loss, metrics, gradient norm and rate of one step as scalars ``train/NAME``, and throughput."""
+        """Write a step's loss, metrics, gradient norm and learning rate as TensorBoard scalars ``train/NAME``.
+
+        The run's samples a second, and throughput figures of one device, are written too.
+        """
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
         values |= {**record.adascale, **record.noise}
         named = {f"train/{name}": value for name, value in values.items()}
         self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Write loss and metrics of one evaluation as scalars ``eval/NAME``."""
+        """Write loss and metrics of one evaluation as TensorBoard scalars ``eval/NAME``."""
         self._add({f"eval/{name}": value for name, value in record.values.items()}, record.step)
 
     def warned(self, text: str) -> None:
-        """Write nothing: warnings are in ``metrics.jsonl``."""
+        """Write nothing for a warning to TensorBoard: warnings are in ``metrics.jsonl``."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Write nothing: the summary has a file of its own."""
+        """Write nothing to TensorBoard at the end of the run: the summary has a file of its own."""
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -54,7 +54,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Productive ÷ elapsed time, 0 to 1."""
+        """Goodput of the run: productive ÷ elapsed time, 0 to 1."""
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -140,12 +140,15 @@ class _Account:
 
 
 def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended: float | None) -> Goodput:
-    """Divide the time of a run into productive steps and lost time by cause.
+    """Divide the time of a run into productive steps and lost time by cause, all in seconds.
 
     Args:
         lines: the records of ``metrics.jsonl``, in order.
         launched: Unix time at which the run was first started.
         ended: Unix time at which the run ended; None for that of its last record.
+
+    Returns:
+        Elapsed and productive seconds, lost seconds by cause, and the numbers of steps and starts.
 
     Raises:
         UsageError: no step is recorded, or the records have no times.
@@ -208,7 +211,11 @@ def _close(account: _Account, elapsed: float, told: bool) -> Goodput:
 def run_goodput(path: Path) -> Goodput:
     """Read the run directory ``path``, and divide the run's time into productive steps and lost time by cause.
 
-    Raises UsageError if it is no run with records.
+    Returns:
+        Elapsed and productive seconds, lost seconds by cause, and the numbers of steps and starts.
+
+    Raises:
+        UsageError: it is no run with records.
     """
     try:
         environment = json.loads((path / "env.json").read_text(encoding="utf-8"))

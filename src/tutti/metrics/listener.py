@@ -40,7 +40,9 @@ class Clock:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Clock:
-        """Read the clock from a checkpoint's facts, the keys ``started`` and ``seconds``; older versions lack them.
+        """Read a run's start time (Unix) and seconds of training so far from a checkpoint's facts.
+
+        These are the keys ``started`` and ``seconds``; checkpoints of older versions lack them.
 
         >>> Clock.saved({"started": 1.7e9, "seconds": 60}), Clock.saved({})
         (Clock(started=1700000000.0, spent=60.0), Clock(started=None, spent=0.0))
@@ -93,9 +95,9 @@ class EvalRecord:
 
     @property
     def values(self) -> dict[str, float]:
-        """Loss, metrics and raw values by name, as in a checkpoint and in ``metrics.jsonl``.
+        """Results of the evaluation by name: ``loss``, each metric and, with an EMA of the weights, raw values.
 
-        Raw values, of the weights in training beside their EMA, begin with ``raw_``.
+        Raw values are of the weights in training; their names begin with ``raw_``.
         """
         raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
         return {"loss": self.loss, **self.metrics, **raw}
@@ -120,7 +122,7 @@ class Listener(Protocol):
         """Receive the content of ``summary.json``, after the last step."""
 
     def close(self) -> None:
-        """Release files and the terminal; called after errors, too."""
+        """Release the listener's files and the terminal, as the last call; made after errors, too."""
 
 
 class EarlyWarnings:
@@ -131,7 +133,7 @@ class EarlyWarnings:
         self._warned: Callable[[str], None] = self._kept.append
 
     def __call__(self, text: str) -> None:
-        """Forward a warning, or keep it until there is a listener."""
+        """Forward a warning's text to the run's listener; before there is one, keep the text until ``pass_to``."""
         self._warned(text)
 
     def pass_to(self, warned: Callable[[str], None]) -> None:

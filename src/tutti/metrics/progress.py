@@ -28,6 +28,10 @@ def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
     """Return a listener that prints a run: a live display in a terminal, plain lines elsewhere or with ``NO_COLOR``.
 
     With ``-q`` the listener prints nothing; warnings are in ``metrics.jsonl``.
+
+    Args:
+        stream: where to print, such as standard error.
+        config: the run's configuration, whose ``log_every`` is the number of steps between plain lines.
     """
     if is_quiet(os.environ):
         return Listeners(())
@@ -55,7 +59,10 @@ class PlainLines:
         self._write(header.title, *(f"  {name:<{width}}  {value}" for name, value in header.derived.items()), "")
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Print a line for the first, the last and every ``log_every``-th step, and after 10 s without one."""
+        """Print a line of the step's numbers for the first, the last and every ``log_every``-th step.
+
+        Also where the last line is 10 s old.
+        """
         now = time.monotonic()
         due = record.step % self._log_every == 0 or record.step in (1, self._total)
         if not due and now - self._printed < QUIET_SECONDS:
@@ -80,10 +87,10 @@ class PlainLines:
         self._write(f"warning: {text}")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Print nothing: the last step and the last evaluation are already printed."""
+        """Print nothing at the end of the run: the last step and the last evaluation are already printed."""
 
     def close(self) -> None:
-        """Flush the stream."""
+        """Flush the stream to which the run's progress is printed."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -141,7 +148,10 @@ class LiveDisplay:
             self._draw()
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Print a line for an evaluation above the display; with averaged weights one more for the raw ones."""
+        """Print a line for an evaluation above the live display.
+
+        With averaged weights, one more for the weights in training.
+        """
         where = f"held out  epoch {record.epoch}  step {record.step}"
         which = "" if record.raw is None else "  ema"
         self._print(f"{where}{which}  {_numbers(record.loss, record.metrics)}", "green")
@@ -150,15 +160,15 @@ class LiveDisplay:
             self._print(f"{where}  raw  {_numbers(values.pop('loss'), values)}", "green")
 
     def warned(self, text: str) -> None:
-        """Print a warning above the display."""
+        """Print a warning above the live display of the run's progress."""
         self._print(f"warning: {text}", "yellow")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Draw the state after the last step; ``summary`` is not shown."""
+        """Draw the display's state after the last step of the run; ``summary`` is not shown."""
         self._draw()
 
     def close(self) -> None:
-        """Stop the display and show the cursor again."""
+        """Stop the live display of the run's progress and show the terminal's cursor again."""
         # Stopping shows the cursor again: needed after errors too.
         with contextlib.suppress(OSError):
             self._draw()
@@ -211,7 +221,7 @@ def _width(name: str) -> int:
 
 
 def format_number(value: float) -> str:
-    """Format a number with four decimals, or in scientific notation if it is very small or large.
+    """Format a number with four decimals, or in scientific notation below 0.001 and from 100,000 on.
 
     >>> format_number(0.43211), format_number(2e-7), format_number(3e6), format_number(0.0), format_number(float("nan"))
     ('0.4321', '2.000e-07', '3.000e+06', '0.0000', 'nan')

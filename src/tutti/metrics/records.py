@@ -46,9 +46,14 @@ _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 def make_run_directory(config: TrainConfig, task: str) -> Path:
-    """Create this run's directory: ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC) with a number if it exists.
+    """Create this run's directory and return its path.
 
-    Summary, metrics and checkpoints of an earlier run in ``config.out`` are deleted, lest they be taken for this run's.
+    It is ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC) with a number if that exists. Summary, metrics and
+    checkpoints of an earlier run in ``config.out`` are deleted, lest they be taken for this run's.
+
+    Args:
+        config: the run's configuration, with ``out``, ``runs`` and ``overwrite``.
+        task: name of the task.
 
     Raises:
         UsageError: ``out`` is a file, or not empty while ``overwrite`` is off. Files of a run that failed before its
@@ -82,10 +87,10 @@ def _never_began(path: Path) -> bool:
 
 
 def find_run(config: TrainConfig, task: str) -> Path:
-    """Find the run to resume: the newest one below ``config.runs`` with the same task and an equal configuration.
+    """Return the directory of the run to resume: the newest with the same task and an equal configuration.
 
-    If ``config`` leaves ``workers`` unset, a run that was resumed matches too: its ``config.toml`` states the number of
-    workers that it started with. Raises UsageError where no run matches.
+    Searched are the runs below ``config.runs``. If ``config`` leaves ``workers`` unset, a run that was resumed matches
+    too: its ``config.toml`` states the number of workers that it started with. Raises UsageError where no run matches.
     """
     folder, wanted = Path(config.runs), config_sha256(config)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -205,10 +210,10 @@ class RunDirectory:
         write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
 
     def started(self, header: RunHeader) -> None:
-        """Write nothing: the header's derived numbers follow from ``config.toml``."""
+        """Write nothing for the header: its derived numbers follow from ``config.toml`` in the run directory."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Append a JSON line of group ``train`` to ``metrics.jsonl``: step, loss, metrics, learning rate, time."""
+        """Append a JSON line of group ``train`` to ``metrics.jsonl``: loss, metrics, learning rate, … of one step."""
         line: dict[str, Any] = {
             "group": "train",
             "step": record.step,
@@ -256,7 +261,10 @@ class RunDirectory:
         self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary``, the run's results, to ``summary.json``; of parameter servers also ``servers.svg``."""
+        """Write ``summary``, the run's results, to ``summary.json`` in the run directory.
+
+        With parameter servers their statistics are drawn as ``servers.svg``, too, if matplotlib is installed.
+        """
         self._flush()
         write_json(self.path / "summary.json", summary)
         if (statistics := summary.get("servers")) and server_figure.can_draw():
@@ -302,9 +310,10 @@ class RunDirectory:
 
 
 def config_sha256(config: TrainConfig) -> str:
-    """Return the SHA-256 of the options that affect the result; ``BESIDE_THE_RESULT`` names the options left out.
+    """Return the hexadecimal SHA-256 of the options that affect a run's result, such as the batch size.
 
-    Options at their default are left out too, so that a new option does not change the hash of an older configuration.
+    ``BESIDE_THE_RESULT`` names the options left out. Options at their default are left out too, so that a new option
+    does not change the hash of an older configuration.
     """
     # Options at their default are left out: an option that a later version adds does not change older hashes.
     values = {
@@ -443,7 +452,10 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace ``path`` atomically by a JSON object in which NaN and infinities are null. Raises DiskError."""
+    """Write a JSON object to the file ``path``, which it replaces atomically; NaN and infinities become null.
+
+    Raises DiskError.
+    """
     _write(
         path,
         (json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode(

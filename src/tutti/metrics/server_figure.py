@@ -61,7 +61,7 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
 def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
     """Return the rate of updates over time: (time in seconds, updates a second), means over at most ``most`` intervals.
 
-    ``points``: (seconds, updates so far), in order.
+    ``points``: (seconds, updates so far), in order. The time is the middle of an interval.
 
     >>> update_rates([(0, 0), (1, 10), (2, 30), (4, 40)])
     [(0.5, 10.0), (1.5, 20.0), (3.0, 5.0)]

@@ -30,7 +30,7 @@ def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.
         optimizer: ``sgd``, ``adam`` or ``adamw``; other optimizers have no rule.
         rate: peak learning rate.
         batch: samples in a global batch.
-        momentum: of ``sgd``.
+        momentum: momentum coefficient of ``sgd``; ignored for other optimizers.
 
     >>> far_from_usual("sgd", 0.1, 4096, 0.75), far_from_usual("sgd", 1.6, 4096, 0.9), far_from_usual("adam", 0.1, 64)
     (4.0, None, 0.001)
@@ -69,9 +69,10 @@ def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> boo
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Return (first, later) pairs of workers whose data have equal digests; a digest of None is ignored.
+    """Return (first, later) pairs of logical workers whose data have equal digests, as indices in ``digests``.
 
-    ``digests``: one a worker, in their order. A worker is paired with the first worker of its digest only.
+    ``digests``: one a worker, in their order; None is ignored. A worker is paired with the first worker of its digest
+    only.
 
     >>> equal_pairs([7, 8, 7, None, None])
     [(0, 2)]
@@ -89,9 +90,9 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 
 
 def tells(samples: Sequence[str], least: int) -> bool:
-    """Return whether seeing the same samples again would be no accident: enough of them, and different enough.
+    """Return whether the samples are many and varied enough that meeting the same ones again is no coincidence.
 
-    Enough are ``least``; more than half of them must differ.
+    True with at least ``least`` samples, of which more than half are different.
 
     >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
     (True, False, False)

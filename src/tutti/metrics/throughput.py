@@ -29,10 +29,10 @@ class DeviceThroughput:
     peak: float | None = None
 
     def factors(self) -> dict[str, float]:
-        """Return the constant factors that turn the run's samples a second into figures of one device.
+        """Return the numbers by which the run's samples a second are multiplied to get figures of one device.
 
         Keys are the figures' names: ``throughput/device/`` with ``samples_per_sec``, ``tokens_per_sec``, ``mfu`` and
-        ``hfu``; figures that are unknown are left out.
+        ``hfu`` (model and hardware FLOPs utilisation, 0 to 1); figures that are unknown are left out.
 
         >>> palm = DeviceThroughput(1, 2048, 9.007959552e9 * 2048, 9.007959552e9 * 2048 * 4 / 3, 312e12)
         >>> {name: round(factor * 1e4 / 2048, 4) for name, factor in palm.factors().items()}["throughput/device/mfu"]
@@ -52,7 +52,7 @@ def device_rates(factors: Mapping[str, float], samples_per_second: float) -> dic
     """Return the figures of one device (samples, tokens a second, MFU, HFU) by name, from the rate of the whole run.
 
     Args:
-        factors: of ``DeviceThroughput.factors``.
+        factors: a multiplier of ``samples_per_second`` for each figure, from ``DeviceThroughput.factors``.
         samples_per_second: of all devices together.
     """
     return {name: factor * samples_per_second for name, factor in factors.items()}

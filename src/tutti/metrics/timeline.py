@@ -47,13 +47,16 @@ Row = Sequence[TimelineSegment]
 
 
 def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
-    """Split waiting segments into ``idle``, until the last rank has entered the collective, and ``communication``.
+    """Split each wait for a collective into ``idle``, until the last rank has entered it, and ``communication``.
 
     Equal calls are matched in order. If a rank of the call never waits for it (it sends and goes on), its entry is
     unknown, and the whole wait of the other ranks counts as idle.
 
     Args:
         rows: the segments of each rank, by rank, on one clock.
+
+    Returns:
+        The segments of each rank, none of which has the phase ``waiting``.
 
     >>> a, b = TimelineSegment("waiting", 0, 5, "sum", (0, 1)), TimelineSegment("waiting", 4, 5, "sum", (0, 1))
     >>> [[(s.phase, s.start, s.end) for s in row] for row in resolve_waits([[a], [b]])]
@@ -99,9 +102,9 @@ def _split(row: Row, rank: int, arrivals: Mapping[tuple[str, tuple[int, ...], in
 
 
 def span(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the start of the first and the end of the last segment, in seconds, over all devices.
+    """Return the start of the first and the end of the last segment over all devices, in seconds.
 
-    Raises ValueError where there are none.
+    ``rows``: the segments of each device. Raises ValueError where there are none.
     """
     segments = [segment for row in rows for segment in row]
     if not segments:
@@ -128,9 +131,10 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a text table of each phase's per cent of the time, a line a device.
+    """Return a text table of each phase's share of the time in per cent, one line a device.
 
-    The last line is the mean share of time outside ``WORK``, the forward and backward phases.
+    The last line is the mean share of time that devices spend outside forward and backward. ``rows``: the segments of
+    each device, by rank.
     """
     begin, end = span(rows)
     parts = shares(rows)

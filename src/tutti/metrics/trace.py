@@ -24,7 +24,7 @@ TABLE = "shares.txt"
 
 
 class TraceRecorder:
-    """Record this rank's segments: at any time, the innermost open phase.
+    """Records on this rank a segment of time for each phase of its steps; nested phases interrupt the outer one.
 
     Collective: two barriers in the constructor align the ranks' clocks.
 
@@ -49,11 +49,11 @@ class TraceRecorder:
 
     @contextmanager
     def during(self, phase: str, call: str = "", ranks: tuple[int, ...] = ()) -> Iterator[None]:
-        """Record the time within the block as a segment of ``phase``, except for the time of nested phases.
+        """Record the time within the block as a segment of ``phase`` on this rank, without that of nested phases.
 
         Args:
-            phase: the phase's name, a key of ``tutti.metrics.timeline.COLOURS``, or ``WAITING``.
-            call: the collective that it waits for, if any.
+            phase: the phase's name, a key of ``tutti.metrics.timeline.COLOURS`` (such as ``forward``), or ``WAITING``.
+            call: name of the collective that the block waits for; empty for none.
             ranks: the ranks that take part in that collective.
         """
         self._cut()
@@ -73,7 +73,7 @@ class TraceRecorder:
         self._since = now
 
     def waits(self) -> AbstractContextManager[None]:
-        """Return a block within which each wait for a collective is recorded, as a segment of the phase ``WAITING``."""
+        """Return a context in which each wait for a collective is recorded, as a segment of the phase ``WAITING``."""
 
         def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
             with self.during(WAITING, call.text, call.ranks):
@@ -82,8 +82,9 @@ class TraceRecorder:
         return named_as(StallInspector, "poll", wait)
 
     def write(self, folder: Path, step: int) -> None:
-        """Write ``timeline.svg``, ``trace.json`` for ui.perfetto.dev or chrome://tracing, and ``shares.txt`` on rank 0.
+        """Write the trace of all ranks to ``folder``, on rank 0: ``timeline.svg``, ``trace.json`` and ``shares.txt``.
 
+        ``trace.json`` is for ui.perfetto.dev or chrome://tracing, ``shares.txt`` has each device's time by phase.
         Collective: one broadcast a rank.
 
         Args:

@@ -136,7 +136,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether this tensor is a placeholder for values on other ranks, which ``put_away`` has set."""
+    """Whether this tensor is a placeholder without values, because its values are on another rank."""
     return isinstance(tensor, _Absent)
 
 

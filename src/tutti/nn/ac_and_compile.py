@@ -27,7 +27,11 @@ from tutti.types import RunContext
 
 
 def restore_forwards(part: nn.Module) -> None:
-    """Undo ``apply_ac_and_compile`` and ``recompute``: give every module its original class back."""
+    """Remove activation checkpointing and ``torch.compile`` from a model: give every module its original class back.
+
+    Args:
+        part: modules that ``apply_ac_and_compile`` or ``recompute`` has changed; others stay as they are.
+    """
     for module in part.modules():
         module.__class__ = getattr(type(module), "_plain", type(module))
 
@@ -57,7 +61,9 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
 
 
 def recompute(part: nn.Module, choice: Checkpointing) -> None:
-    """Apply activation checkpointing as training would, in place, for memory estimates on a model that is not trained.
+    """Apply activation checkpointing to a model in place, to estimate memory without training it.
+
+    ``restore_forwards`` undoes it.
 
     Args:
         part: the model, or a part of it.

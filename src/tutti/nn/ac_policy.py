@@ -39,7 +39,7 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
     Args:
         model: the whole model, before it is divided over ranks.
-        choice: option of activation checkpointing: a rule (``Blocks``), or names and classes of modules; None for none.
+        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes; None for none.
     """
     if choice is None:
         return
@@ -61,7 +61,8 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
     Args:
         part: the modules on this rank; their names are those of the whole model.
-        choice: a rule (``Blocks``), or names and classes of modules, of which absent ones are ignored; None for none.
+        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes, of which absent ones are
+            ignored; None for none.
     """
     units = CheckpointUnits()
     if choice is None:

@@ -105,7 +105,7 @@ class GhostBatchNorm(TakenOver):
         self.num_batches_tracked.add_(number)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Return batch norm's own line in ``print(model)`` and the size of a ghost batch."""
+        """Return the text for this layer in ``print(model)``: batch norm's own, and the size of a ghost batch."""
         return f"{super().extra_repr()}, ghost={self.size}"  # type: ignore[no-untyped-call]
 
 

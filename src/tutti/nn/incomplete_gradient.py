@@ -131,7 +131,9 @@ def _refuse(place: str, name: str) -> NoReturn:
 
 
 def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
-    """Set every ``.grad`` to a placeholder that refuses reads and edits, because this rank lacks the whole gradient.
+    """Set the ``.grad`` of each parameter to a placeholder that raises where it is read, to hide partial gradients.
+
+    Used where this rank lacks the whole gradient. A script may still clear the placeholder.
 
     Args:
         parameters: the script's parameters.

@@ -60,7 +60,10 @@ def spilled(tensor: Tensor) -> bool:
 
 
 def load_spilled(parts: Sequence[nn.Module], trained: bool = True) -> None:
-    """Copy file-backed buffers of the modules into this process's memory; with ``trained``, their parameters too."""
+    """Copy buffers of ``parts`` that are backed by files (``spilling``) into this process's memory.
+
+    With ``trained``, their parameters too.
+    """
     for _, parameter in named(parts) if trained else ():
         if spilled(parameter):
             parameter.data = parameter.data.clone()

@@ -34,7 +34,12 @@ class TakenOver(BatchNormBase):
         _hand_over(plain, self)
 
     def forward(self, input: Tensor) -> Any:
-        """Return what the plain batch norm returns, with ``normalised`` for its normalisation.
+        """Run the forward of the batch norm that this layer replaces, with its normalisation by ``normalised``.
+
+        Its hooks, or an activation in a forward of its own, still run.
+
+        Args:
+            input: (samples, channels, …).
 
         Raises:
             UsageError: the forward of the plain batch norm's class does not normalise by one call of
@@ -61,7 +66,7 @@ class TakenOver(BatchNormBase):
         raise NotImplementedError
 
     def given_back(self) -> BatchNormBase:
-        """Hand parameters, buffers and mode back to the plain batch norm that this one replaced, and return it."""
+        """Return the plain batch norm that this layer replaced, with this layer's parameters, buffers and mode."""
         _hand_over(self, self._plain[0])
         return self._plain[0]
 

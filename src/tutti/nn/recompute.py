@@ -29,13 +29,18 @@ Forward = Callable[..., Any]
 def recomputed(
     forward: Forward, members: Callable[[nn.Module], Sequence[nn.Module]], draws: RngStreams, selective: bool = False
 ) -> Forward:
-    """Wrap ``forward(module, …)`` so that it saves only its inputs and is recomputed in backward.
+    """Wrap a module's forward so that only its inputs are saved and backward computes its activations again.
+
+    Recomputation draws the same random numbers, and starts from the buffers' former values.
 
     Args:
-        forward: forward of a module, or of some of its children.
+        forward: forward of a module, or of some of its children, called as ``forward(module, …)``.
         members: returns the submodules that ``forward`` runs, for the buffers to restore.
         draws: the RNG streams of the model.
-        selective: save results of expensive operators too: ``selective_checkpoint_contexts``.
+        selective: also save the results of expensive operators, such as matrix products, which are not computed again.
+
+    Returns:
+        A function with the arguments and result of ``forward``.
     """
     constant: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 

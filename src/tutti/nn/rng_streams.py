@@ -58,11 +58,12 @@ class RngStreams:
             found[name].register_forward_pre_hook(self._hook(name))
 
     def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
-        """Seed the generator for a micro-batch, and count calls of drawing modules anew.
+        """Seed the device's generator for a micro-batch, and restart the count of calls of modules that draw.
 
         Args:
             key: the micro-batch's key, a hash of seed, step, logical worker and micro-batch.
-            before: calls so far in this micro-batch of each module with a stream of its own, by name, on other ranks.
+            before: calls of each drawing module in this micro-batch so far on other ranks, by the module's name; None
+                for none.
         """
         self._key = key
         if self._keyed:
@@ -73,13 +74,13 @@ class RngStreams:
             self._before = self._generator.get_state()
 
     def check(self) -> None:
-        """Raise UsageError if the model has drawn random numbers since ``enter`` although ``allowed`` is off."""
+        """Raise UsageError if this model must not draw random numbers (``allowed=False``), but has since ``enter``."""
         if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
             refuse_draws("a model or a loop that draws random numbers, by a function such as dropout")
 
     @property
     def moment(self) -> RngSnapshot:
-        """Snapshot of the micro-batch's key and of call counts, with which recomputation draws the same numbers."""
+        """Snapshot of the model's RNG streams (micro-batch key, call counts), with which the same numbers are drawn."""
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 
     @moment.setter
@@ -89,7 +90,7 @@ class RngStreams:
 
     @property
     def state(self) -> Tensor:
-        """State of the device's default generator, from which functions such as ``F.dropout`` draw; on the CPU."""
+        """State of the device's default generator, as a CPU tensor; functions such as ``F.dropout`` draw from it."""
         return self._generator.get_state()
 
     @state.setter
@@ -113,7 +114,7 @@ class RngStreams:
 
 
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a whole model that get an RNG stream of their own, by name.
+    """Return the modules of a whole model whose random draws come from an RNG stream of their own, by name.
 
     These are PyTorch's layers that draw in training, such as dropout, and a sequence's user-defined blocks.
     """
@@ -134,7 +135,7 @@ def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_draws(what: str) -> NoReturn:
-    """Raise UsageError: synchronised batch norm with several workers a device excludes random draws.
+    """Raise UsageError: synchronised batch norm with several logical workers a device excludes random draws.
 
     ``what`` names the drawing module or function, for the error.
     """

@@ -20,14 +20,14 @@ class BufferRef:
     key: str
 
     def get(self) -> Tensor:
-        """Return the buffer's current tensor. Raises KeyError if it is None."""
+        """Return the tensor that the module now has as this buffer. Raises KeyError if it is None."""
         tensor = module_buffers(self.owner)[self.key]
         if tensor is None:
             raise KeyError(self.name)
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Make ``tensor`` the module's buffer, without a copy."""
+        """Set this buffer of the module to ``tensor``, without a copy."""
         module_buffers(self.owner)[self.key] = tensor
 
 
@@ -43,7 +43,7 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferRef]:
     """Return a reference to each buffer of all modules in ``parts``, in the model's order.
 
-    ``persistent``: only buffers in the ``state_dict``; otherwise all.
+    ``persistent``: True for the buffers in the ``state_dict`` only, False for all.
     """
     slots = []
     for part in parts:
@@ -57,7 +57,7 @@ def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferR
 def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return further ``state_dict`` names of tied parameters, and of buffers in modules that occur more than once.
 
-    Keys are the first names, as ``parameters`` and ``buffers`` return them; tensors with one name are left out.
+    ``parts``: the modules. Keys are the first names in the model's order; tensors with one name are left out.
     """
     names: dict[object, list[str]] = {}
     for part in parts:

@@ -117,7 +117,7 @@ class SyncBatchNorm(TakenOver):
             running.copy_((1 - rate) * running.double() + rate * value)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Return batch norm's own line in ``print(model)`` and the number of devices."""
+        """Return the text that ``print(model)`` shows for this layer: batch norm's own, and the number of devices."""
         return f"{super().extra_repr()}, over {self.peers.line.size} devices"  # type: ignore[no-untyped-call]
 
 
@@ -212,7 +212,7 @@ def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, 
 
 
 def peers_of(part: nn.Module) -> Peers | None:
-    """Return the state that the synchronised batch norms in ``part`` share, their communicator among it.
+    """Return the state that all synchronised batch norms in ``part`` share: their communicator, and a switch.
 
     None if there are none, or if a single rank computes them.
     """

@@ -15,9 +15,9 @@ from tutti.nn.untraced import Untraced
 
 @contextmanager
 def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the block, move the model to ``device`` for a trial forward under ``no_grad``; undo its effects after it.
+    """Return a context for a trial forward of the model on ``device`` without gradients, which undoes all side effects.
 
-    The model's device, its buffers, the attributes that its modules write and the RNG state are restored.
+    The model's device, its buffers, the attributes that its modules write and the RNG state are restored on exit.
     """
     here = next((p.device for p in plain.parameters()), torch.device("cpu"))
     before = Untraced(plain)

@@ -39,7 +39,7 @@ class Untraced:
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
     def undo(self) -> list[str]:
-        """Restore the attributes, parameters and buffers that the modules had when this object was made.
+        """Restore the attributes, parameters and buffers that the modules had before the trace of their forward.
 
         Returns:
             Dotted names of the attributes and tensors that had changed.
@@ -86,9 +86,9 @@ class Constants:
         self._before = [_attributes(module) for _, module in self._modules]
 
     def changed(self) -> list[str]:
-        """Return dotted names of attributes whose values differ from those at the construction of this object.
+        """Return dotted names of module attributes that have changed since their forwards were traced.
 
-        A tensor counts as changed if it is another object.
+        Their former values are constants of the graph. A tensor counts as changed if it is another object.
         """
         return [
             _joined(path, name)

@@ -38,7 +38,7 @@ class Choice:
     exchange: StrategyOptions
 
     def shape(self, devices: int) -> dict[str, int]:
-        """Return the extent of each device mesh axis: ``replica``, ``shard``, ``stage`` and ``tensor``.
+        """Return the extent of each axis of this strategy's device mesh: ``replica``, ``shard``, ``stage``, ``tensor``.
 
         Their product is ``devices``. The options replicas, shards, stages and tensor fix extents; an axis other than
         ``replica`` without an option of the strategy has extent 1. The first of shards, stages and tensor that is None
@@ -70,6 +70,9 @@ class Choice:
         """Return the number of ranks among which a global batch is divided: mesh extents ``replica`` × ``shard``.
 
         The ranks along ``stage`` and ``tensor`` work on the same samples.
+
+        Args:
+            devices: number of devices of the run.
         """
         shape = self.shape(devices)
         return shape["replica"] * shape["shard"]
@@ -104,18 +107,20 @@ class Choice:
         return shape["stage"] * shape["tensor"] > 1 or self.exchange.shards_parameters(shape)
 
     def counted(self, steps: Callable[[Duration], int]) -> Choice:
-        """Return a copy of this choice in which options that are durations (``3ep``, ``20000sa``) are numbers of steps.
+        """Return a copy of this strategy with its duration options (``3ep``, ``20000sa``) converted to steps.
 
         Args:
-            steps: converts a duration to a number of steps of the run.
+            steps: returns the number of steps of the run that a duration takes.
         """
         return dataclasses.replace(self, exchange=self.exchange.resolve_durations(steps))
 
     def make(self, run_context: RunContext) -> tuple[ModelLayout, GradientSync]:
         """Construct the model layout and the gradient synchronisation of this strategy. Not collective.
 
-        Their modules are imported here. The layout's ``build`` and the synchronisation's ``attach``
-        then take the model.
+        Neither has the model yet: the layout's ``build`` and the synchronisation's ``attach`` take it.
+
+        Args:
+            run_context: of the run.
         """
         layout = _load(self.row.layout)(self.layout, run_context)
         return layout, _load(self.row.exchange)(self.exchange, run_context)
@@ -124,6 +129,9 @@ class Choice:
 @lru_cache(maxsize=256)
 def parse_strategy(text: str) -> Choice:
     """Parse the text of ``--strategy``: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``; the result is cached.
+
+    Returns:
+        The strategy with its options, defaults filled in; an alias is replaced by the strategy's name.
 
     Raises:
         UsageError: an unknown name, key or value; the message proposes the nearest known one.
@@ -153,13 +161,16 @@ def parse_strategy(text: str) -> Choice:
 
 
 def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> int | None:
-    """Return the size limit of a micro-batch in samples that strategy and ``--micro-batch`` lead to; None for no limit.
+    """Return the size limit of a micro-batch in samples, from the options of the strategy or from ``--micro-batch``.
 
     Args:
         choice: the strategy, which may have the option ``micro_batches`` (a pipeline), a number of micro-batches.
-        given: ``--micro-batch`` in samples, used where the strategy has no ``micro_batches``.
+        given: ``--micro-batch`` in samples, used where the strategy has no ``micro_batches``; None without the option.
         batch: samples of a global batch.
         workers: number of logical workers, among which the batch is divided.
+
+    Returns:
+        The largest number of samples of a micro-batch; None for no limit.
 
     Raises:
         UsageError: both ``--micro-batch`` and ``micro_batches`` are given.
@@ -180,7 +191,7 @@ class KeepsAverage(Protocol):
     """A gradient synchronisation with its own implementation of the average of the weights."""
 
     def average(self, averaging: Averaging) -> Average:
-        """Create an average of the weights that starts from their current values. Collective.
+        """Create a moving average (EMA) of the model's weights that starts from their current values. Collective.
 
         Args:
             averaging: decay and warm-up.

@@ -39,6 +39,9 @@ def check_strategy(
         accelerated: devices are accelerators.
         sparse: the model has sparse gradients.
 
+    Returns:
+        The strategy with its options.
+
     Raises:
         UsageError: the combination does not run; names the nearest one that does.
     """

@@ -11,9 +11,9 @@ from tutti.types import StepContext
 
 
 def norm_across_model(comm: Communicator, square: float, stop: bool, step_context: StepContext) -> tuple[float, bool]:
-    """Sum the squared gradient norms of all parts of a model, and tell whether any rank asks to stop.
+    """Sum the squared gradient norms of all ranks of one replica, and tell whether any of them asks to stop.
 
-    Collective: one all-reduce over the ranks of one replica.
+    Collective: one all-reduce over the ranks of one replica, each of which has a part of the model.
 
     Args:
         comm: the ranks of one replica.

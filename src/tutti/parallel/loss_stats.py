@@ -20,10 +20,10 @@ class LossCounter:
         self._names: tuple[str, ...] = ()
 
     def add(self, part: LossSums | None) -> None:
-        """Add a worker's loss sums to the total of this step.
+        """Add a logical worker's loss sums to this rank's total of the step.
 
         Args:
-            part: None if the worker had no samples; nothing is added then.
+            part: sums of loss, count and metrics; None if the worker had no samples, where nothing is added.
 
         Raises:
             UsageError: the loss function reports more than ``METRICS`` metrics.
@@ -33,7 +33,10 @@ class LossCounter:
             self._totals = self.together(part)
 
     def note(self, part: LossSums) -> None:
-        """Record the metrics' names of ``part`` for ``means``; its sums are not added.
+        """Record the names of the metrics in a worker's loss sums for the result of ``means``; nothing is added up.
+
+        Args:
+            part: loss sums with the metrics' names.
 
         Raises:
             UsageError: the loss function reports more than ``METRICS`` metrics, for which the messages have no room.
@@ -43,11 +46,18 @@ class LossCounter:
         self._names = part.names
 
     def together(self, part: LossSums | None) -> LossSums | None:
-        """Return the step's loss sums so far plus ``part``, without adding it to them; None where ``part`` is None."""
+        """Return the sum of this rank's loss sums in the step and a worker's further ones, without changing the total.
+
+        Args:
+            part: loss sums of the current logical worker, not added yet; None if they are not known.
+
+        Returns:
+            The sum; None where ``part`` is None.
+        """
         return part if self._totals is None or part is None else self._totals + part
 
     def take(self) -> Tensor | None:
-        """Return the total of this step, and reset it for the next one.
+        """Return this rank's total of the step's loss sums, and reset it for the next step. Not collective.
 
         Returns:
             Float tensor ``[loss_sum, count, *metric_sums]``; None where no worker had samples.
@@ -56,11 +66,14 @@ class LossCounter:
         return None if totals is None else totals.sums
 
     def means(self, metrics: Sequence[float], count: float) -> dict[str, float]:
-        """Return the mean of each metric, by its name from the loss function.
+        """Divide the sums of the loss function's metrics by the count.
 
         Args:
-            metrics: sums in the order of the names; further entries are ignored.
+            metrics: sums in the order in which the loss function reports the metrics; further entries are ignored.
             count: number of samples or tokens in the sums.
+
+        Returns:
+            The mean of each metric by the name that the loss function gives it.
         """
         return {name: value / count for name, value in zip(self._names, metrics, strict=False)}
 
@@ -69,10 +82,8 @@ class LossCounter:
     ) -> StepStats:
         """Build the statistics of a step from sums over all ranks: means of loss and metrics over the global count.
 
-        Without any count the loss is NaN.
-
         Args:
-            sums: loss sums over all ranks.
+            sums: loss, count (samples or tokens) and metrics, summed over all ranks; with a count of 0 the loss is NaN.
             norm: of the whole gradient, before clipping.
             finite: whether the whole gradient is finite.
             stop: whether any rank asks to stop.

@@ -19,10 +19,13 @@ from tutti.types import LossSums, StepContext
 
 
 def divisor_of_backward(step_context: StepContext) -> float:
-    """Return the number by which backward has divided each sample's loss: the samples of the global batch.
+    """Return the number by which backward has divided each sample's loss in this step: the samples of the global batch.
 
     0 stands for no division by samples: where one micro-batch is the whole batch, its backward has divided by the
     loss's own count (samples, tokens) already, and the gradient needs no further factor.
+
+    Args:
+        step_context: the step, with its number of samples.
     """
     return 0.0 if step_context.whole else float(step_context.samples)
 
@@ -41,15 +44,15 @@ def mean_factor(divisor: float, counted: float) -> float:
 
 
 def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> float:
-    """Scale one worker's gradient in place to the mean over what its loss counts (samples, tokens), without loss scale.
+    """Scale one logical worker's gradient in place to the mean over its own samples or tokens, without loss scale.
 
     Args:
-        gradients: the worker's gradients.
+        gradients: the worker's gradients as backward has left them.
         part: the worker's loss sums, with its count.
         loss_scale: factor that the gradients contain, and by which they are divided.
 
     Returns:
-        The norm of the scaled gradient.
+        The L2 norm of the scaled gradient.
     """
     factor = mean_factor(0.0 if part.whole else part.samples, float(part.sums[1])) / loss_scale
     if factor != 1.0:
@@ -75,8 +78,11 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
     """Return the factor that clips a gradient as ``torch.nn.utils.clip_grad_norm_`` does, and the norm afterwards.
 
     Args:
-        norm: of the gradient.
+        norm: L2 norm of the gradient.
         largest: norm above which it is clipped; None for no clipping.
+
+    Returns:
+        The factor to multiply the gradient by, 1.0 without clipping, and the norm of the product.
 
     >>> clipped(0.5, 1.0), clipped(2.0, None)
     ((1.0, 0.5), (1.0, 2.0))
@@ -93,5 +99,9 @@ def is_finite(gradient: Tensor | None) -> bool:
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the names of the gradients with a NaN or an infinity, in the order given; None counts as finite."""
+    """Return the names of the gradients that have a NaN or an infinity, in the order given.
+
+    Args:
+        named: (name, gradient) pairs; a gradient of None counts as finite.
+    """
     return [name for name, gradient in named if not is_finite(gradient)]

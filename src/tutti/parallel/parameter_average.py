@@ -48,12 +48,13 @@ class ParameterAverage:
         self.updates = 0
 
     def adopt(self, names: Collection[str]) -> None:
-        """Include parameters that the script has thawed (``requires_grad_(True)``), starting from their current values.
+        """Average further parameters that were frozen (``requires_grad`` False), starting from their current values.
 
         Since a frozen parameter is constant, its average so far is its value.
 
         Args:
-            names: names in the model; parameters averaged already are left out.
+            names: names in the model of parameters that the script now trains; parameters averaged already are left
+                out.
 
         Raises:
             UsageError: this rank has no shard of one yet, because its forward was computed with the full tensor.
@@ -74,9 +75,9 @@ class ParameterAverage:
             self._values.append(_wide(self._parameters[-1].data).clone())
 
     def update(self) -> None:
-        """Move the average towards the current parameters: average ← d · average + (1 - d) · parameter.
+        """Update the moving average of this rank's weights: average ← d · average + (1 - d) · parameter.
 
-        Call it once after each update of the parameters. Not collective.
+        d is the decay. Call it once after each update of the parameters. Not collective.
         """
         if self._values:
             share = self._averaging.share(self.updates)
@@ -84,7 +85,9 @@ class ParameterAverage:
         self.updates += 1
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``merged`` with the averages in place of its trained parameters; buffers and frozen parameters stay.
+        """Return a copy of ``merged`` in which the trained parameters are replaced by their moving averages.
+
+        Buffers and frozen parameters stay. Not collective.
 
         Args:
             merged: this rank's parameters and buffers by name (``GradientSync.merged``).
@@ -92,10 +95,11 @@ class ParameterAverage:
         return {**merged, **dict(zip(self._names, self._values, strict=True))}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return this rank's part of the average for a checkpoint: ``{"ema": {parameter: tensor}}``. Not collective.
+        """Return this rank's part of the moving average for a checkpoint. Not collective.
 
-        Of a tensor with several equal copies one rank has it; a slice of a sharded one comes with its place in the
-        whole. See ``Average.state``.
+        Returns:
+            ``{"ema": {parameter: tensor}}``. Of a tensor with several equal copies only one rank has it; a slice of a
+            sharded one comes with its place in the whole tensor.
         """
         named = dict(zip(self._names, self._values, strict=True))
         found: dict[str, Tensor | TensorSlice] = {}
@@ -110,7 +114,7 @@ class ParameterAverage:
         return {"ema": {**written(named, self._replica, self._run_context.comms.replica), **found}}
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Restore the average from a checkpoint. Not collective.
+        """Restore the moving average of this rank's weights from a checkpoint. Not collective.
 
         Args:
             saved: the checkpoint; a parameter missing from its group ``ema`` starts at its weights in ``model``.

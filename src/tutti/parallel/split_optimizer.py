@@ -20,9 +20,10 @@ def support_split_tensors(
     norms: NormReducer | None = None,
     wholes: FullTensorGatherer | None = None,
 ) -> None:
-    """Install helpers on an optimizer that needs norms of whole tensors, or whole matrices, of tensor-parallel slices.
+    """Let an optimizer that needs norms of whole tensors, or whole matrices, compute them from tensor-parallel slices.
 
-    Such an optimizer has an attribute ``norms`` or ``wholes``, which is set. Collective over ``comm``.
+    Such an optimizer has an attribute ``norms`` or ``wholes``, which is set to an object that communicates with the
+    other tensor ranks in each step. Collective over ``comm``.
 
     Args:
         optimizer: the optimizer; without these attributes it is left as it is.
@@ -47,7 +48,7 @@ class SliceRegions(NamedTuple):
 
     @classmethod
     def of(cls, spec: ShardSpec, local: Sequence[int]) -> SliceRegions | None:
-        """Return where this rank's slice lies in the global tensor; None where the rank holds all of it.
+        """Return where this rank's slice of a tensor lies in the global tensor; None where the rank holds all of it.
 
         Args:
             spec: global shape, and the slice's offset in it.
@@ -131,11 +132,14 @@ class SplitMatrixGatherer:
         return list(whole.unbind())
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Cut this rank's slice out of a whole tensor. Not collective.
+        """Cut this tensor rank's slice out of a whole tensor. Not collective.
 
         Args:
-            parameter: the parameter that the tensor is of.
+            parameter: the parameter that the tensor belongs to (its value, gradient or optimizer state).
             whole: in the parameter's global shape.
+
+        Returns:
+            The slice in the parameter's local shape; ``whole`` where the parameter is not split.
         """
         split = self._split.get(parameter)
         if split is not None:

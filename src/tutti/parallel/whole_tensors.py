@@ -66,14 +66,23 @@ class WholeTensors:
             optimizer.state.pop(parameter, None)
 
     def whole(self, parameter: Tensor) -> bool:
-        """Return whether this rank is the owner that steps this tensor as a whole and keeps its optimizer state.
+        """Return whether this rank owns a gathered tensor: it steps the whole tensor and has its optimizer state.
 
         False for tensors of other owners, and for tensors that are not gathered.
+
+        Args:
+            parameter: one of this rank's parameters.
         """
         return parameter in self._owned
 
     def slices(self, parameter: Tensor) -> bool:
-        """Return whether an owner rank gathers this tensor for its step; only the owner has its optimizer state."""
+        """Return whether the slices of this tensor are gathered on one owner rank for the optimizer's step.
+
+        Only the owner then has its optimizer state.
+
+        Args:
+            parameter: one of this rank's parameters.
+        """
         return parameter in self._gathered
 
     @torch.no_grad()
@@ -120,7 +129,11 @@ class WholeTensors:
                 slice_.copy_(values[tensor])
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Return optimizer state for a checkpoint: of the parameters in ``named`` that this rank owns. Not collective.
+        """Return the optimizer state, for a checkpoint, of the gathered parameters that this rank owns. Not collective.
+
+        Args:
+            optimizer: the optimizer.
+            named: (name, parameter) pairs; parameters of other owners are left out.
 
         Returns:
             Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
@@ -167,22 +180,34 @@ class WholeTensorsOf:
         self._found = found
 
     def of(self, optimizer: Optimizer) -> WholeTensors | None:
-        """Return the gatherer that steps ``optimizer``; None where it can step on slices itself."""
+        """Return the gatherer of whole tensors for one optimizer's steps; None where it can step on slices.
+
+        Args:
+            optimizer: one of the run's optimizers.
+        """
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
-        """Return whether an owner rank gathers this tensor for the step of any of the optimizers.
+        """Return whether the slices of this tensor are gathered on an owner rank for the step of any of the optimizers.
 
         Only the owner then has its optimizer state.
+
+        Args:
+            parameter: one of this rank's parameters.
         """
         return any(gathers.slices(parameter) for _, gathers in self._found)
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Return all optimizers' state of the tensors in ``named`` that this rank owns, as ``{parameter}/{key}``.
+        """Return all optimizers' state of the gathered parameters that this rank owns, for a checkpoint.
+
+        Not collective.
 
         Args:
-            optimizer: unused: each optimizer's state is read from itself, by ``WholeTensors.tensors``.
+            optimizer: unused: each optimizer's state is read from itself.
             named: parameters by name; tensors of other owners are left out.
+
+        Returns:
+            Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
         """
         return {
             name: tensor for member, gathers in self._found for name, tensor in gathers.tensors(member, named).items()
@@ -210,12 +235,15 @@ class WholeTensorsOf:
 def gatherers_of_optimizers(
     optimizer: Optimizer | None, complete: Callable[[Optimizer | None], WholeTensors | None]
 ) -> WholeTensorsOf | None:
-    """Build the gatherers of all optimizers that need whole tensors; None where no optimizer does. Collective.
+    """Build the objects that gather whole tensors for the steps of all optimizers that need them. Collective.
 
     Args:
         optimizer: the run's optimizer, which may combine several; None without parameters on this rank.
         complete: prepares one optimizer and returns its gatherer, None if it needs none; called with None for an
             optimizer without parameters on this rank.
+
+    Returns:
+        The gatherers of all optimizers together; None where no optimizer needs one.
     """
     made = [(member, complete(member)) for member in slots(optimizer)]
     found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]
@@ -329,7 +357,7 @@ class _Axis:
 def along_slices(
     here: Sequence[tuple[nn.Parameter, tuple[int, ...], SliceRegions | None]], comm: Communicator, every: bool
 ) -> list[GatheredTensor]:
-    """List the tensors that owners must gather, of parameters that are split over the ranks of ``comm``.
+    """List the tensors of which an owner rank must gather the slices that the ranks of ``comm`` hold.
 
     Collective: a broadcast of the slices' positions from each rank.
 
@@ -338,6 +366,9 @@ def along_slices(
             tensor; None for the regions of a tensor that this rank holds whole.
         comm: the ranks, with the same parameters in the same order.
         every: whether to include tensors that all ranks hold whole, because one rank steps all tensors together.
+
+    Returns:
+        The tensors in the order of ``here``, each with the slices' regions of all ranks.
     """
     mine = [
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
@@ -381,16 +412,16 @@ def axis(
 
 
 def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that are in the optimizer's groups, in the order given."""
+    """Return the members of ``parameters`` that are in the optimizer's ``param_groups``, in the order given."""
     members = {p for group in optimizer.param_groups for p in group["params"]}
     return [p for p in parameters if p in members]
 
 
 def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
-    """Find out by a trial step how an update mixes elements of tensors, and combine the results of all ranks.
+    """Find out by a trial step whether an optimizer can step on slices of tensors; combine all ranks' results.
 
-    An optimizer that mixes rows, columns or pieces of a tensor, or several tensors, cannot step on slices. A property
-    holds only if it holds on all ranks. Collective: an all-gather. A single rank returns the result for an
+    It cannot if an update mixes rows, columns or pieces of a tensor, or several tensors. A property holds only if it
+    holds on all ranks. Collective: an all-gather over all ranks of the run. A single rank returns the result for an
     element-wise optimizer without a trial.
 
     Args:

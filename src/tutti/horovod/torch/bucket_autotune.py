@@ -51,8 +51,8 @@ class BucketAutotune:
         tried.
 
         Returns:
-            The new bucket size in bytes: the next candidate, or the fastest after the last one; None: keep the present
-            size.
+            The new bucket size in bytes: the next candidate or, after the last one, the candidate with the least mean
+            time a step; None: keep the present size.
 
         Raises:
             HorovodInternalError: the ranks' steps differ in number, or a rank has ended.
@@ -84,11 +84,10 @@ class BucketAutotune:
 
 
 def make_autotune(name: str, process_set: ProcessSet) -> BucketAutotune | None:
-    """Make the tuner of bucket sizes that ``HOROVOD_AUTOTUNE`` and its related variables ask for.
+    """Return the tuner of gradient bucket sizes that ``HOROVOD_AUTOTUNE`` and its related variables ask for.
 
-    None if ``HOROVOD_AUTOTUNE`` is not set or 0, and in elastic jobs.
-
-    Ranks that join an elastic job later would try other sizes than the ranks that are there.
+    None if ``HOROVOD_AUTOTUNE`` is not set or 0, and in elastic jobs, in which ranks that join later would try other
+    sizes than the ranks that are there.
 
     Args:
         name: name of the collective that adds up the times, unique among optimizers.

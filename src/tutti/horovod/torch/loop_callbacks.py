@@ -61,8 +61,8 @@ def learning_rate_schedule(
         optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not.
         steps_per_epoch: optimizer steps of this rank in an epoch.
         warmup_epochs: length of the warm-up; 0: none.
-        multiplier: factor for an epoch, from 0.
-        staircase: whether ``multiplier`` gets whole epochs, or each step's fraction of an epoch, too.
+        multiplier: returns the factor on the learning rate in an epoch, counted from 0.
+        staircase: True calls ``multiplier`` with whole epochs, False with fractions, such as 1.5 in mid-epoch.
 
     Raises:
         ValueError: ``steps_per_epoch`` is not positive, or ``warmup_epochs`` negative.

@@ -118,13 +118,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 
 def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Leave the present set of ranks of an elastic job and join the next one (generation).
+    """Leave the present set of ranks of an elastic job, its generation, and join the set that replaces it.
 
-    Blocks until the next generation is formed; tries again if ranks are lost meanwhile.
+    Blocks until the next set is complete; tries again if ranks are lost meanwhile.
 
     Args:
-        failed: whether a collective of the present generation failed, so that its other ranks must be interrupted.
-        process_sets: sets of ranks to add at once.
+        failed: whether a collective of the present set failed, so that its other ranks must be interrupted.
+        process_sets: process sets to add at once.
 
     Raises:
         PeerError: the ranks could not join each other after 20 attempts.
@@ -612,7 +612,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors, made as one call; differentiable.
+    """Return the reductions of several tensors over the ranks, in the order of ``tensors``; one call, differentiable.
 
     Collective over ``process_set``; blocks.
 
@@ -874,7 +874,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensor of global rank ``root_rank``; differentiable.
+    """Return a new tensor with the values of the tensor of global rank ``root_rank``; differentiable.
 
     Collective over ``process_set``; blocks.
 

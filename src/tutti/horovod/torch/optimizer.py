@@ -200,12 +200,16 @@ class _Distributed:
     # --- what scripts call -----------------------------------------------------------------------------------------
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes add up to one ``step``."""
+        """Set how many backward passes add up their gradients before these are reduced for one ``step``."""
         self.backward_passes_per_step = passes
         self._reset_delays()
 
     def synchronize(self) -> None:
-        """Wait for all reductions; ``.grad`` holds the reduced gradients. Raises HorovodInternalError."""
+        """Start the reductions of gradients that are not under way, and wait for all; ``.grad`` is reduced then.
+
+        Collective over the optimizer's process set; blocks. Raises HorovodInternalError where ranks differ or one is
+        lost.
+        """
         for bucket in self._buckets:
             if not bucket.started:
                 self._start(bucket)
@@ -236,7 +240,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within the block, ``step`` does not call ``synchronize``, which was called before."""
+        """Return a context in which ``step`` reduces no gradients: the script has called ``synchronize`` itself."""
         self._should_synchronize = False
         try:
             yield
@@ -244,7 +248,14 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Any = None) -> Any:
-        """Reduce the gradients, then do the step of the user's optimizer."""
+        """Reduce the gradients over the process set, then step the user's optimizer. Collective; blocks.
+
+        Args:
+            closure: passed on to the user's optimizer; None for none.
+
+        Returns:
+            What the user's optimizer returns.
+        """
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(_OVERTAKEN, stacklevel=2)
@@ -257,7 +268,10 @@ class _Distributed:
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients. Raises AssertionError while reductions are under way."""
+        """Clear the gradients, with the arguments of the user's optimizer.
+
+        Raises AssertionError while reductions of gradients over the ranks are under way.
+        """
         names = [self._parameter_names[parameter] for parameter in self._sparse]
         names += [bucket.name for bucket in self._buckets if bucket.handle is not None]
         if names:
@@ -282,7 +296,7 @@ class _Distributed:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no gradient was computed since the last ``step``."""
+        """Whether this optimizer is between two training steps: no gradient was computed since the last ``step``."""
         passes = self.backward_passes_per_step
         return not self._synchronized and all(backward.delay == passes for backward in self._backward.values())
 
@@ -300,7 +314,16 @@ class _DistributedDelta(_Distributed):
     """Adasum: every rank steps on its own, and the ranks' changes of the parameters are combined."""
 
     def step(self, closure: Any = None) -> Any:
-        """Do the step of the user's optimizer, combine the ranks' changes and apply them."""
+        """Step the user's optimizer on this rank's gradients, then combine the ranks' parameter changes by Adasum.
+
+        Collective over the process set; blocks. The parameters get the combined change.
+
+        Args:
+            closure: passed on to the user's optimizer; None for none.
+
+        Returns:
+            What the user's optimizer returns.
+        """
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         result = super(_Distributed, self).step(closure)  # type: ignore[misc]
@@ -323,11 +346,11 @@ class _DistributedDelta(_Distributed):
         backward.delay -= 1
 
     def synchronize(self) -> None:
-        """Do nothing: the changes are combined in ``step``."""
+        """Do nothing: with Adasum ``step`` combines the ranks' changes of the parameters; gradients are not reduced."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise AssertionError, as Horovod does: an Adasum step cannot go without its combination."""
+        """Raise AssertionError, as Horovod does: with Adasum ``step`` cannot leave out its collective."""
         if self._buckets:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield

@@ -48,7 +48,7 @@ class Timeline:
             self._write(name=activity, ph="X", pid=lane, tid=0, ts=max(0, began_us), dur=max(0, ended_us - began_us))
 
     def close(self) -> None:
-        """Complete the JSON text and close the file; later events are dropped."""
+        """Complete the JSON text of the trace and close its file; later events are dropped."""
         with self._lock:
             self._file.write("\n]\n")
             self._file.close()

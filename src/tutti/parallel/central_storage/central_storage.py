@@ -139,7 +139,15 @@ class CentralStorageSync(AllReduceSync):
         """Clip the gradients and step the optimizer on the parameters that this rank owns. Collective: a barrier.
 
         After the barrier all ranks see the updates of all owners; on accelerators the parameters are then copied back
-        to the device. Where the gradient is not finite, no rank updates. See ``GradientSync.optimizer_step``.
+        to the device. Where the gradient is not finite, no rank updates.
+
+        Args:
+            stats: result of ``reduce_gradients`` in this step.
+            step_context: the step under way, with the factor on the initial learning rate.
+
+        Returns:
+            The number of updates (1, or 0 for a skipped one), whether it was skipped, and then the names of parameters
+            whose gradient is not finite.
         """
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
@@ -195,10 +203,10 @@ class CentralStorageSync(AllReduceSync):
             )
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before they are summed over the ranks, for the gradient noise scale.
+        """Return the parameters whose ``.grad`` holds this rank's gradients before they are summed over the ranks.
 
-        The optimizer is included on a single CPU rank only: elsewhere a rank has the state of a part of the parameters,
-        or has it in host memory.
+        The gradient noise scale is measured with them. The optimizer is included on a single CPU rank only: elsewhere a
+        rank has the state of a part of the parameters, or has it in host memory.
         """
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
@@ -238,9 +246,9 @@ class CentralStorageSync(AllReduceSync):
         }
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the tensors of which all ranks see the same values: all parameters, and shared buffers.
+        """Return by name the tensors of which all ranks see the same values. Not collective.
 
-        Not collective.
+        These are all parameters, and the buffers if the run has a single logical worker.
 
         Raises:
             UsageError: the script has written parameters since the last update, on several ranks.
@@ -382,7 +390,7 @@ class CentralAverage(ParameterAverage):
         self._parameters = [homes.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
 
     def adopt(self, names: Collection[str]) -> None:
-        """Refuse to average parameters that the script has thawed (``requires_grad_(True)``) after the start.
+        """Refuse to average parameters that were frozen at the start and that the script now trains.
 
         Raises:
             UsageError: always; the shared memory of the average has no room for further parameters.
@@ -395,10 +403,13 @@ class CentralAverage(ParameterAverage):
         )
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``merged`` with the averages in place of all trained parameters; buffers stay. Collective: a barrier.
+        """Return a copy of ``merged`` in which all trained parameters are replaced by their moving averages.
 
-        After the barrier every rank has written the averages of the parameters that it owns, and this rank reads all of
-        them from shared memory, copied to its device. See ``Average.within``.
+        Buffers stay. Collective: a barrier, after which every rank has written the averages of the parameters that it
+        owns. This rank reads all of them from shared memory, copied to its device.
+
+        Args:
+            merged: this rank's parameters and buffers by name.
         """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device

@@ -145,7 +145,7 @@ class AllReduceSync:
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Let the reducer send gradients during this backward if it is the rank's last one in the step.
+        """Let gradients be sent during the coming backward if it is this rank's last one in the step.
 
         Called before the backward of a logical worker's last micro-batch. Earlier backwards only accumulate in
         ``.grad``.
@@ -170,10 +170,13 @@ class AllReduceSync:
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Add the worker's loss sums, and its gradients to the summation tree where workers are summed in order.
+        """Add a logical worker's loss sums to those of this rank, after the worker's last micro-batch.
+
+        Where gradients are summed worker by worker (``by_worker``), also add its gradients to the summation tree and
+        clear ``.grad``; otherwise they stay in ``.grad``, where autograd accumulates the rank's workers.
 
         Args:
-            worker: number of the logical worker that has run its last micro-batch.
+            worker: index of the logical worker.
             part: its loss sums; None if it had no samples on this rank.
         """
         self._counting.add(part)
@@ -212,10 +215,11 @@ class AllReduceSync:
 
         Args:
             stats: result of ``reduce_gradients`` in this step.
-            step_context: the step under way, with the learning-rate factor.
+            step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            One update or a skipped one, with names of parameters whose gradient is not finite.
+            The number of updates (1, or 0 for a skipped one), whether it was skipped, and then the names of parameters
+            whose gradient is not finite.
         """
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
@@ -236,13 +240,13 @@ class AllReduceSync:
     def merged(self) -> dict[str, Tensor]:
         """Return all parameters and buffers on this rank by name, with buffers merged over logical workers. Collective.
 
-        Parameters are views of the model's own tensors and need no communication; ``WorkerBuffers.merged`` says how
-        buffers are merged.
+        Parameters are views of the model's own tensors and need no communication. Batch-norm statistics are pooled over
+        all workers, other floating buffers averaged, and of integers the largest is taken.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors of which all data ranks hold equal copies, by name.
+        """Return by name the tensors of which all data ranks hold equal copies. Not collective.
 
         These are all parameters, and the buffers if the run has a single logical worker.
         """
@@ -283,9 +287,10 @@ class AllReduceSync:
                 whole.load(self._optimizer, self._named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return the gradients that this rank has accumulated before the all-reduce, for the gradient noise scale.
+        """Return the parameters whose ``.grad`` has this rank's gradient before the all-reduce, and optimizers.
 
-        Parameters that another rank of the replica counts (weights tied over stages) are left out.
+        The gradient noise scale is measured with them. Parameters that another rank of the replica counts (weights tied
+        over stages) are left out. Not collective.
         """
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
@@ -295,12 +300,14 @@ class AllReduceSync:
         return [p for name, p in self._named if p.requires_grad and name not in lent]
 
     def facts(self) -> dict[str, object]:
-        """Return this strategy's entries of ``summary.json``: messages and bytes of each link so far. Collective.
+        """Return the messages and bytes that each link between data ranks has carried so far, for ``summary.json``.
+
+        Collective.
 
         Returns:
             ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data ranks
-            ``from`` and ``to`` and their counts; an empty dict where the all-reduce is the backend's and no schedule of
-            sends.
+            ``from`` and ``to`` and their counts. An empty dict where the backend's own all-reduce is used, which counts
+            nothing.
         """
         if self._scheduled is None:
             return {}
@@ -312,7 +319,7 @@ class AllReduceSync:
 
     @property
     def by_worker(self) -> bool:
-        """Whether gradients are summed logical worker by worker.
+        """Whether the gradients of each logical worker are summed by themselves; otherwise those of each rank together.
 
         This is so in reproducible mode, and where the variance of the workers' gradients is measured.
         """
@@ -336,12 +343,13 @@ class AllReduceSync:
         return [p for p in self._parameters if p in own]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Take the reduced gradients that the script has not cleared out of ``.grad``, which is None afterwards.
+        """Return copies of the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.
 
-        A custom training loop accumulates over several reductions in this way: ``add_gradients`` adds them again.
+        A custom training loop calls it before the next backward, and ``add_gradients`` after it, to accumulate
+        gradients over several reductions. A gradient that the script has cleared is not among them.
 
         Returns:
-            Clones of the gradients by parameter; none for a ``.grad`` of None.
+            Clones of the gradients by parameter; parameters with ``.grad`` None are left out.
         """
         # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
         self._reveal()
@@ -350,9 +358,10 @@ class AllReduceSync:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to those just reduced, and conceal gradients of tensor slices.
+        """Add the gradients of earlier reductions to the just reduced ones in ``.grad``.
 
-        The script cannot read a concealed gradient, which differs between tensor ranks.
+        Gradients of tensor slices, which differ between tensor ranks, are replaced by an object that raises when the
+        script reads it; the update uses the true ones.
 
         Args:
             held: result of ``pop_gradients``, by parameter; it may be empty.
@@ -385,25 +394,33 @@ class AllReduceSync:
         return [p.data for p in self._parameters]
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: only FSDP2's backward reduces gradients itself. See ``CustomLoopSync.pop_reached``."""
+        """Return an empty list: this strategy keeps no record of which parameters backward has computed a gradient for.
+
+        Only FSDP2, whose backward itself reduces gradients, needs the record; elsewhere ``.grad`` shows it.
+        """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Ignore ``used``: a parameter counts as reached by backward where its ``.grad`` is not None."""
+        """Do nothing: ``.grad`` itself shows whether backward has computed a parameter's gradient.
+
+        Args:
+            used: unused; only FSDP2 takes flags of parameters with a gradient.
+        """
 
     def apply_clearing(self) -> None:
-        """Do nothing: the script clears the gradients of the update themselves.
+        """Do nothing: a script that clears ``.grad`` clears the tensors that the update uses.
 
-        See ``CustomLoopSync.apply_clearing``.
+        Only FSDP2 has to carry the clearing over, from full parameters to shards.
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: the script sees the gradients of the update themselves. See ``CustomLoopSync.show_gradients``."""
+        """Do nothing: the ``.grad`` that the script sees are the tensors that the update uses already."""
 
     def apply_edits(self) -> None:
-        """Restore concealed gradients of tensor slices before the update, unless the script has cleared them.
+        """Make the update use the ``.grad`` of the script, with its edits such as clipping.
 
-        All other ``.grad`` stay as the script left them.
+        Gradients of tensor slices, which the script could not read meanwhile, are put back into ``.grad`` unless the
+        script has cleared them. All other ``.grad`` stay as they are.
         """
         self._reveal()
 
@@ -411,9 +428,10 @@ class AllReduceSync:
         """Do nothing: ``optimizer.zero_grad()`` has already cleared the ``.grad`` that model and script share."""
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the L2 norm of the reduced gradients of ``members``, for a script that clips them.
+        """Return the L2 norm of the reduced gradients of ``members`` together, for a script that clips them.
 
-        Collective over the pipeline stages and tensor ranks of a replica, each of which adds its own tensors.
+        Collective over the pipeline stages and tensor ranks of a replica, each of which adds its own tensors; equal on
+        all of them.
 
         Args:
             members: some of ``script_parameters``; a parameter that another rank of the replica counts adds nothing
@@ -428,13 +446,13 @@ class AllReduceSync:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Return a context in which ``optimizer_step`` steps one of several optimizers alone.
+        """Return a context in which ``optimizer_step`` steps one of the script's several optimizers alone.
 
-        On exit gradients of tensor slices are concealed from the script again.
+        On exit the script can no longer read gradients of tensor slices.
 
         Args:
             index: index of the optimizer among those of the script; None for all of them.
-            members: its parameters, which are the gradients to clip; ignored where ``index`` is None.
+            members: its parameters, whose gradients are clipped; ignored where ``index`` is None.
         """
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
@@ -445,10 +463,10 @@ class AllReduceSync:
                 self._conceal()
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` is stepped by this strategy on full parameters with full gradients on this rank.
+        """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
-        False for tensor slices, for optimizers for which whole tensors are gathered, and for any optimizer that this
-        strategy does not step.
+        Only then may its step have a closure. False for tensor slices, for optimizers for which whole tensors are
+        gathered, and for an optimizer that is not one of the run's.
         """
         return (
             self._whole is None
@@ -459,7 +477,10 @@ class AllReduceSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Train parameters that the script has added to ``optimizer``, on a rank that had no parameter to train before.
 
-        Builds this rank's optimizer there; does nothing where the rank has an optimizer. See ``GradientSync.adopt``.
+        Builds this rank's optimizer there; does nothing where the rank has an optimizer.
+
+        Args:
+            optimizer: the script's optimizer, with the new parameter groups.
 
         Raises:
             UsageError: one of several optimizers is missing on this rank.
@@ -475,15 +496,16 @@ class AllReduceSync:
             )
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Plan the buckets again with parameters that the script has thawed (by ``requires_grad``). Collective.
+        """Train parameters that were frozen: plan the gradient buckets again with them. Collective.
 
         Args:
-            names: names of these parameters; at least one.
-            late: unused; see ``GradientSync.reattach``.
+            names: names of the parameters whose ``requires_grad`` the script has set to True since the last call; at
+                least one.
+            late: whether a forward of this step has been computed already; unused.
 
         Raises:
             UsageError: the optimizer works on whole tensors that are gathered, and cannot take more parameters.
-            MismatchError: ranks have thawed different parameters.
+            MismatchError: the ranks' new parameters differ.
         """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])
@@ -625,13 +647,14 @@ def _sum(row: Sequence[float]) -> float:
 
 
 def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
-    """Return the names of parameters with a NaN or infinity in ``.grad`` on any rank of ``comm``, at most three a rank.
-
-    Collective: an all-gather of the names.
+    """Find the parameters that have a NaN or infinity in ``.grad`` on any rank. Collective: an all-gather of the names.
 
     Args:
         comm: the ranks to search.
         named: (name, parameter) of this rank's parameters.
+
+    Returns:
+        Their names, each once, in rank order and equal on all ranks; at most three from each rank.
     """
     found = nonfinite_names((name, p.grad) for name, p in named)
     gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
@@ -644,11 +667,12 @@ def optimizer_step(
     grad_norm: float | None = None,
     whole: WholeTensorsOf | None = None,
 ) -> None:
-    """Step the optimizer, with the learning rate of each parameter group set first.
+    """Set the learning rate of each parameter group of an optimizer, then step the optimizer.
 
     Args:
         optimizer: the optimizer, or several as one.
-        lr_factor: factor on each group's initial learning rate; None leaves ``group["lr"]`` as it is.
+        lr_factor: factor by which each group's initial learning rate is multiplied; None leaves ``group["lr"]`` as it
+            is.
         grad_norm: norm of the whole gradient, for optimizers that clip by it (``tutti.optim.LAMB``): their own
             parameters may belong to one stage only.
         whole: gatherer of whole tensors for optimizers that need them; the step is collective then.

@@ -102,7 +102,7 @@ class Bucket:
         self.use(torch.zeros(elements + tail, dtype=dtype, device=device) if flat is None else flat)
 
     def use(self, flat: Tensor) -> None:
-        """Make ``flat`` the memory of the bucket: all views of gradients and tail point into it. Nothing is copied.
+        """Make ``flat`` the memory of this gradient bucket, into which its views then point. Nothing is copied.
 
         Args:
             flat: (elements + tail,), of the bucket's dtype.
@@ -121,7 +121,7 @@ class Bucket:
             )
 
     def pack(self) -> list[bool]:
-        """Copy the parameters' ``.grad`` into the flat vector, zeros where ``.grad`` is None.
+        """Copy the ``.grad`` of the bucket's parameters into its flat vector, zeros where ``.grad`` is None.
 
         Returns:
             For each parameter of the bucket whether it had a gradient.
@@ -144,7 +144,7 @@ class Bucket:
         return used
 
     def expose(self, used: Sequence[bool]) -> None:
-        """Set every ``.grad`` to its view of the flat vector, which holds the summed gradients.
+        """Set the ``.grad`` of the bucket's parameters to views of its flat vector, which holds the summed gradients.
 
         Args:
             used: for each parameter of the bucket whether any rank had a gradient; where it is false, ``.grad`` becomes
@@ -173,12 +173,14 @@ class Tail:
         self._key = layout_key
 
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
-        """Write the numbers that one rank or logical worker adds to the sum.
+        """Write what one rank or logical worker adds to the sums that travel behind the gradients of the last bucket.
+
+        These are digests of the step, loss sums, a stop flag, and a flag for each parameter.
 
         Args:
             tail: (size,), written in place.
             step_context: the step under way.
-            loss_sums: ``LossSums.sums``: loss, count and sums of metrics; None for no samples.
+            loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
         """
         # During backward: a copy that waits for the device would hold back its next kernels.
@@ -197,16 +199,24 @@ class Tail:
             flags.copy_(numbers_for(tail.device, used, tail.dtype), non_blocking=True)
 
     def read(self, tail: Sequence[float]) -> ReducedSums:
-        """Parse a reduced tail, ``size`` numbers on the host, into loss sums, stop flag and gradient flags."""
+        """Parse the numbers that were summed behind the gradients of the last bucket.
+
+        Args:
+            tail: the sums over all ranks, ``size`` numbers on the host.
+
+        Returns:
+            Sums of loss, count and metrics; whether a rank asks to stop; for each parameter whether any rank had a
+            gradient.
+        """
         return read_sums(tail[DIGESTS:])
 
     def same(self, tail: Sequence[float], step_context: StepContext, contributions: int) -> bool:
-        """Return whether all summed tails came from the same step and the same layout of parameters.
+        """Return whether all ranks whose numbers were summed were in this step and had the same layout of parameters.
 
         Args:
-            tail: the reduced tail, ``size`` numbers on the host.
+            tail: the sums behind the gradients of the last bucket, ``size`` numbers on the host.
             step_context: the step under way on this rank.
-            contributions: number of summed tails, one a rank or logical worker.
+            contributions: number of ranks or logical workers in the sums.
         """
         return digests_agree(tail, digests(step_context, self._key), contributions)
 
@@ -224,7 +234,7 @@ def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes:
 
 
 def digests(step_context: StepContext, key: int = 0) -> list[int]:
-    """Return small integers from which a sum over ranks shows whether all ranks are in the same step; see ``Tail``.
+    """Return small integers from whose sum over ranks ``digests_agree`` finds whether all ranks are in the same step.
 
     Args:
         step_context: the step; its number, call and batch size are hashed.
@@ -238,7 +248,7 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
 
 
 def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:
-    """Return whether all ranks that were summed had this rank's ``digests``, up to rounding of 1e-6.
+    """Return whether all ranks had the same ``digests`` as this rank (were in the same step), up to 1e-6.
 
     Args:
         sums: sum of the ranks' ``digests``; numbers behind the first four are ignored.
@@ -267,10 +277,16 @@ def _check_dense(gradients: Sequence[Tensor]) -> None:
 
 
 def read_sums(numbers: Sequence[float]) -> ReducedSums:
-    """Parse the reduced numbers ``[loss, samples, *metrics, stop, *flags]``.
+    """Parse numbers that were summed over ranks, ``[loss, count, *metrics, stop, *flags]``.
 
-    There are ``METRICS`` metrics and one gradient flag a parameter. A flag above zero counts as true, since flags are
-    summed over ranks.
+    There are ``METRICS`` metrics and one gradient flag a parameter.
+
+    Args:
+        numbers: the sums, on the host.
+
+    Returns:
+        Sums of loss, count and metrics; whether a rank asks to stop; for each parameter whether any rank had a
+        gradient. A flag above zero counts as true, since flags are summed.
     """
     loss, samples, *metrics = numbers[: _TOTALS - 1]
     return ReducedSums(loss, samples, metrics, numbers[_TOTALS - 1] > 0, [flag > 0 for flag in numbers[_TOTALS:]])

@@ -19,12 +19,12 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BufferHandover:
-    """Give the buffers of a shared worker the values that its micro-batches produce one after the other.
+    """Pass the module buffers (batch-norm statistics) of one logical worker along the data ranks that share the worker.
 
-    A rank begins a step with the buffers that its predecessor has after its last forward, so that each forward sees the
-    buffers that it sees on one device; backwards overlap with the next rank's forwards. Where no forward changes a
-    buffer, nothing is sent after the first step. At the end of a step all ranks of the worker take the last rank's
-    buffers.
+    Each of these ranks computes a part of the worker's micro-batches, in rank order. A rank begins a step with the
+    buffers that the rank before it has after its last forward, so that each forward sees the buffers that it sees on
+    one device; backwards overlap with the next rank's forwards. Where no forward changes a buffer, nothing is sent
+    after the first step. At the end of a step all ranks of the worker take the last rank's buffers.
 
     Outside reproducible mode ranks do not wait for each other's batch-norm statistics, which no forward of training
     reads. k updates of momentum m turn a statistic s into (1 - m)^k s + c. The ranks all start from the same s, and
@@ -53,10 +53,16 @@ class BufferHandover:
         run_context.comms.p2p_channels({_KIND: 1}, "replica", "shard")
 
     def begin(self, step: int) -> None:
-        """Receive the buffers of the previous rank of the worker, before this rank's first forward of ``step``.
+        """Receive a shared logical worker's module buffers before this rank's first forward of the step.
 
-        Blocks until that rank has sent them in ``pass_on``; the worker's first rank, and later calls in the same step,
-        receive nothing. A step that is still open is finished first, which is collective.
+        They come from the previous one of the data ranks that share the worker's micro-batches, and overwrite this
+        rank's; the call blocks until that rank has sent them by ``pass_on``. Outside reproducible mode batch-norm
+        statistics are not among them. Nothing is received on the worker's first rank, in later calls of the same step,
+        and after the first step where forwards change no buffers. A previous step without ``finish`` is finished first,
+        which is collective over all data ranks.
+
+        Args:
+            step: index of the global step.
 
         Raises:
             UsageError: the script has changed a buffer between the steps.
@@ -74,9 +80,11 @@ class BufferHandover:
         self._marks = _look(self._slots)
 
     def pass_on(self) -> None:
-        """Start to send the buffers to the next rank of the worker, after this rank's last forward of the step.
+        """Start to send this rank's module buffers to the next data rank that shares the logical worker.
 
-        Does not wait for the receiver; later calls in the same step do nothing.
+        Called after this rank's last forward of the step. Does not wait for the receiver; later calls in the same step
+        do nothing. The worker's last rank sends nothing; nor does any rank after the first step where forwards change
+        no buffers. Outside reproducible mode batch-norm statistics are not sent.
 
         Raises:
             UsageError: a forward has changed a buffer where ranks cannot compute one after the other, or for the first
@@ -97,10 +105,12 @@ class BufferHandover:
         self._marks = _look(self._all)
 
     def finish(self) -> None:
-        """Give all ranks of the worker the same buffers, before the update, and wait for the sends of ``pass_on``.
+        """Copy the last sharing rank's module buffers to all ranks that share the logical worker, before the update.
 
-        Collective over all data ranks: all-gathers where a forward changes buffers or updates batch-norm statistics; in
-        the first step also one of a flag that says whether forwards change buffers.
+        Batch-norm statistics that were updated on each rank by itself are composed in rank order instead. Also waits
+        for the sends of ``pass_on``. All data ranks must call it: there are all-gathers over them where a forward
+        changes buffers or updates batch-norm statistics, and in the first step one of a flag that says whether forwards
+        change buffers.
 
         Raises:
             UsageError: a buffer has changed where the other ranks could not take part.
@@ -125,12 +135,19 @@ class BufferHandover:
         self._marks = _look(self._all)
 
     def close(self) -> None:
-        """Finish a step that has begun and had no backward; do nothing after ``finish``. Collective like ``finish``."""
+        """Make a shared logical worker's buffers equal on all its ranks after a step without backward.
+
+        Does nothing where no step was begun or ``finish`` was called. Otherwise it does what ``finish`` does, and all
+        data ranks must call it.
+        """
         if self._open:
             self.finish()
 
     def forget(self) -> None:
-        """Accept the buffers' present values, such as those of a loaded checkpoint, as unchanged by the script."""
+        """Accept the values that a loaded checkpoint has given the module buffers. Not collective.
+
+        Without this call the next step would raise UsageError, as for a buffer that the script has changed.
+        """
         self._marks = None
 
     @property

@@ -28,11 +28,15 @@ class HostParameters:
         self.fetch()
 
     def fetch(self) -> None:
-        """Copy the values of all parameters from host memory to the device."""
+        """Copy the values of all parameters from their tensors in host memory to their tensors on the accelerator."""
         foreach_copy_(list(self._here.values()), list(self._homes.values()))
 
     def send(self, parameters: Collection[nn.Parameter]) -> None:
-        """Copy the values of ``parameters``, some of those given to the constructor, from the device to host memory."""
+        """Copy parameter values from the accelerator to the parameters' tensors in host memory.
+
+        Args:
+            parameters: some of those given to the constructor.
+        """
         for parameter in parameters:
             self._homes[parameter].copy_(self._here[parameter])
 

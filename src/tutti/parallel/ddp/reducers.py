@@ -33,56 +33,62 @@ class Reducer(Protocol):
         """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter."""
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Announce this rank's last backward of the step, whose gradients are final and may be sent.
+        """Tell the reducer that this rank's last backward of the step follows: its gradients may be sent.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's loss sums in the step; None if they are not known yet, as before the last stage of a
-                pipeline.
+            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet, as before
+                the last stage of a pipeline.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Note that ``parameter.grad`` is complete; autograd calls it in every backward.
+        """Note that ``parameter.grad`` is complete; autograd calls it as a post-accumulate-grad hook in every backward.
 
-        Only the calls in the backward that ``prepare_for_backward`` has announced count.
+        Calls before ``prepare_for_backward`` in a step have no effect. Not collective, and does not block.
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Take a logical worker's gradients from ``.grad`` after its last backward, to sum worker by worker.
+        """Add one logical worker's gradients and loss sums to the sum, after the worker's last backward in the step.
 
-        Reducers that sum rank by rank leave them in ``.grad``, where autograd accumulates the rank's workers.
+        A reducer that sums worker by worker takes them from ``.grad``, which is None afterwards. A reducer that sums
+        rank by rank does nothing: autograd accumulates the gradients of the rank's workers in ``.grad``.
 
         Args:
             step_context: the step under way.
-            worker: number of the worker; workers come in increasing order.
-            loss_sums: its loss sums, None if it had no samples.
+            worker: index of the worker; calls come in increasing order.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Complete the sums over all ranks and set every ``.grad`` to its sum.
+        """Complete the sums of gradients over all data ranks and set every ``.grad`` to its sum.
 
-        Collective, and blocks until all ranks call it.
+        Collective over the data ranks: blocks until all of them call it.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's loss sums over its logical workers; None if it had no samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers; None if it had no
+                samples.
 
         Returns:
-            The loss sums and flags of the global batch.
+            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
+            rank asks to stop; for each parameter whether any rank had a gradient.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
         """
 
     def squares(self) -> list[float]:
-        """Return sums of squares of the summed gradients, which add up to their squared L2 norm.
+        """Return sums of squares of the gradients summed by ``finish``; their total is this rank's squared L2 norm.
 
-        The list has the same length in every step. Parameters that another rank of the replica counts in the norm add
-        0.
+        Not collective: where a replica spans several ranks, the caller adds up the numbers of its ranks.
+
+        Returns:
+            One number for each parameter or one for all, in every step as many. Parameters that another rank of the
+            replica counts in the norm add 0.
         """
 
     def scale(self, factor: float) -> None:
-        """Multiply all summed gradients by ``factor``, in place."""
+        """Multiply all gradients that ``finish`` has summed by ``factor``, in place. Not collective."""
 
 
 class StartedSum(Protocol):
@@ -142,7 +148,10 @@ class OverlappedReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether gradient-ready hooks are needed: True with several data ranks, as one rank sends nothing."""
+        """Whether ``gradient_ready`` must be registered as post-accumulate-grad hook: True with several data ranks.
+
+        A single rank sends nothing.
+        """
         return self._comm.size > 1
 
     def _lay_out(self, trainable: Named, wire: str, bucket_bytes: int) -> None:
@@ -162,18 +171,19 @@ class OverlappedReducer:
             self._wires.append(None)
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Arm ``gradient_ready``: from here on each complete bucket is sent. Called before this rank's last backward.
+        """Tell the reducer that this rank's last backward follows, in which each complete bucket is to be sent.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's loss sums, sent with the last bucket; None holds that bucket back until ``finish``.
+            loss_sums: this rank's ``[loss, count, *metrics]``, sent with the last bucket; None holds that bucket back
+                until ``finish``.
         """
         self._armed = self._comm.size > 1
         self._missing = list(self._sizes)
         self._loss_sums, self._step_context = loss_sums, step_context
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Start the all-reduce of each bucket whose gradients are all complete, in the order of the buckets.
+        """Note that ``parameter.grad`` is complete; start the all-reduce of gradient buckets that are now complete.
 
         Does not block. A bucket waits for the buckets before it, so that every rank starts them in the same order.
         Before ``prepare_for_backward`` nothing happens.
@@ -210,14 +220,18 @@ class OverlappedReducer:
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Start the remaining all-reduces, wait for all of them, and set every ``.grad`` to its sum. Collective.
+        """Start the remaining all-reduces of gradients, wait for all of them, and set every ``.grad`` to its sum.
+
+        Collective over the data ranks.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's loss sums over its logical workers; None if it had no samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers; None if it had no
+                samples.
 
         Returns:
-            The loss sums and flags of the global batch.
+            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
+            rank asks to stop; for each parameter whether any rank had a gradient.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -258,10 +272,10 @@ class OverlappedReducer:
         return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
 
     def squares(self) -> list[float]:
-        """Return one number, the squared L2 norm of the reduced gradients on this rank.
+        """Return the squared L2 norm of the gradients summed by ``finish`` on this rank, as a list of one number.
 
-        Parameters that another rank of the replica counts are left out. Where possible ``finish`` has computed the
-        number, to save a synchronisation of host and accelerator.
+        Not collective. Parameters that another rank of the replica counts in the norm are left out. Where possible
+        ``finish`` has computed the number, to save a synchronisation of host and accelerator.
         """
         counted, early = self._counted(), self._early
         self._early = None
@@ -313,7 +327,7 @@ class TreeReducer:
         """Do nothing: gradients are sent after the backward, by ``collect`` and ``finish``."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: ``collect`` takes the gradients of a logical worker after its last backward."""
+        """Do nothing: after the backward ``collect`` takes the gradients of a logical worker from ``.grad``."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Pack the worker's gradients and loss sums, add them to the summation tree, and clear ``.grad``.
@@ -341,14 +355,15 @@ class TreeReducer:
                 parameter.grad = None
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Complete the summation tree over the data ranks and set every ``.grad`` to its sum. Collective.
+        """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum. Collective.
 
         Args:
             step_context: the step under way, compared over all logical workers.
             loss_sums: unused; ``collect`` has added them.
 
         Returns:
-            The loss sums and flags of the global batch.
+            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
+            rank asks to stop; for each parameter whether any rank had a gradient.
 
         Raises:
             MismatchError: workers were in different steps or ranks hold different parameters.
@@ -363,10 +378,10 @@ class TreeReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's ``.grad``, in the model's order.
+        """Return the sum of squares of each parameter's summed ``.grad``, in the model's order. Not collective.
 
-        It is 0 for parameters that another rank of the replica counts. Added up with exact rounding, the numbers give
-        the same norm for any partition of the model into stages.
+        The number is 0 for a parameter that another rank of the replica counts in the norm. Added up with exact
+        rounding, the numbers give the same norm for any partition of the model into stages.
         """
         return squares_by(self._order, self._lent)
 
@@ -376,10 +391,10 @@ class TreeReducer:
 
 
 def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
-    """Set every parameter's ``.grad`` to its view of its bucket's flat vector.
+    """Set every parameter's ``.grad`` to its view of the flat vector that holds the summed gradients.
 
     Args:
-        buckets: buckets that hold the summed gradients.
+        buckets: gradient buckets with the summed gradients.
         used: for each parameter, bucket by bucket, whether any rank had a gradient; ``.grad`` is None where it is
             false.
     """
@@ -398,16 +413,16 @@ def squares_of(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-    """Copy ``numbers`` to the host together with the sums of squares of ``tensors``.
+    """Copy ``numbers`` to the host together with the sum of squares of each tensor's elements.
 
     One host sync where all are on one device, else two or more.
 
     Args:
         numbers: (n,).
-        tensors: as of ``squares_of``.
+        tensors: dense or sparse tensors.
 
     Returns:
-        The n numbers, and the sum of squares of each tensor.
+        The n numbers, and the sum of squares of each tensor, computed in float32 or wider.
     """
     if not tensors or any(t.device != numbers.device for t in tensors):
         return list(numbers.tolist()), squares_of(tensors)
@@ -436,16 +451,16 @@ def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parame
 
 
 def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Tensor | None) -> Tensor:
-    """Return one logical worker's addend of ``ReducedSums.own``, which measures the variance of workers' gradients.
+    """Return what one logical worker adds to a sum over all workers that measures the variance of their gradients.
 
     Args:
-        squares: sums of squares of the worker's gradients, by parameter.
-        step_context: the step under way, with the loss scale.
-        loss_sums: the worker's loss sums, None if it had no samples.
+        squares: sums of squares of the worker's gradients, one for each parameter.
+        step_context: the step under way, with the loss scale that the gradients contain.
+        loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
 
     Returns:
-        (parameters + 1,) float64: each sum of squares divided by the worker's count, without loss scale, and 1; zeros
-        for a worker without samples.
+        (parameters + 1,) float64, to be summed over the workers by the caller: each sum of squares without loss scale,
+        divided by the worker's count, and then 1; all zeros for a worker without samples.
     """
     count = 0.0 if loss_sums is None else float(loss_sums[1])
     if not count > 0:
@@ -481,19 +496,20 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
 
 def layout_key(trainable: Named) -> int:
-    """Return a hash of the names, shapes and dtypes of the given (name, parameter) pairs, in order.
+    """Return a hash of the parameters' names, shapes, dtypes and order, by which ranks find models that differ.
 
-    Ranks compare it before an update to find models that differ.
+    Args:
+        trainable: (name, parameter) pairs, in order.
     """
     return layout_key_of([(name, p.shape, p.dtype) for name, p in trainable])
 
 
 def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
-    """Return the hash that ``layout_key`` has of parameters with these names, global shapes and dtypes.
+    """Return a hash of parameters' names, global shapes and dtypes, as ``layout_key`` does for whole tensors.
 
     For parameters of which a rank holds a shard, whose own shapes differ between ranks.
 
     Args:
-        tensors: (name, shape, dtype) of each parameter, in order.
+        tensors: (name, global shape, dtype) of each parameter, in order.
     """
     return mix(len(tensors), *(name_key(f"{name}{list(shape)}{dtype}") for name, shape, dtype in tensors))

@@ -88,7 +88,7 @@ class ReplicaPart:
             apply_ac_and_compile(part, self.draws, run_context)
 
     def enter(self, micro_batch: MicroBatch, before: Mapping[str, int] | None = None) -> None:
-        """Seed the random draws of one micro-batch before its forward.
+        """Seed the random number streams (dropout) of this rank's modules for one micro-batch, before its forward.
 
         For a dummy micro-batch (of no samples, which a rank computes because the forward is collective), the model has
         copies of its buffers until ``forget``.
@@ -133,11 +133,15 @@ class ReplicaPart:
         ]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Do nothing: parameters are looked up in the modules each time. See ``ReplicaRunner.replaced``."""
+        """Do nothing when parameters of the model were replaced: this class looks them up in the modules each time.
+
+        Args:
+            by: the new parameter of each old one; unused.
+        """
 
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the modules hold other values and are in eval mode without autograd.
+        """Return a context in which this rank's modules hold other values and are in eval mode without autograd.
 
         Args:
             values: tensors to put in place of parameters and buffers, by name; all other tensors stay.

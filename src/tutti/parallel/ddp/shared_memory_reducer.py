@@ -90,7 +90,7 @@ class SharedReducer:
         self._square = 0.0
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Arm ``gradient_ready`` for the backward that follows, this rank's last one in the step.
+        """Tell the reducer that this rank's last backward of the step follows: its gradients may be copied.
 
         Args:
             step_context, loss_sums: unused; see ``Reducer.prepare_for_backward``.
@@ -100,9 +100,10 @@ class SharedReducer:
         self._packed = [None] * len(self._buckets)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Copy a bucket's gradients to shared memory once they are all complete, while they are still in the CPU cache.
+        """Copy a bucket's gradients to shared memory once all of its parameters have theirs, ``parameter`` among them.
 
-        Does not wait for other ranks. Before ``prepare_for_backward`` nothing happens.
+        Called by autograd as a post-accumulate-grad hook. Does not wait for other ranks. Before
+        ``prepare_for_backward`` nothing happens.
         """
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]
@@ -118,16 +119,19 @@ class SharedReducer:
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Sum the ranks' gradients in shared memory and set every ``.grad`` to its sum. Collective: two barriers.
+        """Sum the data ranks' gradients in shared memory and set every ``.grad`` to its sum. Collective: two barriers.
 
-        With owners a rank receives the gradients of its own parameters only; ``.grad`` of the others is None.
+        Where each parameter has an owner rank (``central_storage``), a rank receives the gradients of its own
+        parameters only, and ``.grad`` of all others is None.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's loss sums over its logical workers; None if it had no samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers; None if it had no
+                samples.
 
         Returns:
-            The loss sums and flags of the global batch.
+            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
+            rank asks to stop; for each parameter whether any rank had a gradient.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -195,9 +199,9 @@ class SharedReducer:
     def squares(self) -> list[float]:
         """Return the squared L2 norm of the summed gradients, as a list of one number that is equal on all data ranks.
 
-        Not collective: ``finish`` has computed the number along with the sums. Other reducers return a number for each
-        parameter. Parameters that two ranks of a pipeline or a tensor-parallel replica hold are counted on one of them;
-        the caller adds up the numbers of the replica's ranks.
+        Not collective: ``finish`` has computed the number along with the sums. Where a replica spans several ranks
+        (pipeline, tensor parallelism), the caller adds up their numbers; a parameter that two of them hold is counted
+        on one.
         """
         return [self._square]
 
@@ -215,10 +219,13 @@ def attach_shared(
     *,
     of_devices: bool = False,
 ) -> SharedReducer | None:
-    """Return a shared-memory reducer, or None where the ranks cannot share memory. Collective.
+    """Build a reducer that sums the data ranks' gradients in shared memory, if all ranks can share memory. Collective.
 
-    Args: as of ``SharedReducer``, and
-
+    Args:
+        parameters: named parameters; those with ``requires_grad`` are reduced.
+        run_context: of the run.
+        borrowed: names of parameters that another rank of the replica counts in the norm.
+        owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
         of_devices: whether it may sum gradients of accelerators. Parameters must then be in host memory when ``finish``
             sets their ``.grad``.
 
@@ -239,7 +246,9 @@ def attach_shared(
 def shared_buckets(
     sizes: Sequence[tuple[int, str]], owners: Sequence[int] | None = None, borrowed: Sequence[bool] | None = None
 ) -> list[list[int]]:
-    """Group parameters into the buckets of ``SharedReducer``: one owner a bucket, and all or none of it borrowed.
+    """Group parameters into the gradient buckets of ``SharedReducer``.
+
+    All parameters of a bucket have the same dtype and the same owner, and either all or none are borrowed.
 
     Args:
         sizes: (bytes, dtype) of each trainable parameter, in the model's order.
@@ -247,7 +256,7 @@ def shared_buckets(
         borrowed: for each parameter whether another rank of the replica counts it in the norm; None: none is.
 
     Returns:
-        Indices into ``sizes`` for each bucket.
+        For each bucket a list of indices into ``sizes``.
 
     >>> shared_buckets([(40, "f"), (40, "f"), (8, "f")], owners=[0, 1, 0])
     [[2, 0], [1]]

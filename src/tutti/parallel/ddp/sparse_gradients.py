@@ -57,11 +57,14 @@ class SparseReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether gradient-ready hooks are needed: as the wrapped reducer says."""
+        """Whether ``gradient_ready`` must be registered as post-accumulate-grad hook: as the wrapped reducer says."""
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Convert sparse gradients to dense from here on, as the backward that follows completes them.
+        """Tell the wrapped reducer that this rank's last backward of the step follows.
+
+        From here on ``gradient_ready`` converts sparse gradients to dense; before, autograd accumulates them as sparse
+        ones.
 
         Args:
             step_context, loss_sums: passed on to the wrapped reducer; see ``Reducer.prepare_for_backward``.
@@ -70,9 +73,9 @@ class SparseReducer:
         self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Convert ``parameter.grad`` from sparse to dense, then report it to the wrapped reducer.
+        """Convert ``parameter.grad`` from sparse to dense, then report to the wrapped reducer that it is complete.
 
-        Called by autograd.
+        Called by autograd as a post-accumulate-grad hook. Before ``prepare_for_backward`` a gradient stays sparse.
         """
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
         if self._armed and parameter in self._parameters:
@@ -80,30 +83,34 @@ class SparseReducer:
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Make the worker's sparse gradients dense, and let the reducer of dense gradients collect them.
+        """Make the worker's sparse gradients dense, and let the wrapped reducer add them to its sum.
 
-        Where that reducer has gradient-ready hooks, ``gradient_ready`` and ``finish`` make gradients dense instead.
+        Where the wrapped reducer has gradient-ready hooks, ``gradient_ready`` and ``finish`` make gradients dense
+        instead.
 
         Args:
             step_context: the step under way.
-            worker: number of the worker; workers come in increasing order.
-            loss_sums: the worker's loss sums; None if it had no samples.
+            worker: index of the logical worker; workers come in increasing order.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
         if not self._reducer.listens:
             self._make_all_dense()
         self._reducer.collect(step_context, worker, loss_sums)
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Reduce the gradients with the wrapped reducer, and make the sums of sparse gradients sparse again.
+        """Sum the gradients with the wrapped reducer, and make the sums of sparse gradients sparse again.
 
-        Collective. A sum has the union of the rows that any rank's sparse gradient names; an additional all-reduce
-        finds it. Where any rank's gradient was dense, the sum stays dense.
+        Collective over the data ranks. A sum has the union of the rows that any rank's sparse gradient names; an
+        additional all-reduce finds it. Where any rank's gradient was dense, the sum stays dense.
 
         Args:
-            step_context, loss_sums: see ``Reducer.finish``.
+            step_context: the step under way.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers; None if it had no
+                samples.
 
         Returns:
-            The loss sums and flags of the global batch.
+            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
+            rank asks to stop; for each parameter whether any rank had a gradient.
         """
         self._armed = False
         self._make_all_dense()
@@ -171,12 +178,16 @@ class SparseReducer:
 
 
 def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Communicator) -> Reducer:
-    """Wrap a reducer for modules with sparse gradients (``nn.Embedding(sparse=True)``); else return it unchanged.
+    """Wrap a reducer such that it also sums sparse gradients (``nn.Embedding(sparse=True)``). Not collective.
 
     Args:
         reducer: sums dense gradients.
         parts: the modules on this rank.
         comm: the data ranks.
+
+    Returns:
+        The wrapped reducer; ``reducer`` itself where the modules have no sparse gradients, or a single rank needs no
+        sum.
     """
     if comm.size == 1 and isinstance(reducer, OverlappedReducer):
         # This reducer leaves every ``.grad`` of a single rank unchanged.

@@ -68,7 +68,11 @@ class WholeRunner(ReplicaPart):
         return total
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Seed the random draws of a micro-batch, before its forward, which a custom training loop runs itself."""
+        """Seed the model's random number streams (dropout) for a micro-batch, before a custom loop's forward.
+
+        Args:
+            micro_batch: the micro-batch; its key determines the streams.
+        """
         self.enter(micro_batch)
 
     def backward(

@@ -45,14 +45,14 @@ class WorkerBuffers:
             self._handover = BufferHandover(self._slots, run_context, in_turn)
 
     def enter(self, worker: int, step: int = 0) -> None:
-        """Put the buffers of a logical worker into the model, in place of those of the worker before it.
+        """Put a logical worker's buffers (batch-norm statistics) into the model, in place of the previous worker's.
 
-        Where several ranks share a worker, the call blocks until the rank before this one has sent the buffers that its
-        forwards have left.
+        Where several ranks share the worker's micro-batches, the call blocks until the rank before this one has sent
+        the buffers that its forwards have left.
 
         Args:
-            worker: number of the worker, one of this rank's.
-            step: the global step.
+            worker: index of the worker, one of this rank's.
+            step: index of the global step.
         """
         if self._handover is not None:
             self._handover.begin(step)
@@ -63,7 +63,7 @@ class WorkerBuffers:
             self._inside = worker
 
     def pass_on(self) -> None:
-        """Send the buffers to the next rank that shares the worker, after this rank's last forward of a step.
+        """Send the model's buffers to the next rank that shares the logical worker, after the step's last forward.
 
         Does not block, and does nothing where ranks share no worker.
         """
@@ -71,25 +71,29 @@ class WorkerBuffers:
             self._handover.pass_on()
 
     def finish(self) -> None:
-        """Give all ranks that share a logical worker its buffers, before the update; do nothing where ranks share none.
+        """Make a logical worker's buffers equal on all ranks that share the worker, before the update.
 
-        Collective over the data ranks where forwards change buffers.
+        All data ranks must call it: collective over them where forwards change buffers. Does nothing where ranks share
+        no worker.
         """
         if self._handover is not None:
             self._handover.finish()
 
     def close(self) -> None:
-        """Finish a step without a backward, as ``finish`` does a step with one; do nothing after ``finish``.
+        """Make a logical worker's buffers equal on all ranks that share the worker, after a step without backward.
 
-        Collective over the data ranks where forwards change buffers.
+        All data ranks must call it: collective over them where forwards change buffers. Does nothing after ``finish``,
+        and where ranks share no worker.
         """
         if self._handover is not None:
             self._handover.close()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the buffers of this rank's logical workers as ``{worker}/{buffer}``, for a checkpoint.
+        """Return the buffers of this rank's logical workers for a checkpoint. Not collective.
 
-        The first rank alone returns those of a worker that several ranks share. Empty for a run of one worker.
+        Returns:
+            Tensors by ``{worker}/{buffer}``, with the worker's index. Of a worker that several ranks share, the first
+            of them alone returns them. Empty for a run of one worker.
         """
         if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
@@ -100,10 +104,13 @@ class WorkerBuffers:
         return {worker + name: t for worker, name, t in rows if name not in self._borrowed}
 
     def load(self, saved: SavedState) -> None:
-        """Load each worker's own buffers from a checkpoint of as many workers, else the merged model's buffers for all.
+        """Load the buffers of this rank's logical workers from a checkpoint. Not collective.
 
-        Reads ``{worker}/{buffer}`` of the checkpoint's group ``workers`` or ``{buffer}`` of its group ``model``. Not
-        collective.
+        From a checkpoint with as many workers each worker takes its own, ``{worker}/{buffer}`` of the group
+        ``workers``; from any other all take ``{buffer}`` of the group ``model``.
+
+        Args:
+            saved: the checkpoint.
         """
         self._take_out()
         if self._handover is not None:

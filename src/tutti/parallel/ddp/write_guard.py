@@ -26,7 +26,9 @@ class WriteGuard:
         self._norms: list[float] | None = None
 
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Record the norms of the parameters, after the strategy itself has written them.
+        """Record the norm of each parameter, for ``check`` to find later writes by the script.
+
+        Called after the strategy itself has written the parameters.
 
         Args:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
@@ -34,12 +36,13 @@ class WriteGuard:
         self._norms = _norms([p.data for _, p in named])
 
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
-        """Raise UsageError if the script has written a parameter since ``note``: if its norm differs.
+        """Raise UsageError if the norm of a parameter differs from the one that ``note`` recorded.
 
-        The error names the first such parameter. Before the first ``note`` nothing is checked.
+        The script has written the parameter then. The error names the first such parameter. Before the first ``note``
+        nothing is checked.
 
         Args:
-            named: (name, parameter) pairs, as of ``note``.
+            named: (name, parameter) pairs, the same as for ``note``.
             where: place in the run for the error message, such as the step.
         """
         if self._norms is None:

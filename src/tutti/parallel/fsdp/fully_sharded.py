@@ -43,7 +43,7 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullySharded:
-    """The ``ShardingEngine`` of FSDP2: shards all parameters of one model except ``whole``.
+    """Shards all parameters of one model except ``whole`` by PyTorch's FSDP2: a ``ShardingEngine``.
 
     Args:
         model: wrapped in place by ``fully_shard``; the data of its parameters become this rank's rows.
@@ -51,7 +51,7 @@ class FullySharded:
         whole: parameters that FSDP2 ignores, unsharded on every rank.
         config: stage, wrap policy, CPU offload and dtype.
         comm: the ranks that share one copy of the parameters, at least two.
-        around_hooks: as ``ReplicaRunner.around_fsdp_hooks``.
+        around_hooks: ``around_hooks(module)`` is a context in which FSDP2's hooks are registered on a module.
 
     Attributes:
         rows: this rank's rows of each parameter.
@@ -128,17 +128,21 @@ class FullySharded:
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """Rows of the parameters that are trainable, or were at the start or after ``train``."""
+        """This rank's rows of the parameters that were trainable at construction or added by ``train``.
+
+        Freezing a parameter later does not remove it.
+        """
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
-        """Also train the parameters of these names from now on. Collective.
+        """Train the FSDP2-sharded parameters of these names, too, from now on. Collective over the shard ranks.
 
-        FSDP2 reads the dtypes of trainable parameters when it unshards, so after the first forward every wrapped module
-        is all-gathered once.
+        After the first forward every wrapped module is all-gathered once, because FSDP2 reads the dtypes of trainable
+        parameters when it unshards.
 
         Args:
-            names: parameters that the script has thawed; names of other engines and of trained parameters are ignored.
+            names: names of parameters whose ``requires_grad`` the script has set to True; names of parameters that are
+                trained already, or that FSDP2 does not shard, are ignored.
         """
         known = {each.name for each in self.trained}
         self._training += [(each, g) for each, g in self._pairs if each.name in names and each.name not in known]
@@ -150,7 +154,7 @@ class FullySharded:
                 unit.reshard()
 
     def unify_flags(self) -> None:
-        """Copy a ``requires_grad`` that the script has changed to all objects that stand for the parameter.
+        """Copy a ``requires_grad`` that the script has changed on one object of a parameter to its other objects.
 
         These are the optimizer's plain rows, FSDP2's DTensor, which the model has, and after the first forward the
         unsharded parameter, which the model has between a forward and its backward.
@@ -163,26 +167,32 @@ class FullySharded:
                     parameter.requires_grad_(not before)
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter object that the script may have to the rows that the optimizer updates.
+        """Map each parameter object of the user's model to this rank's rows of it, the optimizer's parameter.
 
         Keys are the rows themselves, FSDP2's DTensors, and after the first forward the unsharded parameters.
         """
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
     def used(self) -> list[bool]:
-        """Return, and reset, for each parameter of ``trained`` whether backward has reached it on this rank."""
+        """Return for each parameter of ``trained`` whether backward here gave it a gradient since the last call.
+
+        The call clears the record; ``mark_reached`` can set flags in it.
+        """
         used, self._used = self._used, set()
         return [each.name in used for each in self.trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return FSDP2's sharded parameters (DTensors), which the script's model has, in the order of ``trained``."""
+        """Return the trained parameters that the user's model has, FSDP2's DTensors, in the order of ``trained``."""
         return [gathered for _, gathered in self._training]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Take the gradients that the script has not cleared out of rows and DTensors; ``.grad`` is None afterwards.
+        """Remove the sharded gradients from all trained parameters, so that backward starts from None, and return them.
+
+        Not collective. Gradients that the script has cleared are cleared first.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the rows' parameter.
+            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows); no entry for a parameter
+            without gradient.
         """
         held = {}
         self._take_cleared()
@@ -193,13 +203,13 @@ class FullySharded:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to those of this rank's rows, and show the sums to the script.
+        """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        The model's ``.grad`` are DTensors, which the script may read and edit. The ``.grad`` of the optimizer's rows
-        refuses to be read, since its norm would cover this rank's rows only.
+        The model's ``.grad`` are DTensors, which the script may read and edit. Most reads of the ``.grad`` of the
+        optimizer's rows raise, since its norm would cover this rank's rows only.
 
         Args:
-            held: result of ``pop_gradients``, by the rows' parameter; it may be empty.
+            held: result of ``pop_gradients``, by the optimizer's parameter (rows); it may be empty.
         """
         for each, gathered in self._training:
             before = held.get(each.parameter)
@@ -221,22 +231,26 @@ class FullySharded:
                 self._concealed.add(each.parameter)
 
     def pop_reached(self) -> list[bool]:
-        """Return, and reset, for each parameter of ``trained`` whether backward has reached it on this rank."""
+        """Return for each parameter of ``trained`` whether backward here gave it a gradient since the last call.
+
+        The call clears the record. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
+        """
         return self.used()
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Count parameters as reached by backward in the coming reduction.
+        """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
 
         Args:
-            used: for each parameter of ``trained`` whether it was reached, as from ``pop_reached``.
+            used: for each parameter of ``trained``, in order, True to record it; False leaves its record as it is.
         """
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
     def begin_custom_loop(self) -> None:
-        """Follow from now on what a script does to ``.grad`` between a forward and its backward.
+        """Follow, from now on, the script's clearing of ``.grad`` between a forward and its backward, in a custom loop.
 
-        There ``model.parameters()`` are the unsharded parameters, whose ``.grad`` FSDP2 does not read as what backward
-        has accumulated. A placeholder in it notes what the script clears, and refuses to be read.
+        In that time ``model.parameters()`` are FSDP2's unsharded parameters, whose ``.grad`` is not where FSDP2
+        accumulates. Forward hooks put a placeholder there: it notes that the script clears it, and raises when it is
+        read.
         """
         if self._slots:
             return
@@ -258,9 +272,10 @@ class FullySharded:
                 value.register_hook(lambda _: self.apply_clearing(pairs))
 
     def apply_clearing(self, pairs: Pairs | None = None) -> None:
-        """Clear the sharded gradients that the script has cleared on unsharded parameters, and remove the placeholders.
+        """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        A gradient set to None becomes None, one zeroed in place becomes zeros; see ``CustomLoopSync.apply_clearing``.
+        A gradient set to None becomes None, one zeroed in place becomes zeros. The placeholders, through which the
+        script cleared them on the unsharded parameters, are removed.
 
         Args:
             pairs: rows and DTensor of the parameters concerned; None for all parameters of the engine.
@@ -273,9 +288,9 @@ class FullySharded:
                 unsharded.grad = None
 
     def show_gradients(self) -> None:
-        """Put a placeholder into the ``.grad`` of each unsharded parameter whose rows have a gradient.
+        """Put a placeholder into the ``.grad`` of each unsharded parameter whose sharded gradient is not None.
 
-        The script can clear it, which ``apply_clearing`` notices, but not read it. Does nothing before
+        The script can clear it, which ``apply_clearing`` notices; reading it raises. Does nothing before
         ``begin_custom_loop``.
         """
         for each, gathered in self._training if self._slots else ():
@@ -287,20 +302,21 @@ class FullySharded:
                     self._standing[each.name] = unsharded
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of these rows and of the model's DTensors and unsharded parameters of the same names.
+        """Clear the gradients of an optimizer's rows, and of the model's parameters that these are the rows of.
 
         Args:
-            members: rows of an optimizer; other parameters are ignored.
-            set_to_none: set gradients to None, else to zeros in place.
+            members: parameters of the optimizer, which are row shards; parameters that FSDP2 does not shard are
+                ignored.
+            set_to_none: True sets gradients to None, False zeroes them in place.
         """
         for each, gathered in self._pairs:
             if each.parameter in members:
                 self._clear(each, gathered, set_to_none)
 
     def apply_edits(self) -> None:
-        """Copy this rank's part of the model's DTensor gradients to the ``.grad`` of the tensors that are optimized.
+        """Copy this rank's part of the model's DTensor gradients to the ``.grad`` of the optimizer's parameters (rows).
 
-        Called before the update, which so uses gradients as the script has edited or cleared them.
+        Called before the optimizer step, which so uses gradients as the script has edited or cleared them.
         """
         self._take_cleared()
         for each, gathered in self._training:
@@ -315,10 +331,12 @@ class FullySharded:
         self._concealed.clear()
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Set the ``.grad`` of the rows to the gradients that FSDP2's backward has reduce-scattered. Not collective.
+        """Set the ``.grad`` of the optimizer's rows to the gradients that FSDP2's backward has reduce-scattered.
+
+        Not collective. They share memory with the model's DTensor gradients; None where a parameter has no gradient.
 
         Args:
-            step: unused; see ``ShardingEngine.reduce_scatter_gradients``.
+            step: unused here; other engines name it in errors.
         """
         self._beginning.over, self._meter.on = True, False
         for each, gathered in self._pairs:
@@ -326,10 +344,10 @@ class FullySharded:
             each.parameter.grad = None if gradient is None else _local(gradient)
 
     def gradient_meter(self) -> Callable[[], float]:
-        """Measure this rank's gradients before FSDP2 reduces them in backward, from now on.
+        """Start to measure this rank's own gradients, before FSDP2's backward reduce-scatters them.
 
         Returns:
-            A function that returns and resets the sum of their squares since its last call.
+            A function that returns the sum of the squares of their elements since its last call, and resets it to 0.
         """
         self._meter.take()
         return self._meter.take
@@ -343,13 +361,15 @@ class FullySharded:
             unit.reshard()
 
     def clear(self) -> None:
-        """Set the gradients of rows and DTensors to None."""
+        """Set the ``.grad`` of the model's parameters (DTensors) and of the optimizer's (this rank's rows) to None."""
         for each, gathered in self._pairs:
             gathered.grad = each.parameter.grad = None
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the model holds other values; afterwards it holds its own again.
+        """Return a context in which the model's parameters and buffers have other values, such as averaged weights.
+
+        On exit the previous values come back.
 
         Args:
             values: tensors by name of parameter or buffer; for a sharded parameter this rank's rows.

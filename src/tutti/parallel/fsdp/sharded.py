@@ -77,7 +77,7 @@ from tutti.types import (
 class ShardedSync:
     """Gradient synchronisation of ``sharded``: reduce-scatter gradients, update rows, all-gather parameters.
 
-    Also its own ``GradientReadyHook``.
+    The object is also the hook that the replica's backward calls for each complete gradient.
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
@@ -99,11 +99,11 @@ class ShardedSync:
         Collective over the data ranks. FSDP2 or ZeRO stage 1 shards along the first dimension.
 
         Args:
-            replica: this rank's part of the model; its values become those of data rank 0.
-            make_optimizer: builds the optimizer over named parameters, here the rows.
+            replica: runner of this rank's part of the model; parameters and buffers become those of data rank 0.
+            make_optimizer: builds the optimizer over named parameters, here this rank's rows of each.
 
         Returns:
-            This object, which is also the gradient-ready hook to run the replica with.
+            This object: the hook whose ``gradient_ready`` the replica calls for each complete gradient in backward.
 
         Raises:
             MismatchError: the ranks hold different models.
@@ -249,29 +249,37 @@ class ShardedSync:
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Send the buffers of a logical worker that several ranks share to the next of these ranks. Does not block.
+        """Start to send the buffers of a logical worker whose samples several ranks share to the next of these ranks.
 
-        Gradients need no preparation: FSDP2 has hooks of its own, and stage 1 sends in ``reduce_gradients``.
+        Does not block. Called before the backward in which gradients become complete. Gradients need no preparation:
+        FSDP2 has hooks of its own, and ZeRO stage 1 sends in ``reduce_gradients``.
 
         Args:
-            part: unused; see ``GradientReadyHook.prepare_for_backward``.
+            part: unused; other strategies send these loss sums along with the gradients.
         """
         self._buffers.pass_on()
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: FSDP2's own hooks or ``reduce_gradients`` reduce the gradient. See ``GradientReadyHook``."""
+        """Do nothing when backward has completed the gradient of ``parameter``.
+
+        It is reduced by FSDP2's own hooks or, in ZeRO stage 1, by ``reduce_gradients`` after all backwards.
+        """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Put a logical worker's buffers (batch-norm statistics) into the model; all workers have the same parameters.
+        """Load a logical worker's own buffers (batch-norm statistics) into the model, before its forwards in this step.
+
+        Parameters are the same for all logical workers.
 
         Args:
-            worker: number of the worker, one of ``RunContext.mine``.
+            worker: number of the logical worker, one that runs on this rank.
             step_context: the step under way.
         """
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Add a logical worker's loss sums to those of the step; its gradients have been accumulated by backward.
+        """Add the loss sums of a logical worker to this rank's sums of the step, after the worker's last backward.
+
+        Its gradients need no action: backward has accumulated them.
 
         Args:
             worker: unused.
@@ -280,10 +288,13 @@ class ShardedSync:
         self._counting.add(part)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Reduce-scatter gradients over the shards, sum them over copies (HSDP), and divide by the global count.
+        """Reduce-scatter gradients over the shards, sum them over copies (HSDP), divide by the global sample count.
 
-        Collective. Afterwards the ``.grad`` of this rank's rows is the gradient of the mean loss over the global batch,
-        not yet clipped; it is None for a parameter that no rank's backward has reached.
+        Collective over all ranks. Afterwards the ``.grad`` of this rank's rows is the gradient of the mean loss over
+        the global batch, not yet clipped; it is None for a parameter for which no rank computed a gradient.
+
+        Args:
+            step_context: the step under way, with its number and loss scale, by which gradients are divided.
 
         Returns:
             Loss, metrics and norm of the complete gradient, equal on all ranks.
@@ -316,13 +327,17 @@ class ShardedSync:
         return self._counting.stats(sums, norm, self._finite(norm), stop)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters. Collective.
+        """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters (ZeRO stage 1).
 
-        The update is skipped where a gradient is not finite. FSDP2 all-gathers in the next forward instead.
+        Collective. With FSDP2 the next forward all-gathers. The update is skipped where a gradient is not finite.
 
         Args:
             stats: result of ``reduce_gradients`` in this step.
-            step_context: the step under way, with the learning-rate factor.
+            step_context: the step under way; its ``lr_factor`` multiplies the optimizers' learning rates.
+
+        Returns:
+            Number of updates made (0 or 1), whether the update was skipped, and the names of the parameters with
+            gradients that are not finite.
         """
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
@@ -340,23 +355,23 @@ class ShardedSync:
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
     def clear(self) -> None:
-        """Set the ``.grad`` of all rows and of the model's parameters to None."""
+        """Set the ``.grad`` of this rank's rows and of the model's parameters to None."""
         for engine in self._engines:
             engine.clear()
 
     def merged(self) -> dict[str, Tensor]:
         """Return parameters as this rank holds them, and buffers merged over logical workers, by name. Collective.
 
-        Parameters in ``ReplicaRunner.sharded`` (FSDP2) are this rank's rows as plain tensors; all others are full.
+        Parameters that FSDP2 shards are this rank's rows as plain tensors; all others are full.
         """
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors of which all ranks with the same shard hold equal copies (HSDP), by name.
+        """Return the tensors that should be bitwise equal on all ranks with the same shard (HSDP copies), by name.
 
-        These are unsharded parameters, this rank's rows of those in ``ReplicaRunner.sharded``, and buffers in a run of
-        one logical worker.
+        These are unsharded parameters, this rank's rows of parameters that FSDP2 shards, and, in a run of one logical
+        worker, buffers.
         """
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.replicated()}
@@ -365,9 +380,10 @@ class ShardedSync:
         """Return the tensors that this rank writes into a checkpoint. Collective.
 
         Returns:
-            ``model`` (this rank's rows as ``TensorSlice`` by name, and its share of the tensors that are not sharded),
-            ``optim`` (state of the same rows as ``{parameter}/{key}``), and ``workers`` (``{worker}/{buffer}`` of its
-            logical workers). Ranks that hold the same rows share out the names, so that each row is written once.
+            Three groups of tensors by name: ``model`` (this rank's rows as ``TensorSlice``, and its share of the
+            tensors that are not sharded), ``optim`` (optimizer state of the same rows, as ``{parameter}/{key}``), and
+            ``workers`` (buffers of its logical workers, as ``{worker}/{buffer}``). Ranks that hold the same rows share
+            out the names, so that each row is written once.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()
@@ -385,6 +401,9 @@ class ShardedSync:
 
         Collective: full parameters are all-gathered from the rows. The state of frozen rows is restored too, because
         the script may thaw them.
+
+        Args:
+            saved: the checkpoint, of a run with any number of ranks.
         """
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
@@ -404,10 +423,12 @@ class ShardedSync:
                     whole.load(self._optimizer, named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before the reduce-scatter, for the gradient noise scale.
+        """Return where this rank's gradients are before the reduce-scatter, for measuring the gradient noise scale.
 
-        Where FSDP2 reduces them within backward, a function that returns and resets their sum of squares takes their
-        place. Optimizers are left out, since their state lies in rows.
+        Returns:
+            The trained parameters in whose ``.grad`` backward leaves this rank's gradient and, where FSDP2 reduces
+            gradients within backward, a function that returns the sum of squares of this rank's gradients since its
+            last call.
         """
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
@@ -424,16 +445,18 @@ class ShardedSync:
         return OwnGradients(counted, lambda: sum(meter() for meter in meters))
 
     def facts(self) -> dict[str, object]:
-        """Return an empty dict: ``summary.json`` has no facts about sharding."""
+        """Return an empty dict: this strategy adds no entries to the run's ``summary.json``."""
         return {}
 
     # --- custom training loops -------------------------------------------------------------------------------------
 
     @property
     def gradient_at(self) -> GradientPlace:
-        """Where complete gradients are, a ``GradientPlace``.
+        """Where a parameter's complete gradient lies after reduction, as one of the words below.
 
-        ``slices`` with tensor parallelism, ``rank`` with a single shard, else ``rows`` (stage 1) or ``shards`` (FSDP2).
+        ``slices``: split over tensor ranks; ``rank``: whole on this rank (a single shard); ``rows``: in rows over the
+        shard ranks, which the model's ``.grad`` do not show (ZeRO stage 1); ``shards``: in the model's DTensors
+        (FSDP2).
         """
         if self._run_context.grid.tensor > 1:
             return "slices"
@@ -442,19 +465,23 @@ class ShardedSync:
         return "rows" if self._config.stage == 1 else "shards"
 
     def begin_custom_loop(self) -> None:
-        """Follow from now on what the script clears between a forward and its backward; gradients stay sharded.
+        """Follow, from now on, the script's clearing of ``.grad`` between a forward and its backward.
 
-        See ``CustomLoopSync.begin_custom_loop``.
+        Called when a script begins a custom training loop; gradients stay sharded. With FSDP2 the model has other
+        parameter objects in that time; with ZeRO stage 1 nothing is to do.
         """
         for engine in self._engines:
             engine.begin_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of the trained parameters, with the objects that the script's model has."""
+        """Return (name, parameter) of each trained parameter, with the parameter objects of the user's model.
+
+        With FSDP2 these are DTensors, with ZeRO stage 1 full parameters; never the rows that the optimizer has.
+        """
         return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters of the script's model: DTensors with FSDP2, full parameters with stage 1."""
+        """Return the trained parameters of the user's model: DTensors with FSDP2, full parameters with ZeRO stage 1."""
         return [
             *(seen for engine in self._engines for seen in engine.script_parameters()),
             *(p for _, p in self._uncut),
@@ -466,7 +493,10 @@ class ShardedSync:
         return list(zip(self._trained, seen, strict=True))
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters of the script's model whose rows are in the groups of ``optimizer``."""
+        """Return the trained parameters of the user's model that ``optimizer`` updates, by way of this rank's rows.
+
+        DTensors with FSDP2, full parameters with stage 1; the optimizer's own groups hold the rows.
+        """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         uncut = [p for _, p in self._uncut if p in own]
         return [*(seen for rows, seen in self._pairs() if rows.parameter in own or seen in own), *uncut]
@@ -476,35 +506,46 @@ class ShardedSync:
         return [*(rows.parameter.data for rows in self._trained), *(p.data for _, p in self._uncut)]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Take the gradients that the script has not cleared out of the rows, whose ``.grad`` is None afterwards.
+        """Remove the reduced gradients from this rank's rows, whose ``.grad`` is None afterwards, and return them.
+
+        Not collective. Gradients that the script has cleared are not among them.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the rows' parameter, which the optimizer has.
+            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
         """
         return {p: gradient for engine in self._engines for p, gradient in engine.pop_gradients().items()}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to the rows' gradients just reduced; show or conceal the sums.
+        """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
+
+        With FSDP2 the script can read the sums in the model's DTensors; with stage 1 on several shards, reading
+        ``.grad`` raises, because a rank has only its rows.
 
         Args:
-            held: result of ``pop_gradients``, by the rows' parameter; it may be empty.
+            held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
         """
         self.accumulated = bool(held)
         for engine in self._engines:
             engine.add_gradients(held)
 
     def pop_reached(self) -> list[bool]:
-        """Return, and reset, for each trained parameter whether an FSDP2 backward has reached it on this rank.
+        """Return for each trained parameter whether an FSDP2 backward on this rank gave it a gradient.
 
-        False for parameters of stage 1, whose ``.grad`` tells. See ``CustomLoopSync.pop_reached``.
+        Counts backwards since the last call, which clears the record. Always False for parameters of ZeRO stage 1,
+        where ``.grad``, None or not, tells.
+
+        Returns:
+            Flags in the order of the sharded parameters in ``script_parameters()``.
         """
         return [flag for engine in self._engines for flag in engine.pop_reached()]
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Count parameters as reached by backward in the coming reduction.
+        """Record that an FSDP2 backward on this rank gave parameters a gradient, for the next gradient reduction.
+
+        Without effect on parameters of ZeRO stage 1.
 
         Args:
-            used: for each trained parameter whether it was reached, as from ``pop_reached``.
+            used: a flag for each trained parameter, as from ``pop_reached``; False leaves the record as it is.
         """
         rest = list(used)
         for engine in self._engines:
@@ -513,46 +554,51 @@ class ShardedSync:
             rest = rest[count:]
 
     def apply_clearing(self) -> None:
-        """Clear sharded gradients that the script has cleared on unsharded parameters, after a forward.
+        """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        With FSDP2 only; see ``CustomLoopSync.apply_clearing``.
+        With FSDP2 the script sees unsharded parameters between a forward and its backward, with placeholders from
+        ``show_gradients`` as ``.grad``; these are evaluated and removed. With ZeRO stage 1 nothing is to do.
         """
         for engine in self._engines:
             engine.apply_clearing()
 
     def show_gradients(self) -> None:
-        """Put placeholders, which record what the script clears, into the ``.grad`` of unsharded parameters.
+        """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        With FSDP2 only. ``apply_clearing`` evaluates the placeholders; reading one raises.
+        A placeholder records that the script clears it, for ``apply_clearing``, and raises when it is read. With stage
+        1 nothing is to do.
         """
         for engine in self._engines:
             engine.show_gradients()
 
     def apply_edits(self) -> None:
-        """Set the rows' gradients, which the update uses, to the ``.grad`` that the script has left on the model."""
+        """Set the gradients of this rank's rows, which the optimizer uses, to the ``.grad`` that the script has left.
+
+        With FSDP2 all edits of the model's ``.grad`` count, with ZeRO stage 1 on several shards clearing only.
+        """
         for engine in self._engines:
             engine.apply_edits()
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the ``.grad`` of the model's parameters whose rows belong to ``optimizer``.
+        """Clear the ``.grad`` of the user's model for the parameters whose rows belong to ``optimizer``.
 
         Called after ``optimizer.zero_grad()``, which has cleared the gradients of the rows.
 
         Args:
-            optimizer: the script's, whose parameters are the rows.
-            set_to_none: set gradients to None, else to zeros in place.
+            optimizer: the script's optimizer, whose parameters are this rank's rows.
+            set_to_none: True sets gradients to None, False zeroes them in place.
         """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         for engine in self._engines:
             engine.on_zero_grad(own, set_to_none)
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the L2 norm of the complete gradients of ``members``, for a script that clips them.
+        """Return the L2 norm of the complete gradients of some parameters, for a script that clips them.
 
         Collective: an all-reduce over the shards, and one over the stages and tensor ranks of a replica.
 
         Args:
-            members: some of ``script_parameters``.
+            members: some of ``script_parameters()``, the same on all ranks; parameters without gradient count as 0.
             step_context: the step under way.
         """
         own = set(members)
@@ -569,7 +615,7 @@ class ShardedSync:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Return a context in which ``optimizer_step`` steps one of several optimizers alone.
+        """Return a context in which ``optimizer_step`` steps, and clips the gradients of, one of several optimizers.
 
         Args:
             index: index of the optimizer among those of the script; None for all of them.
@@ -583,26 +629,32 @@ class ShardedSync:
                 self._acting_on = None
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether this strategy steps ``optimizer`` on full parameters: with one shard and without offload."""
+        """Return whether ``optimizer`` is one that this strategy steps, and updates full parameters on this rank.
+
+        True only with one shard and without CPU offload.
+        """
         if self._config.offload:
             return False
         return self._shards.size == 1 and any(optimizer is own for own in members_of(self._optimizer))
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Replace model parameters that the script has added to ``optimizer`` by this rank's rows, in its groups."""
+        """Replace parameters of the user's model by this rank's rows in the groups of ``optimizer``, in place.
+
+        For parameter groups that the script has added.
+        """
         own = {shown: rows for engine in self._engines for shown, rows in engine.owners().items()}
         for group in optimizer.param_groups:
             group["params"] = [own.get(p, p) for p in group["params"]]
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train further parameters from now on; shard those among them that were frozen when the model was sharded.
+        """Train further parameters from now on, and shard any of them that was frozen when the model was sharded.
 
-        Collective.
+        Collective over the ranks that hold the same part of the model.
 
         Args:
             names: parameters whose ``requires_grad`` the script has set to True since the last call.
-            late: whether a forward of this step has used the unsharded parameters; they are then sharded after its
-                backward.
+            late: True if a forward of this step has already used these parameters unsharded; they are then sharded
+                after its backward.
 
         Raises:
             UsageError: the optimizer needs whole tensors.

@@ -43,10 +43,12 @@ class ShardedParameter:
     leads: bool = True
 
     def piece(self, tensor: Tensor) -> Tensor | TensorSlice | None:
-        """Return a tensor of these rows, such as optimizer state, with its place in the full tensor, for a checkpoint.
+        """Wrap a tensor of the shape of this rank's rows, such as optimizer state, with its place in the full tensor.
+
+        For a checkpoint; no copy.
 
         Args:
-            tensor: of the shape of ``parameter``.
+            tensor: of the shape of ``parameter``, this rank's rows.
 
         Returns:
             The ``TensorSlice``; the tensor itself, 0-d, for a 0-d parameter; None where this rank has no rows.
@@ -75,9 +77,9 @@ class ShardedParameter:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def known(self, names: Collection[str]) -> str:
-        """Return the name under which ``names``, such as those in a checkpoint, hold this parameter.
+        """Return the name by which ``names``, such as those in a checkpoint, refer to this sharded parameter.
 
-        The first of its own and its tied names that is in ``names``; its own name if none is.
+        That is the first of its own name and the names tied to it that is in ``names``; its own name if none is.
         """
         return next((name for name in (self.name, *self.spec.tied) if name in names), self.name)
 
@@ -91,20 +93,23 @@ class ShardingEngine(Protocol):
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of the parameters that are or were trainable; a script may freeze and unfreeze them."""
+        """This rank's rows of each parameter that is or was trainable; parameters that are frozen later stay in it."""
 
     def train(self, names: Collection[str]) -> None:
-        """Also train the parameters of these names from now on, which the script has thawed. Collective.
+        """Add parameters that the script has unfrozen to the trained ones from now on. Collective over the shard ranks.
 
         Args:
-            names: names in the plain model; those that this engine does not shard are ignored.
+            names: names in the unsharded model; names of parameters that this engine does not shard are ignored.
         """
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter object of the script's model to this rank's rows of it, which the optimizer updates."""
+        """Map each parameter object of the user's model to this rank's rows of it, the optimizer's parameter.
+
+        Several objects may stand for one parameter (FSDP2).
+        """
 
     def used(self) -> list[bool]:
-        """Return for each parameter of ``trained`` whether it had a gradient on this rank in this step."""
+        """Return for each parameter of ``trained`` whether backward gave it a gradient on this rank in this step."""
 
     def reduce_scatter_gradients(self, step: int) -> None:
         """Set the ``.grad`` of all trained rows to the sum over the ranks that share one copy of the model. Collective.
@@ -114,92 +119,99 @@ class ShardingEngine(Protocol):
         """
 
     def all_gather_parameters(self) -> None:
-        """Make the next forward use the rows' updated values. Called on all ranks.
+        """Make the next forward use the values that the optimizer has written to the rows. Called on all ranks.
 
-        By an all-gather now (stage 1) or in that forward (FSDP2).
+        ZeRO stage 1 all-gathers the full parameters now; FSDP2 marks them stale and all-gathers in that forward.
         """
 
     def clear(self) -> None:
-        """Set the ``.grad`` of rows and of the model's parameters to None."""
+        """Set the ``.grad`` of this rank's rows and of the model's parameters to None."""
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the script's model has them, in the order of ``trained``.
+        """Return the trained parameters as the user's model has them, in the order of ``trained``.
 
         Full parameters in stage 1, DTensors with FSDP2.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Take the gradients that the script has not cleared out of the trained rows; ``.grad`` is None afterwards.
+        """Remove the reduced gradients from the trained rows, whose ``.grad`` is None afterwards, and return them.
+
+        Not collective. Gradients that the script has cleared are not among them.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the rows' parameter.
+            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to the rows' gradients, and show the sums to the script or conceal them.
+        """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        A concealed gradient raises where the script reads it.
+        The script can read the sums in the model's DTensors (FSDP2); in stage 1 on several ranks reading ``.grad``
+        raises.
 
         Args:
-            held: result of ``pop_gradients``, by the rows' parameter.
+            held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
         """
 
     def pop_reached(self) -> list[bool]:
-        """Return, and reset, for each parameter of ``trained`` whether a gradient-reducing backward has reached it.
+        """Return for each parameter of ``trained`` whether a backward on this rank gave it a gradient.
 
-        All False where backward itself reduces no gradients (stage 1).
+        Counts backwards since the last call, which clears the record. All False in ZeRO stage 1, where the full
+        parameter's ``.grad``, None or not, tells.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Count parameters as reached by a backward in the coming reduction.
+        """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
 
         Args:
-            used: for each parameter of ``trained`` whether it was reached.
+            used: for each parameter of ``trained``, in order, True to record it; False leaves its record as it is.
         """
 
     def begin_custom_loop(self) -> None:
-        """Prepare for a custom training loop: notice from now on what a script does to ``.grad`` before backward.
+        """Follow, from now on, the script's clearing of ``.grad`` between a forward and its backward, in a custom loop.
 
-        For FSDP2, where the model has other parameter objects between a forward and its backward.
+        For FSDP2, whose model has other parameter objects in that time.
         """
 
     def apply_clearing(self) -> None:
-        """Clear gradients of trained rows that the script has cleared on unsharded parameters (FSDP2, after a forward).
+        """Clear the row gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        One engine's part of ``CustomLoopSync.apply_clearing``.
+        For FSDP2, where the script sees unsharded parameters between a forward and its backward, with the placeholders
+        of ``show_gradients`` as ``.grad``.
         """
 
     def show_gradients(self) -> None:
-        """Set a placeholder as the ``.grad`` of unsharded parameters, which records what the script clears (FSDP2).
+        """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        ``apply_clearing`` reads it. One engine's part of ``CustomLoopSync.show_gradients``.
+        A placeholder records that the script clears it, for ``apply_clearing``, and raises when it is read.
         """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients that the script sees of these rows, after ``zero_grad`` of their optimizer.
+        """Clear the model's ``.grad`` of the parameters whose rows an optimizer has, after its ``zero_grad``.
 
         Args:
-            members: parameters of the optimizer; those that are no rows of this engine are ignored.
-            set_to_none: set gradients to None, else to zeros in place.
+            members: parameters of the optimizer; parameters that are no rows of this engine are ignored.
+            set_to_none: True sets gradients to None, False zeroes them in place.
         """
 
     def apply_edits(self) -> None:
-        """Set the rows' gradients, which the update uses, to the ``.grad`` that the script has left on the model."""
+        """Set the gradients of this rank's rows, which the optimizer uses, to the ``.grad`` that the script has left.
+
+        With FSDP2 all edits of the model's ``.grad`` count, in ZeRO stage 1 on several ranks clearing only.
+        """
 
     def gradient_meter(self) -> Callable[[], float] | None:
-        """Return a function that measures this rank's gradients before backward itself reduces them (FSDP2).
-
-        It returns and resets the sum of their squares, which counts from the first call of ``gradient_meter`` on.
+        """Start to measure this rank's own gradients before backward itself reduces them (FSDP2).
 
         Returns:
-            The function; None where backward leaves this rank's gradient in the ``.grad`` of ``script_parameters``.
+            A function that returns the sum of the squares of their elements since its last call, and resets it to 0;
+            None where backward leaves this rank's gradient in the ``.grad`` of ``script_parameters`` (stage 1).
         """
 
 
 def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
-    """Describe parameters sharded by rows as tensors to gather: for each its full shape and each rank's region.
+    """Return, for each parameter sharded by rows, its full shape and the region of it that each rank holds.
 
-    For optimizers that need whole tensors; nothing is gathered here.
+    For optimizers that need whole tensors, which gather by these descriptions; nothing is gathered here.
 
     Args:
         rows: this rank's rows of each parameter.
@@ -222,11 +234,11 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
 def local_rows(
     name: str, parameter: nn.Parameter, spec: ShardSpec, local: Sequence[int], comm: Communicator
 ) -> ShardedParameter:
-    """Describe this rank's block of rows of a tensor, for optimizer and checkpoint; no memory is allocated or copied.
+    """Return a description of this rank's rows of a parameter, for optimizer and checkpoint, without copying data.
 
     Args:
-        name: name of the parameter in the plain model.
-        parameter: the rows, already cut.
+        name: name of the parameter in the unsharded model.
+        parameter: this rank's rows, already cut.
         spec: global shape and offset of the tensor that the rows are cut from.
         local: shape of that tensor, which is a tensor slice under tensor parallelism.
         comm: the ranks that share its rows.
@@ -267,20 +279,20 @@ class ZeroSharding:
 
     @property
     def replaced(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map the model's former parameters, which are the optimizer's rows now, to the full parameters in their place.
+        """Map the model's original parameters, which now hold this rank's rows, to the full ones in their place.
 
-        Empty with one rank, whose rows are the full parameters.
+        The optimizer keeps the original objects. Empty with one rank, whose rows are the full parameters.
         """
         pairs = zip(self.rows, self._whole, strict=True)
         return {rows.parameter: whole for rows, whole in pairs if rows.parameter is not whole}
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all parameters of the engine."""
+        """This rank's rows of all parameters that ZeRO stage 1 shards, as it shards trained parameters only."""
         return self.rows
 
     def train(self, names: Collection[str]) -> None:
-        """Do nothing: stage 1 shards trained parameters only. See ``ShardingEngine.train``."""
+        """Do nothing with ``names``: ZeRO stage 1 shards trained parameters only, all trained from the start."""
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map each full parameter of the script's model to this rank's rows of it, which the optimizer updates."""
@@ -291,9 +303,10 @@ class ZeroSharding:
         return [whole.grad is not None for whole in self._whole]
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Reduce-scatter the full gradients bucket by bucket into the ``.grad`` of this rank's rows. Collective.
+        """Reduce-scatter the full gradients into the ``.grad`` of this rank's rows, as sums over the shard ranks.
 
-        A missing gradient counts as zeros. Full parameters have no ``.grad`` afterwards. One rank does nothing.
+        Collective over the shard ranks, bucket by bucket. A missing gradient counts as zeros. Full parameters have no
+        ``.grad`` afterwards. One rank does nothing.
 
         Args:
             step: number of the step from 1, for error messages.
@@ -314,7 +327,10 @@ class ZeroSharding:
                 rows.grad = piece[: rows.numel()].view_as(rows)
 
     def all_gather_parameters(self) -> None:
-        """All-gather the updated rows into the full parameters, bucket by bucket. Collective."""
+        """All-gather the rows that the optimizer has updated into the model's full parameters, bucket by bucket.
+
+        Collective over the shard ranks.
+        """
         if self._comm.size == 1:
             return
         for members in self._buckets:
@@ -333,20 +349,22 @@ class ZeroSharding:
                         target.copy_(piece[: target.numel()].view_as(target))
 
     def clear(self) -> None:
-        """Set the gradients of full parameters and of rows to None."""
+        """Set the ``.grad`` of the model's full parameters and of this rank's rows to None."""
         self._aside.clear()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             whole.grad = rows.parameter.grad = None
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the full parameters, which the script's model has, in the order of ``trained``."""
+        """Return the full trained parameters, as the user's model has them, in the order of their sharding."""
         return self._whole
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Take the gradients that the script has not cleared out of the rows; ``.grad`` is None afterwards.
+        """Remove the reduced gradients from this rank's rows, whose ``.grad`` is None afterwards, and return them.
+
+        Not collective. Gradients that the script has cleared are not among them.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the rows' parameter.
+            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
         """
         held = {}
         self._reveal()
@@ -359,12 +377,13 @@ class ZeroSharding:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to the rows' gradients, and conceal the sums with several ranks.
+        """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        The script cannot read a concealed gradient, of which a rank has its rows only.
+        With several ranks, reading the ``.grad`` of the model's parameters raises from then on, because a rank has only
+        its rows.
 
         Args:
-            held: result of ``pop_gradients``, by the rows' parameter.
+            held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
         """
         for rows in self.rows:
             parameter, before = rows.parameter, held.get(rows.parameter)
@@ -384,30 +403,33 @@ class ZeroSharding:
         self._aside = {}
 
     def pop_reached(self) -> list[bool]:
-        """Return False for each parameter: backward itself reduces no gradients in stage 1."""
+        """Return False for each trained parameter, in order: ZeRO stage 1 keeps no record of backward.
+
+        Whether the full parameter's ``.grad`` is None tells instead.
+        """
         return [False] * len(self._whole)
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Ignore ``used``: a parameter counts as reached by backward where its ``.grad`` is not None."""
+        """Do nothing with ``used``: ZeRO stage 1 keeps no record of the parameters that backward gave gradients.
+
+        A parameter counts as used where its full ``.grad`` is not None.
+        """
 
     def begin_custom_loop(self) -> None:
         """Do nothing: the model has the same full parameter objects during and outside a forward."""
 
     def apply_clearing(self) -> None:
-        """Do nothing: the script clears the ``.grad`` of full parameters itself.
-
-        See ``ShardingEngine.apply_clearing``.
-        """
+        """Do nothing: in ZeRO stage 1 the script clears the ``.grad`` of the full parameters directly, at any time."""
 
     def show_gradients(self) -> None:
-        """Do nothing: no placeholders are needed, as in ``apply_clearing``. See ``ShardingEngine.show_gradients``."""
+        """Do nothing: in ZeRO stage 1 the model has the same parameters during a forward; it needs no placeholders."""
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
         """Clear the gradients of an optimizer's rows and of the full parameters that they belong to.
 
         Args:
-            members: parameters of the optimizer; those that are no rows of this engine are ignored.
-            set_to_none: set gradients to None, else to zeros in place.
+            members: parameters of the optimizer; parameters that are no rows of this engine are ignored.
+            set_to_none: True sets gradients to None, False zeroes them in place.
         """
         for whole, rows in zip(self._whole, self.rows, strict=True):
             if rows.parameter in members and rows.parameter is not whole:
@@ -418,10 +440,10 @@ class ZeroSharding:
         """Return None: backward leaves this rank's gradients in the ``.grad`` of the full parameters."""
 
     def apply_edits(self) -> None:
-        """Clear the gradients of rows whose full parameter's ``.grad`` the script has cleared, before the update.
+        """Clear the gradients of this rank's rows where the script has cleared the full parameter's ``.grad``.
 
-        To None or to zeros, as the script did; it can make no other edits. One rank's rows are the full parameters, and
-        nothing is to do.
+        To None or to zeros, as the script did, before the update; it can make no other edits. With one rank the rows
+        are the full parameters, and nothing is to do.
         """
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
@@ -477,7 +499,14 @@ class RowNormReducer:
         self._comm = comm
 
     def __call__(self, squares: Tensor) -> Tensor:
-        """Return the squared norms of full tensors from those of this rank's rows. Collective: one all-reduce."""
+        """Sum squared norms of this rank's rows over the shard ranks. Collective: one all-reduce.
+
+        Args:
+            squares: squared norms of this rank's rows, one number a parameter.
+
+        Returns:
+            The squared norms of the full tensors, on the CPU.
+        """
         whole = squares.to(self._comm.device)
         self._comm.start_all_reduce(whole, "all_reduce of the norms of layers").wait()
         return whole.cpu()
@@ -513,7 +542,7 @@ class RowGatherer:
         """Return this rank's rows of a full tensor, as a view. Not collective.
 
         Args:
-            parameter: unused; see ``FullTensorGatherer.mine``.
+            parameter: unused here; other layouts look up the parameter's split by it.
             whole: the full tensor.
         """
         place = block(len(whole), self._comm.size, self._comm.rank)

@@ -41,10 +41,11 @@ class DiLoCoSync(LocalSGDSync):
         self._options = config
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Make parameters and an inner optimizer for each worker here, and outer parameters at the initial weights.
+        """Make parameters and an inner optimizer for each worker of this rank, and the outer optimizer's parameters.
 
-        Collective: compares the model over the ranks, and broadcasts data rank 0's. The outer optimizer is the function
-        ``outer_step`` with the options of ``diloco``; its momentum starts at zero.
+        Collective: compares the model over the ranks, and broadcasts data rank 0's. The outer optimizer is SGD, with
+        the learning rate, momentum and Nesterov option of ``diloco``; its parameters start at the initial weights, its
+        momentum at zero.
 
         Args:
             replica: the replica on this rank.
@@ -68,6 +69,11 @@ class DiLoCoSync(LocalSGDSync):
 
         The last synchronous step also sets the outer parameters to the updated parameters; outer updates are made in
         ``reduce_gradients``. Collective where a gradient was non-finite: an all-gather of the parameters' names.
+
+        Returns:
+            ``updates`` 1 (0 for a skipped synchronous update); whether a worker's update was skipped, and then the
+            names of parameters whose gradient is not finite; ``together``, true where all workers have the same
+            parameters after the step.
         """
         updated = super().optimizer_step(stats, step_context)
         if step_context.global_step + 1 == self._post:
@@ -75,14 +81,14 @@ class DiLoCoSync(LocalSGDSync):
         return updated
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that the script has thawed: give each worker, and the outer optimizer, a copy. Collective.
+        """Train parameters that were frozen: give each worker, and the outer optimizer, a copy of them. Collective.
 
         Their outer parameters start at the current values with zero momentum; the outer state of all other parameters
         stays.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last look.
-            late: unused; see ``GradientSync.reattach``.
+            names: parameters whose ``requires_grad`` the script has set to True since the last call.
+            late: whether a forward of this step has been computed already; unused.
         """
         known = {
             name: pair
@@ -107,10 +113,11 @@ class DiLoCoSync(LocalSGDSync):
         return {**(super().replicated() or {}), **outer}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's part of a checkpoint by group, with a part of the outer parameters and their momentum.
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        Collective. Outer tensors are in the group ``workers`` as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
-        For the groups ``model`` and ``optim`` and all other tensors see ``LocalSGDSync.state``.
+        ``model`` has a part of the workers' mean, ``optim`` worker 0's inner optimizer state on its rank. ``workers``
+        has the parameters, inner optimizer state and buffers of this rank's workers, and a part of the outer parameters
+        and their momentum as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]
@@ -119,10 +126,14 @@ class DiLoCoSync(LocalSGDSync):
         return {**state, "workers": {**state["workers"], **mine_of(outer, comm.rank, comm.size)}}
 
     def load(self, saved: SavedState) -> None:
-        """Restore the workers, and the outer parameters with their momentum, from a checkpoint. Not collective.
+        """Restore the logical workers, and the outer parameters with their momentum, from a checkpoint. Not collective.
 
-        Of a checkpoint without outer state (another strategy's), the outer parameters take the values of ``model`` with
-        zero momentum. For the workers see ``LocalSGDSync.load``.
+        Each worker gets its own parameters, inner optimizer state and buffers; with another number of workers, or from
+        another strategy's checkpoint, all get the merged model and the state in ``optim``. Without outer state in the
+        checkpoint, the outer parameters take the values of ``model`` with zero momentum.
+
+        Args:
+            saved: the checkpoint.
         """
         super().load(saved)
         names = saved.names("workers")

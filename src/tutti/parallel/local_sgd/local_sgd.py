@@ -184,14 +184,17 @@ class LocalSGDSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that ``end_worker`` has made already; in a synchronous step, update every worker's copy.
 
-        Collective only where a gradient was non-finite: an all-gather of the parameters' names.
+        Synchronous are the first steps of post-local SGD. Collective only where a gradient was non-finite: an
+        all-gather of the parameters' names.
 
         Args:
-            stats: from ``reduce_gradients``.
+            stats: result of ``reduce_gradients`` in this step.
             step_context: the step under way.
 
         Returns:
-            ``together`` in it is true in steps that end with an average of the copies.
+            ``updates`` 1 (0 for a skipped synchronous update); whether a worker's update was skipped, and then the
+            names of parameters whose gradient is not finite; ``together``, true in synchronous steps and in steps that
+            end with an average of the workers' parameters.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
@@ -293,20 +296,23 @@ class LocalSGDSync:
         return {"collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in counted.items()}}
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Accept parameters that the script has added to ``optimizer``; nothing has to be done.
+        """Do nothing when the script has added parameter groups to its optimizer.
 
-        The optimizers of the other workers follow the groups of the script's.
+        The optimizers of the other logical workers follow the groups of ``optimizer`` anyway.
+
+        Args:
+            optimizer: the script's optimizer.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that the script has thawed: give each worker its own copy of them. Collective.
+        """Train parameters that were frozen: give each logical worker its own copy of them. Collective.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last look.
-            late: unused; see ``GradientSync.reattach``.
+            names: parameters whose ``requires_grad`` the script has set to True since the last call.
+            late: whether a forward of this step has been computed already; unused.
 
         Raises:
-            MismatchError: ranks have thawed different parameters.
+            MismatchError: the ranks' new parameters differ.
         """
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
         before = {name: place for place, (name, _) in enumerate(self._trained)}

@@ -144,10 +144,10 @@ class AsynchronousServerSync(RemoteGradients):
         """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Make the model compute with the parameters that ``worker`` read last, and with its buffers.
+        """Make the model compute with the parameters that logical worker ``worker`` read last, and with its buffers.
 
-        With ``bounded``, blocks while the worker is more than the bound ahead of the slowest one; servers stop counting
-        a worker from which they have not heard for a lease. Not collective.
+        With mode ``bounded``, blocks while the worker is more steps ahead of the slowest one than the bound allows; a
+        worker from which the servers have received no request for the lease time does not count. Not collective.
 
         Args:
             worker: index of the logical worker, one of this rank's.
@@ -247,10 +247,12 @@ class AsynchronousServerSync(RemoteGradients):
                 foreach_copy_(self._copies[worker], self._link.values)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Return the statistics of this rank's own workers; nothing is reduced or sent. Not collective.
+        """Return the step's statistics of this rank's own logical workers; nothing is reduced or sent. Not collective.
 
-        Loss and norm are means over these workers. ``stop`` is true from the step on which the first server has chosen
-        as the last one for all workers.
+        Returns:
+            ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of the step before
+            where they had none); ``grad_norm``, the mean of their gradients' norms; ``stop``, true from the step on
+            after which the first server has all workers stop.
         """
         loss_sums = self._counting.take()
         loss, count, *metrics = [self._loss, 0.0] if loss_sums is None else loss_sums.tolist()
@@ -267,7 +269,12 @@ class AsynchronousServerSync(RemoteGradients):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that the servers have made for all workers since this rank's last step. Not collective.
 
-        Nothing is written here: ``end_worker`` has fetched the parameters already.
+        Nothing is written here: ``end_worker`` has pushed the gradients and fetched the parameters already.
+
+        Returns:
+            ``updates``, the number of these updates; whether the gradient of one of this rank's workers was not finite
+            and so skipped, with names of its parameters; ``together`` False; ``global_step``, the steps of all workers
+            divided by their number where the run counts steps together, else None.
         """
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
@@ -328,9 +335,10 @@ class AsynchronousServerSync(RemoteGradients):
         return {"model": model, "optim": optim, "workers": workers} if self._link.comm.rank == 0 else {}
 
     def load(self, saved: SavedState) -> None:
-        """Load a checkpoint into the servers, and start all workers from its parameters. Collective.
+        """Load a checkpoint into the parameter servers, and start all logical workers from its parameters.
 
-        Gradients that had not been pushed when it was saved are not in it.
+        Collective: every rank reads parameters and buffers, rank 0 sends to the servers, then a barrier. Gradients that
+        had not been pushed when the checkpoint was saved are lost.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
@@ -356,5 +364,10 @@ class AsynchronousServerSync(RemoteGradients):
         )
 
     def facts(self) -> dict[str, object]:
-        """Return the servers' statistics for ``summary.json``, on rank 0 alone; see ``ServerSession.facts``."""
+        """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.
+
+        Returns:
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with an entry for each server: counts of updates by
+            staleness, bytes and refused messages; an empty dict on all other ranks.
+        """
         return self._link.facts()

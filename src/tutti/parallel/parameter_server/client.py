@@ -141,19 +141,21 @@ class Client:
         blobs: Sequence[bytes] | None = None,
         servers: Sequence[int] | None = None,
     ) -> None:
-        """Send a request to the servers and return at once; ``wait`` returns the replies.
+        """Send a request to the parameter servers and return at once; ``wait`` returns the replies.
 
-        A server's reply to the request before must have been taken. A PUSH carries the gradients in the send buffer.
+        One request at a time may be open on each server: take the replies to the one before first. A PUSH carries the
+        gradients in the send buffer.
 
         Args:
-            kind: PUSH, READ, … of ``server_wire``.
-            worker: logical worker concerned.
+            kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
+            worker: index of the logical worker concerned.
             clock: steps that the worker has taken.
-            flags: SKIP, BACK, WAIT of ``server_wire``.
+            flags: of ``server_wire``, combined by ``|``: SKIP to make no update and send no tensors, BACK to reply with
+                parameters, WAIT to reply only once the worker is no longer too far ahead.
             extras: floats of the request, whose meaning and number depend on ``kind``.
-            seen: for each server, the version of the parameters that the worker has; None: 0.
+            seen: for each server, the number of updates in the parameters that the worker has; None: 0.
             blobs: for each server, the state to load.
-            servers: numbers of the servers; None for all.
+            servers: indices of the servers; None for all.
         """
         raw = np.asarray(extras, dtype="<f8").tobytes()
         # The first server comes last: a request that it has received has been sent to all servers.
@@ -175,13 +177,18 @@ class Client:
             self._post(server, frames, _AGAIN + size / _SLOW)
 
     def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
-        """Wait for the replies to the requests sent, and return them in the servers' order.
+        """Wait for the parameter servers' replies to the requests that ``send`` has sent.
+
+        Parameters in the replies are in the receive buffer afterwards.
 
         Args:
             text: names the call in error messages.
             ranks: global ranks on whose requests the replies depend, this rank among them. With several, the stall
                 inspector waits as in a collective.
             patient: the servers may wait for other ranks; triples the timeout where ``ranks`` is this rank alone.
+
+        Returns:
+            The replies (header, floats, saved state or statistics), in the servers' order.
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -215,18 +222,20 @@ class Client:
                     raise self._silent(text, seconds)
 
     def ask(self, kind: int, worker: int, clock: int, text: str, ranks: tuple[int, ...], **more: object) -> list[Reply]:
-        """Send a request to the servers and wait for their replies.
+        """Send a request to the parameter servers and wait for their replies.
+
+        Parameters in the replies are in the receive buffer afterwards.
 
         Args:
             kind: PUSH, READ, … of ``server_wire``.
-            worker: logical worker concerned.
+            worker: index of the logical worker concerned.
             clock: steps that the worker has taken.
             text: names the call in error messages.
             ranks: global ranks on whose requests the replies depend, this rank among them.
             more: further arguments of ``send``, by name.
 
         Returns:
-            The replies in the servers' order.
+            The replies (header, floats, saved state or statistics), in the servers' order.
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.

@@ -12,7 +12,11 @@ from tutti.torch_compat import foreach_copy_
 
 
 def sizes(parameters: Sequence[nn.Parameter]) -> list[Size]:
-    """Return element count, element size and dtype of each parameter, the argument of ``plan_servers``."""
+    """Return the size of each parameter, in the order given, as ``plan_servers`` takes it.
+
+    Returns:
+        For each parameter its number of elements, the bytes of an element, and the dtype's name.
+    """
     return [Size(p.numel(), p.element_size(), str(p.dtype)) for p in parameters]
 
 
@@ -36,19 +40,23 @@ def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -
 
 
 def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of a flat tensor in a parameter's shape, and in its memory order where that is dense.
+    """View a flat tensor in a parameter's shape, and with its strides where it is contiguous or channels-last.
 
     Args:
         vector: (n,), one element for each element of the parameter.
         parameter: gives shape and strides.
+
+    Returns:
+        The view; contiguous where the parameter's own strides leave gaps.
     """
     return vector.as_strided(parameter.shape, strides(parameter))
 
 
 def strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides, in elements, that the parameter has in a flat buffer.
+    """Return the strides, in elements, of a parameter's view in a flat buffer.
 
-    They are its own where it is dense (contiguous, or channels-last); otherwise the contiguous strides of its shape.
+    They are the parameter's own where it is dense (contiguous, or channels-last); otherwise those of a contiguous
+    tensor of its shape.
     """
     own = parameter.stride()
     dense = torch.empty_like(parameter, device="meta").stride() == own

@@ -13,10 +13,16 @@ Key = tuple[int, str, int | None]
 
 
 def keys(optimizer: Optimizer) -> list[Key]:
-    """Return keys of the hyperparameters that ranks send to the servers: all floats, tensors, float tuples and ``lr``.
+    """List an optimizer's hyperparameters that a rank sends to the parameter servers with each update.
+
+    These are all entries of all ``param_groups`` that are a float, a tensor or a tuple of floats, and ``lr``.
+
+    Args:
+        optimizer: read from its ``param_groups``.
 
     Returns:
-        (parameter group index, name, index in a tuple or None) for each, in an order that is equal on every rank.
+        One key (index of the parameter group, name, index in the tuple) for each number, in the order of the groups,
+        and of the names within a group. The third entry is None where the hyperparameter is not a tuple.
     """
     found: list[Key] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -29,23 +35,26 @@ def keys(optimizer: Optimizer) -> list[Key]:
 
 
 def values(optimizer: Optimizer, chosen: Sequence[Key]) -> list[float]:
-    """Return the current values of the ``chosen`` hyperparameters as floats, in their order.
+    """Return the current values of some hyperparameters of an optimizer as floats.
 
     Args:
         optimizer: read from its ``param_groups``.
-        chosen: from ``keys``.
+        chosen: keys (index of the parameter group, name, index in a tuple such as ``betas``, or None), from ``keys``.
+
+    Returns:
+        A float for each key, in the order of ``chosen``.
     """
     groups = optimizer.param_groups
     return [float(groups[n][name] if i is None else groups[n][name][i]) for n, name, i in chosen]
 
 
 def put(groups: Sequence[dict[str, Any]], chosen: Sequence[Key], numbers: Sequence[float]) -> None:
-    """Write hyperparameters into an optimizer's parameter groups, in place.
+    """Write hyperparameter values into the parameter groups of an optimizer, in place.
 
     Args:
-        groups: the optimizer's ``param_groups``; a key's first entry is an index in it.
-        chosen: keys from ``keys``.
-        numbers: a value for each key.
+        groups: the optimizer's ``param_groups``.
+        chosen: keys (index of the parameter group, name, index in a tuple such as ``betas``, or None), from ``keys``.
+        numbers: the new value for each key, in the order of ``chosen``; entries of a tuple are replaced one by one.
     """
     for (n, name, i), number in zip(chosen, numbers, strict=True):
         group = groups[n]

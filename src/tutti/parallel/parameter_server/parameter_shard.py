@@ -69,26 +69,29 @@ class ParameterShard:
         self._groups = _pairs(handle, self.optimizer)
 
     def views(self, vectors: Vectors) -> list[Tensor]:
-        """Return a view for each parameter slice of this server into flat buffers that are laid out as ``values``.
+        """Cut flat buffers into one view for each slice of a parameter that this server has.
 
         Args:
-            vectors: one flat tensor for each dtype.
+            vectors: one flat tensor for each dtype, laid out as this server's parameters: such as a received gradient.
 
         Returns:
-            In the order of ``pieces``: flat (n,) for a slice of a parameter, in the parameter's shape for a whole one.
+            Views in the order of ``pieces``: flat (n,) for a slice of a parameter, in the parameter's shape for a whole
+            one.
         """
         return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
 
     def update(
         self, gradients: Sequence[Tensor | None], settings: Sequence[float], grad_norm: float, rate: float = 1.0
     ) -> None:
-        """Step this server's optimizer with the given gradients; parameters change in place.
+        """Step the optimizer of this server's parameter shard with the given gradients; parameters change in place.
 
         Args:
-            gradients: of each slice, as from ``views``; None for a parameter without a gradient.
-            settings: values of the hyperparameters ``keys``.
+            gradients: for each parameter slice of this server its gradient, in the shapes of ``views``; None for a
+                parameter without a gradient.
+            settings: the optimizer's hyperparameters as a rank has sent them, in the order of the constructor's
+                ``keys``.
             grad_norm: norm of the whole gradient, for an optimizer that has an attribute of this name.
-            rate: factor on the learning rates of this step alone.
+            rate: the learning rates are multiplied by it in this step alone.
         """
         if self.optimizer is None:
             return
@@ -107,7 +110,7 @@ class ParameterShard:
                 own[key] = theirs[key]
 
     def save(self) -> bytes:
-        """Return parameters and optimizer state of this server as the bytes of a safetensors file.
+        """Return this server's parameter slices and optimizer state as the bytes of a safetensors file.
 
         Its tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``.
         """
@@ -117,10 +120,10 @@ class ParameterShard:
         return to_bytes({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
 
     def load(self, raw: bytes) -> None:
-        """Restore parameters and optimizer state, replacing all state of the optimizer.
+        """Restore this server's parameter slices and optimizer state, replacing all state of the optimizer.
 
         Args:
-            raw: bytes from ``save`` or ``cut_for_server``; a safetensors file, so that loading runs no code.
+            raw: bytes from ``save`` or ``cut_for_server``: a safetensors file, so that loading runs no code.
         """
         tensors = from_bytes(raw)
         for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):
@@ -154,14 +157,17 @@ class _Named:
 def cut_for_server(
     plan: ServerPlan, server: int, named: Named, values: dict[str, Tensor], states: dict[str, Tensor]
 ) -> bytes:
-    """Cut the part of one server out of a checkpoint's whole tensors, as the bytes that ``ParameterShard.load`` takes.
+    """Cut one server's slices of parameters and optimizer state out of the whole tensors of a checkpoint.
 
     Args:
         plan: partition of the parameters over the servers.
-        server: number of the server.
+        server: index of the server.
         named: trained parameters of the model, in the order of ``plan.sizes``.
         values: whole parameters by name.
         states: whole optimizer state by ``{parameter}/{key}``.
+
+    Returns:
+        The bytes of a safetensors file, which ``ParameterShard.load`` takes.
     """
     tensors = {}
     for piece in plan.pieces(server):

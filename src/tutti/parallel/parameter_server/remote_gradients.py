@@ -23,7 +23,7 @@ class RemoteGradients:
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Do nothing: complete gradients cannot be shown in ``.grad``, because only the servers have them."""
+        """Do nothing at the start of a custom training loop: ``.grad`` cannot show sums, which only servers have."""
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return (name, parameter) of all trained parameters, in the model's order."""
@@ -45,42 +45,47 @@ class RemoteGradients:
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Set ``.grad`` of all trained parameters to None, and return an empty dict.
 
-        Gradients of earlier steps are on the servers and cannot be taken back. See ``CustomLoopSync.pop_gradients``.
+        Other strategies return the gradients of earlier reductions here, to add them again; on parameter servers they
+        stay where they are.
         """
         for parameter in self.script_parameters():
             parameter.grad = None
         return {}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace every ``.grad`` by an object that raises when it is read, because the servers have the gradients now.
+        """Replace every ``.grad`` by an object that raises when it is read: only the servers have the sums.
 
         Args:
-            held: always empty here; see ``pop_gradients``.
+            held: always empty here: ``pop_gradients`` returns no gradients of earlier steps.
         """
         conceal(self.script_parameters(), "on the parameter servers, which add it up and apply it")
         self._pushed = True
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: whether backward has reached a parameter shows in its ``.grad``.
+        """Return an empty list: this strategy keeps no record of which parameters backward has computed a gradient for.
 
-        See ``CustomLoopSync.pop_reached``.
+        Only FSDP2 needs the record; elsewhere ``.grad`` shows it.
         """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: the push itself says which parameters have a gradient. See ``CustomLoopSync.mark_reached``."""
+        """Do nothing: the gradients sent to the servers come with flags of the parameters that have one.
+
+        Args:
+            used: unused; only FSDP2 takes flags of parameters with a gradient.
+        """
 
     def apply_clearing(self) -> None:
-        """Do nothing: the gradients that a script clears before the push are the ``.grad`` that are pushed.
+        """Do nothing: a script that clears ``.grad`` clears the tensors that are pushed to the servers.
 
-        See ``CustomLoopSync.apply_clearing``.
+        Only FSDP2 has to carry the clearing over, from full parameters to shards.
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: before the push, the ``.grad`` that the script sees are the accumulated gradients themselves."""
+        """Do nothing: the ``.grad`` that the script sees are the gradients that are sent to the servers."""
 
     def apply_edits(self) -> None:
-        """Check that the script has not cleared gradients between the push and ``optimizer.step()``.
+        """Check that the script has cleared no ``.grad`` between the push to the servers and the update.
 
         Raises:
             UsageError: it has; the servers have added them up already.

@@ -72,26 +72,30 @@ class RequestHandler(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of updates made to the server's parameters so far."""
+        """Number of updates made to this server's parameter shard so far."""
 
     def handle(self, request: Request) -> Answer | None:
-        """Carry out a request and return the reply.
+        """Carry out a request of a rank to this parameter server, and return the reply.
 
         Returns:
-            None if the request has to wait for other workers; the server then calls again with the same request.
+            The reply; None if the request has to wait for other workers, in which case the server later calls again
+            with the same request.
         """
 
     def forget(self) -> None:
-        """Reset steps and pushes under way of all workers, after a checkpoint was loaded into the parameters."""
+        """Reset all workers' numbers of steps and drop their pushes, after a checkpoint was loaded into this server."""
 
     def state(self) -> dict[str, Any]:
-        """Return clocks and counts, which a restarted server needs, for a snapshot, as a JSON value."""
+        """Return the state that a restarted server needs, for a snapshot: workers' numbers of steps, and counts.
+
+        The result is a JSON value. Parameters and optimizer state are not in it.
+        """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the JSON value that ``state`` returned, in a restarted server process."""
+        """Restore, in a restarted server process, the JSON value that ``state`` returned for a snapshot."""
 
     def facts(self) -> dict[str, Any]:
-        """Return counts of updates and dropped pushes for ``summary.json``, as a JSON value."""
+        """Return this server's counts of updates and dropped pushes for ``summary.json``, as a JSON value."""
 
 
 class SyncHandler:
@@ -116,11 +120,14 @@ class SyncHandler:
         self.version = 0
 
     def handle(self, request: Request) -> Answer | None:
-        """Carry out PUSH (add a gradient), SUM (return the statistics of the sum) or APPLY (step the optimizer).
+        """Carry out a request of a rank to this synchronous parameter server, and return the reply.
+
+        PUSH adds a gradient to the step's sum, SUM reads statistics of the sum, APPLY steps the optimizer with it.
 
         Returns:
-            None for a SUM while pushes of other workers are missing, or while its rank is 256 steps ahead of another;
-            the server calls again. A push gets the status LATE where its step has been summed without it.
+            The reply. None for a SUM while pushes of other workers are missing, or while its rank is 256 steps ahead of
+            another; the server later calls again with the same request. A push gets the status LATE where its step has
+            been summed without it.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         return kinds[request.header.kind](request)
@@ -195,7 +202,10 @@ class SyncHandler:
         return Answer(values=not header.flags & SKIP, seen=self.version)
 
     def forget(self) -> None:
-        """Drop the gradients of the step under way, after a checkpoint was loaded; the next push sets the step."""
+        """Drop this server's gradients of the step under way, after a checkpoint was loaded.
+
+        The next push sets the number of the step.
+        """
         self._rounds.clock, self._at = None, {}
 
     def state(self) -> dict[str, Any]:
@@ -211,7 +221,12 @@ class SyncHandler:
         raise NotImplementedError("what other ranks have already added is lost with the process")
 
     def facts(self) -> dict[str, Any]:
-        """Return ``updates``, the number of updates, and ``late``, the pushes that came after the sum of their step."""
+        """Return this server's statistics for ``summary.json``.
+
+        Returns:
+            ``updates``, the number of updates, and ``late``, the number of pushes that came after the sum of their
+            step.
+        """
         return {"updates": self.version, "late": self._rounds.late}
 
 
@@ -232,15 +247,16 @@ class AsyncHandler:
 
     @property
     def version(self) -> int:
-        """Number of updates made to the server's parameters so far."""
+        """Number of updates made to this server's parameter shard so far."""
         return self._core.version
 
     def handle(self, request: Request) -> Answer | None:
-        """Carry out PULL (return parameters) or PUSH (update with a worker's gradient).
+        """Carry out a request to an asynchronous server: PULL (read parameters) or PUSH (update with a gradient).
 
         Returns:
-            None for a PULL with the flag WAIT while the worker is further ahead of the slowest than the staleness bound
-            allows; the server calls again. The status is REFUSED for a non-finite gradient and for other requests.
+            The reply. None for a PULL with the flag WAIT while the worker is further ahead of the slowest than the
+            staleness bound allows; the server later calls again with the same request. The status is REFUSED for a
+            non-finite gradient and for other requests.
         """
         header = request.header
         if header.kind == PULL:
@@ -286,24 +302,29 @@ class AsyncHandler:
         return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
 
     def forget(self) -> None:
-        """Reset the clocks of all workers, after a checkpoint was loaded; the first request sets them anew."""
+        """Reset all workers' numbers of steps, after a checkpoint was loaded; the next request sets them."""
         self._core.forget_workers()
 
     def state(self) -> dict[str, Any]:
-        """Return updates made, the workers' clocks, lost updates and the step to stop after, as a JSON value."""
+        """Return the state that a restarted server needs, as a JSON value for a snapshot.
+
+        Returns:
+            ``version`` (updates made), ``clocks`` (steps of each worker), ``lost`` (updates lost in restores) and
+            ``stop_at`` (step after which all workers stop, or None).
+        """
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the JSON value that ``state`` returned, in a server process started again after a crash."""
+        """Restore, in a server process started again after a crash, the JSON value that ``state`` returned."""
         self._core.load(state)
 
     def facts(self) -> dict[str, Any]:
-        """Return statistics for ``summary.json``.
+        """Return this asynchronous server's statistics for ``summary.json``.
 
         Returns:
-            ``updates``: their number. ``steps``: pushes of each worker. ``staleness``: number of updates by staleness,
-            with text keys. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes dropped because they
-            were too stale, or not finite.
+            ``updates``: number of updates made. ``steps``: number of pushes of each worker. ``staleness``: number of
+            updates by staleness, with text keys. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes
+            dropped because they were too stale, or not finite.
         """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}

@@ -106,9 +106,10 @@ class Server:
         self._socket.bind(job.endpoint)
 
     def run(self) -> None:
-        """Receive and answer requests in an endless loop; the process ends by a signal or with its parent.
+        """Receive and answer the requests of all ranks to this parameter server, in an endless loop.
 
-        A request that must wait for other workers is tried again after every message, and every 100 ms.
+        The process ends by a signal or with its parent. A request that must wait for other workers is tried again after
+        every message, and every 100 ms.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -248,5 +249,9 @@ class Server:
 
 
 def serve(job: ServerJob) -> None:
-    """Build a server from ``job`` and answer requests for ever: the body of a server process, which never returns."""
+    """Build a parameter server and answer requests for ever; never returns. A server process runs this function alone.
+
+    Args:
+        job: configuration of the server.
+    """
     Server(job).run()

@@ -30,16 +30,16 @@ class Leaf:
 
 
 class ServerBarrier:
-    """Sums the contributions of one step after the other.
+    """Sums the gradients that the logical workers or ranks push to one server, one step after the other.
 
     Args:
-        leaves: contributions to a step, of logical workers or of ranks.
-        backup: contributions that are not waited for.
+        leaves: number of gradients (contributions) to a step, one of each logical worker or of each rank.
+        backup: number of contributions that are not waited for.
 
     Attributes:
         clock: the step under way; None before the first push.
-        counted: contributions in the latest sum.
-        late: contributions dropped because their sum had been made already.
+        counted: indices of the contributions in the latest sum.
+        late: number of contributions dropped because their sum had been made already.
     """
 
     def __init__(self, leaves: int, backup: int = 0) -> None:
@@ -54,16 +54,16 @@ class ServerBarrier:
         self.late = 0
 
     def push(self, leaf: int, clock: int, vectors: Vectors, totals: Tensor) -> bool:
-        """Add one contribution (a worker's or a rank's gradients) to the sum of its step.
+        """Add the gradients of one logical worker or rank to the server's sum of a step.
 
         Args:
-            leaf: index of the contribution, below ``leaves``.
-            clock: its step.
+            leaf: index of the worker or rank, below the constructor's ``leaves``.
+            clock: the step.
             vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if they are to be kept.
             totals: loss sums and digests, (k,) float64.
 
         Returns:
-            False if the contribution is dropped: its sum has been made, or it has been pushed before.
+            False if the gradients are dropped: the step's sum has been made, or they have been pushed before.
 
         Raises:
             ValueError: the step is later than the one under way, so that this server has missed some.
@@ -84,13 +84,17 @@ class ServerBarrier:
         return True
 
     def total(self, counted: Collection[int] | None = None) -> Leaf | None:
-        """Return the sum of all contributions to the step under way; None while too many of them are missing.
+        """Return the sum of the gradients pushed in the step under way, once enough of them have arrived.
 
-        With backup workers, the sum is made as soon as all but ``backup`` contributions have arrived. Further calls
-        return the same sum until ``finish``.
+        With backup workers, the sum is made as soon as all but ``backup`` of them have arrived. Further calls return
+        the same sum until ``finish``.
 
         Args:
-            counted: indices of the contributions that the first server has chosen; None to take all that have arrived.
+            counted: indices of the workers or ranks whose gradients the first server has chosen; None to take all that
+                have arrived.
+
+        Returns:
+            The sum of gradients, loss sums and digests; None while too many gradients are missing.
         """
         if self._sum is None:
             chosen = self._came if counted is None else set(counted)
@@ -102,7 +106,7 @@ class ServerBarrier:
         return self._sum
 
     def finish(self, result: list[float]) -> None:
-        """End the step under way, so that the next one can begin, and keep ``result`` for 256 steps.
+        """End the step whose gradients were summed, so that the next can begin; keep its statistics for 256 steps.
 
         Args:
             result: statistics of the step, for ranks that ask later (``ServerBarrier.result``).

@@ -42,29 +42,40 @@ class ServerFlow(NamedTuple):
 
 
 def sync_floats(leaves: int, parameters: int, settings: int, variance: bool = False) -> Mapping[int, int]:
-    """Return the number of floats that each kind of request to a synchronous server carries.
+    """Return how many 64-bit floats beside tensors each kind of request to a synchronous server carries.
 
     Args:
-        leaves: contributions to a step: logical workers or ranks.
+        leaves: gradients that the server sums in a step: one for each logical worker, or one for each rank.
         parameters: number of trained tensors.
         settings: number of hyperparameters of the optimizer.
         variance: whether the variance of the workers' gradients is measured.
+
+    Returns:
+        The number of floats by kind of request: ``PUSH``, ``SUM`` and ``APPLY``.
     """
     return {PUSH: TAIL + parameters + (parameters + 1) * variance, SUM: 2 + leaves, APPLY: 2 + settings}
 
 
 def async_floats(parameters: int, settings: int) -> Mapping[int, int]:
-    """Return the number of floats that a push to an asynchronous server carries.
+    """Return how many 64-bit floats beside the gradients a push to an asynchronous parameter server carries.
 
     Args:
         parameters: number of trained tensors.
         settings: number of hyperparameters of the optimizer.
+
+    Returns:
+        The number of floats by kind of request, with ``PUSH`` as the only key.
     """
     return {PUSH: settings + parameters + 2}
 
 
 def server_bytes(plan: ServerPlan, server: int) -> int:
-    """Return the tensor bytes of one server's part of the parameters, alignment included."""
+    """Return the bytes of all parameter slices on one server, with the padding that aligns each tensor.
+
+    Args:
+        plan: partition of the parameters over the servers.
+        server: index of the server.
+    """
     return sum(map(len, plan.frames(server)))
 
 
@@ -76,8 +87,11 @@ def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) 
     Args:
         plan: partition of the parameters over the servers.
         servers: number of servers.
-        leaves: contributions to a step, one a rank.
+        leaves: gradients that a server sums in a step, one a rank.
         settings: number of hyperparameters of the optimizer.
+
+    Returns:
+        A flow, with the bytes of request and reply, for each kind of request and each server.
     """
     count = len(plan.sizes)
     floats = sync_floats(leaves, count, settings)
@@ -105,7 +119,11 @@ def async_step_flows(plan: ServerPlan, servers: int, settings: int, push: int, f
         plan: partition of the parameters over the servers.
         servers: number of servers.
         settings: number of hyperparameters of the optimizer.
-        push, fetch: steps between two transfers of gradients, and of parameters.
+        push: steps from one transfer of gradients to the next.
+        fetch: steps from one transfer of parameters to the next.
+
+    Returns:
+        A flow for each server, with the bytes of request and reply.
     """
     sent, received = _message(async_floats(len(plan.sizes), settings)[PUSH]), _message(_ASYNC_REPLY)
     return [
@@ -117,12 +135,15 @@ def async_step_flows(plan: ServerPlan, servers: int, settings: int, push: int, f
 def flow_totals(
     flows: Sequence[ServerFlow], steps: int, *, tensors_in_messages: bool
 ) -> dict[tuple[int, str], tuple[int, int, int]]:
-    """Return requests, bytes sent and bytes received over a number of steps, by server and kind of request.
+    """Add up the requests of a rank to the parameter servers, and their bytes, over a number of steps.
 
     Args:
-        flows: of a step.
+        flows: the requests of one step.
         steps: number of steps, counted from the start of the push and fetch periods.
-        tensors_in_messages: whether tensors travel in the messages, and not in shared memory.
+        tensors_in_messages: whether tensors travel in the messages and their bytes count; False with shared memory.
+
+    Returns:
+        (requests, bytes sent, bytes received) by (index of the server, kind of request).
 
     >>> flow_totals([ServerFlow(0, "push", 10, 5, 100, 100, 2, 1)], 3, tensors_in_messages=True)
     {(0, 'push'): (3, 130, 315)}

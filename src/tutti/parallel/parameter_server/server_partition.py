@@ -70,16 +70,26 @@ class ServerPlan:
     size: int
 
     def regions(self, server: int) -> list[range]:
-        """Return the part of the whole buffer that a server has: for each dtype section a range of bytes."""
+        """Return a server's part of the buffer that holds all parameters: for each dtype section a range of bytes.
+
+        Args:
+            server: index of the server.
+        """
         return [
             range(s.start + s.cuts[server] * s.itemsize, s.start + s.cuts[server + 1] * s.itemsize)
             for s in self.sections
         ]
 
     def frames(self, server: int) -> list[range]:
-        """Return the byte ranges of a server's part, cut into message frames of up to 1 MiB.
+        """Return a server's part of the buffer that holds all parameters, cut into message frames of up to 1 MiB.
 
         Several frames overlap sending one with encrypting the next and decrypting the last.
+
+        Args:
+            server: index of the server.
+
+        Returns:
+            Ranges of bytes in the buffer, in order.
         """
         return [
             range(at, min(at + _FRAME, region.stop))
@@ -90,7 +100,10 @@ class ServerPlan:
     def pieces(self, server: int) -> Iterator[ServerPiece]:
         """Yield the slices of parameters that a server has, in the order of its memory.
 
-        Without ``whole`` in ``plan_servers``, a parameter can be divided among several servers.
+        A parameter can be divided among several servers, unless ``plan_servers`` was called with ``whole``.
+
+        Args:
+            server: index of the server.
         """
         for number, section in enumerate(self.sections):
             low, high = section.cuts[server], section.cuts[server + 1]
@@ -101,10 +114,10 @@ class ServerPlan:
 
 
 def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan:
-    """Partition tensors over the servers: positions in one buffer, and each server's part of it.
+    """Partition tensors over the parameter servers: positions in one buffer, and each server's part of it.
 
     Args:
-        sizes: of the tensors.
+        sizes: elements, bytes of an element and dtype of each tensor.
         servers: number of servers.
         whole: keep each tensor whole, assigning the largest first to the server with the fewest bytes; otherwise cut
             each section (all tensors of a dtype) into equal parts, across tensors.

@@ -245,25 +245,27 @@ class ServerSession:
 
     @property
     def servers(self) -> int:
-        """Number of servers."""
+        """Number of parameter servers of the run."""
         return self._config.servers
 
     @property
     def home(self) -> bool:
-        """Whether the model's parameters can be views of the receive buffer: shared memory and a CPU device.
+        """Whether the model's parameters are views of the buffer that servers write updated parameters into.
 
-        Parameters then need not be copied after a read.
+        True with servers in shared memory and a CPU device; parameters then need not be copied after a read.
         """
         return self._segment is not None and self.comm.device.type == "cpu"
 
     def settings(self, lr_factor: float | None) -> list[float]:
-        """Set the learning rates of the local optimizer, and return its hyperparameters for a request to the servers.
+        """Set the learning rates of this rank's optimizer, and return its hyperparameters, to send to the servers.
 
         Args:
-            lr_factor: factor on each group's initial learning rate; None leaves the rates as they are.
+            lr_factor: factor by which each parameter group's initial learning rate is multiplied; None leaves the rates
+                as they are.
 
         Returns:
-            A float for each of ``keys``.
+            The values of all hyperparameters that the servers' optimizers follow (learning rate, weight decay, betas,
+            …), of all parameter groups, in the order of ``hyperparameters.keys``.
         """
         set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
@@ -272,13 +274,14 @@ class ServerSession:
         """Send a request to all servers for this rank's first worker, and wait for the replies. Not collective.
 
         Args:
-            kind: one of ``server_wire``'s requests.
+            kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
             text: names the request in error messages.
             clock: steps that the worker has taken.
             more: further arguments of ``Client.send``.
 
         Returns:
-            The replies in the servers' order; parameters in them are in the receive buffer (``values``).
+            The replies (header, floats, saved state or statistics) in the servers' order; parameters in them are in the
+            receive buffer (``values``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -298,15 +301,17 @@ class ServerSession:
         self.comm.agree([text], text, "make all ranks save, load and evaluate after the same steps")
 
     def restore(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
-        """Load parameters and the saved optimizer state into the servers. Collective: rank 0 sends, then a barrier.
+        """Load parameters and the optimizer state of a checkpoint into the parameter servers.
+
+        Collective over the data ranks: rank 0 sends, then a barrier.
 
         Args:
-            saved: the checkpoint, for its group ``optim``.
+            saved: the checkpoint, whose group ``optim`` is read.
             values: whole parameters by name.
             specs: by parameter name, for the other names of tied parameters.
 
         Returns:
-            Number of updates that each server counts.
+            For each server the number of updates that it has made so far, in the servers' order.
 
         Raises:
             UsageError: the saved optimizer state is larger than a server accepts.
@@ -326,9 +331,11 @@ class ServerSession:
         return [reply.header.seen for reply in self.ask(server_wire.HELLO, "meeting the parameter servers")]
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Read the optimizer state of all servers: whole tensors by ``{parameter}/{key}`` on rank 0, empty elsewhere.
+        """Read the optimizer state of all parameter servers on rank 0, which alone waits for them. Not collective.
 
-        Not collective: rank 0 alone waits for the servers.
+        Returns:
+            On rank 0 tensors in the shape of the whole parameter, by ``{parameter}/{key}`` with the optimizer's own key
+            (such as ``exp_avg``); an empty dict on all other ranks.
         """
         if self.comm.rank:
             return {}
@@ -336,10 +343,11 @@ class ServerSession:
         return join_server_state(self.plan, self._trained, [reply.frames[0] for reply in replies])
 
     def facts(self) -> dict[str, Any]:
-        """Ask the servers for their statistics: ``{"servers": [{"at": endpoint, …}]}`` on rank 0, empty elsewhere.
+        """Ask the parameter servers for their statistics for ``summary.json``. Not collective: rank 0 alone asks.
 
-        Further entries come from ``RequestHandler.facts``, beside counts of bytes and refused messages. Not
-        collective.
+        Returns:
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with an entry for each server: counts of updates, bytes and
+            refused messages; an empty dict on all other ranks.
         """
         if self.comm.rank:
             return {}
@@ -379,9 +387,10 @@ class ServerSession:
 
 
 def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
-    """Return for each data rank its range of logical workers. Collective: an all-gather over the data ranks.
+    """Return for each data rank the range of its logical workers' indices.
 
-    Where a rank computes several workers as one, the range is the first of them alone.
+    Where a rank computes several workers as one, the range is the first of them alone. Collective: an all-gather over
+    the data ranks.
     """
     mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
     ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")

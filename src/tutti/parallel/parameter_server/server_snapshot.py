@@ -23,19 +23,19 @@ class Snapshots:
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors of the two files, which must stay open in the process that starts the server."""
+        """File descriptors of the two snapshot files, which must stay open in the process that starts the server."""
         return self._files
 
     def close(self) -> None:
-        """Close the files in this process, once the server's process has inherited them."""
+        """Close the two snapshot files in this process, once the server's process has inherited them."""
         for file in self._files:
             os.close(file)
 
     def write(self, number: int, content: bytes) -> None:
-        """Write a snapshot over the older of the two files; the newer one stays intact.
+        """Write a snapshot of a parameter server over the older of the two snapshot files; the newer one stays intact.
 
         Args:
-            number: of the snapshot, counting up from 1.
+            number: number of the snapshot, counting up from 1.
             content: its bytes.
 
         Raises:

@@ -29,10 +29,10 @@ _ENDING = 5.0
 
 
 class ServerSupervisor:
-    """The rank's handle of its guard process and servers.
+    """A rank's handle of the parameter servers that it has started, and of the guard process that restarts them.
 
     Args:
-        serve: body of each server process.
+        serve: for each server the function that its process runs.
         keep: file descriptors that guard and servers inherit; the guard closes all others.
         restart: start a server again that was killed by a signal, at most 10 times in all; otherwise all servers end.
 
@@ -58,7 +58,10 @@ class ServerSupervisor:
         self.close = weakref.finalize(self, _end, parent, pid, self._say, self._told)
 
     def look(self) -> None:
-        """Read the guard process's messages, and update ``pids`` and ``failed`` from them. Does not block."""
+        """Update the process ids (``pids``) and the reason of failure (``failed``) of the parameter servers.
+
+        Reads all messages that have arrived from the process that supervises the servers. Does not block.
+        """
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._told, 1 << 16):
                 self._rest += part

@@ -65,7 +65,10 @@ class MessageHeader(NamedTuple):
     size: int = 0
 
     def pack(self) -> bytes:
-        """Return the header as the first frame of a message: ``HEADER_BYTES`` bytes, magic and version first."""
+        """Return this header as the first frame of a message to or from a server: ``HEADER_BYTES`` bytes.
+
+        The frame begins with magic number and version of the wire format.
+        """
         return _HEADER.pack(MAGIC, VERSION, *self)
 
 
@@ -91,9 +94,9 @@ class Terms:
 
 
 def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> MessageHeader:
-    """Return the header of a request to a server, after checking run, layout, client, worker and every length.
+    """Check a request to a parameter server against the agreed terms, and return its header.
 
-    The tensors themselves are not decoded.
+    Compared are run, layout, client, worker and every length. The tensors themselves are not decoded.
 
     Args:
         frames: the message without its address: header, floats, tensors or blob.
@@ -124,10 +127,13 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
 
 
 def unpack(raw: memoryview | bytes) -> MessageHeader | None:
-    """Parse the first frame of a message as ``MessageHeader.pack`` writes it.
+    """Parse the first frame of a message between a rank and a parameter server.
+
+    Args:
+        raw: the frame, as ``MessageHeader.pack`` writes it.
 
     Returns:
-        None if length, magic, version or kind are wrong; further fields are not checked.
+        The header; None if length, magic number, version or kind are wrong. Its other fields are not checked.
     """
     if len(raw) != HEADER_BYTES:
         return None

@@ -65,13 +65,13 @@ class StalenessTracker:
         self.stop_at: int | None = None
 
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
-        """Record that a worker has sent a request: its clock, and the time for its lease.
+        """Record a request of a logical worker: its number of steps, and the time, from which the lease runs anew.
 
-        The first request of all sets the clocks of all workers. After a restore of the server, ``seen`` shows how many
+        The very first request sets the steps of all workers. After a restore of the server, ``seen`` shows how many
         updates were lost.
 
         Args:
-            worker: number of the logical worker.
+            worker: index of the logical worker.
             clock: steps that the worker has pushed.
             seen: version of the worker's parameters: the number of updates that they contain.
         """
@@ -84,16 +84,19 @@ class StalenessTracker:
             self.lost = max(self.lost, self._lost_before + seen - self._restored)
 
     def push(self, worker: int, clock: int, seen: int, update: Callable[[int], None] | None) -> Pushed:
-        """Record one step of a worker and make its update, unless the push is a repeated or a too stale one.
+        """Record that a logical worker pushes the gradient of one step, and make its update.
+
+        A repeated push makes no update, nor does one of a worker that is behind the slowest by more than the staleness
+        bound (its lease had run out).
 
         Args:
-            worker: number of the logical worker.
+            worker: index of the logical worker.
             clock: steps that the worker had pushed before.
-            seen: version of the parameters that the gradient was computed with.
-            update: called as ``update(staleness)``; None for a step without an update.
+            seen: number of updates in the parameters that the gradient was computed with.
+            update: called as ``update(staleness)`` to make the update; None for a step without one.
 
         Returns:
-            Whether an update was made, and its staleness: the updates since the worker's read.
+            Whether an update was made, and its staleness: the number of updates since the worker's read.
         """
         # Computed before ``hear``, so that a worker whose lease had run out does not count in it.
         done, slowest = self._clocks[worker], self.slowest()
@@ -112,16 +115,17 @@ class StalenessTracker:
         return Pushed(update is not None, staleness)
 
     def slowest(self) -> int:
-        """Return the smallest clock (number of steps pushed) of the workers that are not gone; 0 where all are gone.
+        """Return the number of steps that the slowest logical worker has pushed; 0 where all workers are gone.
 
-        A worker is gone if it has sent no request for a lease, or its rank is known to be lost.
+        A worker that has sent no request for the lease time, or whose rank is known to be lost, is gone and does not
+        count.
         """
         now, workers = self._now(), enumerate(zip(self._clocks, self._heard, strict=True))
         alive = [clock or 0 for w, (clock, heard) in workers if now - heard <= self._lease and w not in self._gone]
         return min(alive, default=0)
 
     def may_proceed(self, worker: int) -> bool:
-        """Return whether a worker is at most ``bound`` steps ahead of the slowest, and so may begin a step.
+        """Return whether a logical worker may begin a step: it is at most ``bound`` steps ahead of the slowest worker.
 
         >>> core = StalenessTracker(2, bound=2)
         >>> core.hear(0, 5), core.hear(1, 7), core.may_proceed(1)
@@ -138,21 +142,25 @@ class StalenessTracker:
         return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
-        """Record a worker's request to stop the run: all stop after the step that follows the furthest worker's clock.
+        """Make all workers stop after the step that follows the furthest worker's number of pushed steps.
 
-        No worker can complete that step without a reply that says so. With ``together``, the joint clock takes the
-        place of the furthest worker's. The step is in ``stop_at``; later requests change nothing.
+        No worker can complete that step without a reply that says so. Where the run counts the steps of all workers
+        together, the mean of their steps takes the place of the furthest worker's. Afterwards ``stop_at`` is the number
+        of that step; later calls change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
 
     def forget_workers(self) -> None:
-        """Reset clocks and stop step after a checkpoint was loaded; the first request sets all clocks anew."""
+        """Reset the workers' numbers of steps and the stop step after a checkpoint was loaded.
+
+        The next request sets the steps of all workers.
+        """
         self._clocks, self.stop_at = [None] * len(self._clocks), None
 
     @property
     def clock(self) -> int:
-        """Joint clock: steps of all workers divided by N, as if all were equally fast.
+        """Steps that all workers have pushed, divided by their number N and rounded down, as if all were equally fast.
 
         >>> core = StalenessTracker(3)
         >>> [core.push(worker, clock, 0, None).taken for worker, clock in ((0, 0), (0, 1), (1, 0), (0, 2))]
@@ -164,17 +172,23 @@ class StalenessTracker:
 
     @property
     def steps(self) -> list[int]:
-        """Number of steps that each worker has pushed (its clock); 0 before the first request."""
+        """For each logical worker the number of steps that it has pushed; 0 before the first request."""
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:
-        """Return ``version``, ``clocks``, ``lost`` and ``stop_at`` for a snapshot of the server, as a JSON value."""
+        """Return the workers' progress for a snapshot of the server, as a JSON value.
+
+        Returns:
+            ``version`` (updates made), ``clocks`` (steps of each worker), ``lost`` (updates lost in restores) and
+            ``stop_at`` (step after which all stop, or None).
+        """
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the JSON value that ``state`` returned, in a restarted server.
+        """Restore the workers' progress in a restarted server from the JSON value that ``state`` returned.
 
-        From then on the versions that workers have seen show how many acknowledged updates were lost (``lost``).
+        From then on ``lost`` counts acknowledged updates that are missing: workers' parameters contain more updates
+        than the snapshot.
         """
         self.version, self.lost, self.stop_at = state["version"], state["lost"], state["stop_at"]
         self._clocks = list(state["clocks"])

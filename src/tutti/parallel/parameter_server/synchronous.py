@@ -58,8 +58,8 @@ class ServerReducer:
         trained: trained parameters by name.
         run_context: of the run.
         link: session with the servers.
-        leaves: contributions to a step: N pushes one gradient per logical worker, fewer one sum per rank.
-        backup: contributions that the servers do not wait for.
+        leaves: gradients that the servers sum in a step: with N workers, N is one push per worker, fewer one per rank.
+        backup: number of these gradients that the servers do not wait for.
     """
 
     listens = False
@@ -75,21 +75,21 @@ class ServerReducer:
         self._under_way = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing before a worker's last backward: ``collect`` or ``finish`` pushes the gradients after it."""
+        """Do nothing before this rank's last backward: ``collect`` or ``finish`` pushes the gradients after it."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``collect`` or ``finish`` reads ``.grad`` once backward is complete."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Push the worker's gradients to the servers where workers are summed in order; otherwise do nothing.
+        """Push a logical worker's gradients to the parameter servers if these sum worker by worker.
 
         If nothing is pushed, autograd accumulates the sum of the rank's workers in ``.grad``, and ``finish`` pushes it.
-        A push returns before the servers have replied.
+        Returns before the servers have replied. Not collective.
 
         Args:
             step_context: the step under way.
-            worker: number of the worker.
-            loss_sums: the worker's loss sums; None if it had no samples.
+            worker: index of the worker.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
         if self._by_worker:
             self._push(step_context, worker, loss_sums)
@@ -115,16 +115,18 @@ class ServerReducer:
             )
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Push gradients that are left, and wait until the servers have summed the pushes of all ranks. Collective.
+        """Push gradients that are left, and wait until the servers have summed the pushes of all ranks.
 
-        With backup workers the servers do not wait for the latest pushes. The summed gradients stay on the servers.
+        Every rank has to call it, because the servers wait for all pushes; with backup workers they do not wait for the
+        latest ones. The summed gradients stay on the servers.
 
         Args:
             step_context: the step under way.
-            loss_sums: loss sums of this rank's workers; None if they had no samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its workers; None if they had no samples.
 
         Returns:
-            Loss sums and flags over all ranks.
+            Sums over all ranks whose pushes count: loss, count (samples or tokens) and metrics; whether a rank asks to
+            stop; for each parameter whether any rank had a gradient.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -168,11 +170,15 @@ class ServerReducer:
         return self._tail.read(tail)._replace(own=own)
 
     def squares(self) -> list[float]:
-        """Return Σ g² of each parameter's summed gradient, in the model's order, from the servers' last replies."""
+        """Return the sum of squares of each parameter's summed gradient, in the model's order.
+
+        The servers have computed the numbers, which come with the replies in the latest ``finish`` and cover whole
+        parameters, so that they are equal on all ranks. Not collective.
+        """
         return self._squares
 
     def scale(self, factor: float) -> None:
-        """Do nothing: the servers divide by count and loss scale, and get the clipping factor with the update."""
+        """Do nothing: the servers divide by count and loss scale, and multiply by the clipping factor on the update."""
 
 
 class SynchronousServerSync(RemoteGradients, AllReduceSync):
@@ -186,10 +192,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._leaves = run_context.workers if by_worker else run_context.comms.replica.size
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Compare the model over the ranks, take data rank 0's values, and start or join the servers. Collective.
+        """Compare the model over the ranks, take data rank 0's values, and start or join the parameter servers.
 
-        Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also called here
-        for an optimizer that holds the hyperparameters and is never stepped.
+        Collective. Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also
+        called here for an optimizer that holds the hyperparameters and is never stepped.
 
         Args:
             replica: the replica on this rank.
@@ -247,9 +253,17 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return self
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Have the servers clip the summed gradient and step their optimizers, and take over the new parameters.
+        """Have the servers clip the gradient and step their optimizers, and copy the new parameters into the model.
 
         A non-finite gradient makes no update. Blocks until all servers have replied; no barrier over the ranks.
+
+        Args:
+            stats: result of ``reduce_gradients`` in this step.
+            step_context: the step under way, with the factor on the initial learning rate.
+
+        Returns:
+            The number of updates (1, or 0 for a skipped one), whether it was skipped, and then the names of parameters
+            whose gradient is not finite.
         """
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
@@ -290,9 +304,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before they are pushed, for the gradient noise scale; without an optimizer.
+        """Return the parameters whose ``.grad`` holds this rank's gradients before they are pushed to the servers.
 
-        The optimizer's state is on the servers.
+        The gradient noise scale is measured with them. The result has no optimizer, because its state is on the
+        servers.
         """
         return OwnGradients(self._counted())
 
@@ -310,9 +325,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().merged()
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the tensors of which all ranks hold equal copies: all parameters, and shared buffers.
+        """Return by name the tensors of which all ranks hold equal copies. Not collective.
 
-        None with backup workers, where ranks whose pushes came late have older parameters. Not collective.
+        These are all parameters, and the buffers if the run has a single logical worker. None with backup workers,
+        where ranks whose gradients came late have older parameters.
         """
         return None if self._servers.backup else super().replicated()
 
@@ -329,7 +345,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return {"model": written(model, self._replica, comm), "optim": optim, "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
-        """Load parameters and buffers on this rank, and parameters and optimizer state on the servers. Collective."""
+        """Restore parameters and buffers on this rank, and parameters and optimizer state on the servers.
+
+        Collective: every rank reads its part, rank 0 sends to the servers, then a barrier.
+        """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
@@ -337,7 +356,12 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._guard.note(self._trained)
 
     def facts(self) -> dict[str, object]:
-        """Return the servers' statistics for ``summary.json``, on rank 0 alone; see ``ServerSession.facts``."""
+        """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.
+
+        Returns:
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with an entry for each server: counts of updates, bytes and
+            refused messages; an empty dict on all other ranks.
+        """
         return self._link.facts()
 
     def _all_finite(self) -> bool:

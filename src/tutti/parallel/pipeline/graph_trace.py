@@ -131,11 +131,11 @@ def _draws_within(function: Any) -> bool:
 
 
 def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
-    """Trace the forward of ``model`` with ``torch.fx`` into a graph of module calls.
+    """Trace the forward of ``model`` with ``torch.fx``, and return its graph, in which nodes are calls of modules.
 
     Args:
         model: the whole model; its RNG state and attributes stay as they were.
-        opened: names of modules that are traced into; every other module below the model is one node.
+        opened: names of modules that are traced into; a call of any other module is a single node of the graph.
 
     Raises:
         UntraceableError: ``torch.fx`` cannot trace the forward.
@@ -190,7 +190,7 @@ def openable(module: nn.Module) -> bool:
 
 
 def draws_by_functions(module: nn.Module) -> bool:
-    """Return whether a module or submodule may draw random numbers in its own forward, as ``functional.dropout`` does.
+    """Return whether a module or submodule may draw random numbers by function calls, such as ``functional.dropout``.
 
     PyTorch's own layers do not count. True where ``torch.fx`` cannot trace a forward.
     """

@@ -19,10 +19,10 @@ _RUNS = 3
 
 
 def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: Communicator) -> dict[str, float]:
-    """Measure the seconds of each module's forward on rank 0, and broadcast them. Collective.
+    """Measure the seconds of each module's forward on rank 0, and broadcast them. Collective over all ranks.
 
     Rank 0 runs the forward three times on a real micro-batch; all other ranks wait for it. The model and the RNG
-    streams stay as they were. Backward takes about twice as long, everywhere.
+    streams stay as they were.
 
     Args:
         plain: the whole model.

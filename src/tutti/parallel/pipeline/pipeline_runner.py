@@ -49,42 +49,42 @@ class PipelineLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner:
-        """Cut ``plain`` into stages, and return the runner of this rank's stages. Collective.
+        """Cut the model into pipeline stages, and return the runner of this rank's stages. Collective over all ranks.
 
         Args:
             plain: the whole model, equal on all ranks.
 
         Raises:
             MismatchError: the ranks have built different models.
-            UsageError: the model cannot be cut into stages; see ``cut_stages``.
+            UsageError: the model cannot be cut into that many stages.
         """
         return self.replica(plain, *self.cut_stages(plain))
 
     def replica(
         self, plain: nn.Module, virtual_stages: Sequence[VirtualStage], holding: StageOwnership | None
     ) -> PipelineRunner:
-        """Build the runner of this rank's virtual stages, on its device. Collective.
+        """Build the runner of this rank's virtual stages of the model, on its device. Collective over all ranks.
 
         Args:
             plain: the whole model.
-            virtual_stages: this rank's virtual stages, from ``cut_stages``.
-            holding: ownership of tensors over ranks, from ``cut_stages`` as well; None where the model is not cut.
+            virtual_stages: this rank's virtual stages, the first result of ``cut_stages``.
+            holding: which ranks hold which tensors, its second result; None where the model is not cut.
         """
         return PipelineRunner(self._config, self._run_context, plain, virtual_stages, holding)
 
     def cut_stages(
         self, plain: nn.Module, closed: Collection[str] = ()
     ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
-        """Cut the model into virtual stages, v on each pipeline rank, and assign them to ranks. Collective.
+        """Cut the model into virtual stages, v on each pipeline rank. Collective over all ranks.
 
-        The number of stages, v and any named cuts are those of the layout's options.
+        The number of stages, v and any named cuts come from the layout's options.
 
         Args:
             plain: the whole model.
             closed: names of modules that no cut may go through.
 
         Returns:
-            This rank's virtual stages, and the ownership of tensors over ranks (None where there is one stage only).
+            This rank's virtual stages, and which ranks hold which tensors (None where there is one stage only).
 
         Raises:
             MismatchError: the ranks have built different models.
@@ -224,10 +224,13 @@ class PipelineRunner(ReplicaPart):
         self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Report each parameter's gradient to ``grad_hook`` once a ``run``, in the backward of the last micro-batch.
+        """Set the hook whose ``gradient_ready`` backward calls for each parameter, once its gradient is complete.
 
-        Replaces the hook of an earlier call. Gradients of parameters that several stages share are reported after their
-        sum over the stages.
+        That is once a ``run``, in the backward of the last micro-batch; for parameters that several stages share, after
+        the sum over the stages.
+
+        Args:
+            grad_hook: replaces the hook of an earlier call.
         """
         for handle in self._connected:
             handle.remove()
@@ -236,7 +239,7 @@ class PipelineRunner(ReplicaPart):
         self._grad_hook = grad_hook
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take note that the stages now compute with other parameter objects. See ``ReplicaRunner.replaced``.
+        """Record that new parameter objects have taken the place of former ones in this rank's stages.
 
         Args:
             by: the new parameter by the former one; parameters that are no keys stay.
@@ -250,14 +253,14 @@ class PipelineRunner(ReplicaPart):
             self._grad_hook.gradient_ready(parameter)
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
-        """Run one logical worker's micro-batches through all stages, in the schedule's order.
+        """Run one logical worker's micro-batches through all pipeline stages, in the schedule's order.
 
         Collective: messages between neighbouring stages, and a broadcast of the loss sums from the last stage.
 
         Args:
-            micro_batches: the worker's, in order.
+            micro_batches: the logical worker's, in order.
             loss: the user's loss function, called for each micro-batch on every virtual stage.
-            grad_hook: gradient-ready hook; None to run forwards only.
+            grad_hook: told of each gradient that backward has completed; None to run forwards only.
 
         Returns:
             The loss sums of all micro-batches, on every stage.
@@ -426,12 +429,11 @@ class PipelineRunner(ReplicaPart):
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
         """Run one virtual stage's forward of a micro-batch: receive activations, compute, start to send the results.
 
-        Called by the stand-in for the model that the loss function receives. Blocks until the previous stage's
-        activations have arrived.
+        Called when the loss function calls its model. Blocks until the previous stage's activations have arrived.
 
         Args:
-            flight: state of the micro-batch.
-            stage: index of the virtual stage.
+            flight: state of the micro-batch on this stage, which is updated.
+            stage: index of the virtual stage in the whole model, one that this rank holds.
             given: arguments of the model's call, by name.
 
         Returns:
@@ -470,11 +472,11 @@ class PipelineRunner(ReplicaPart):
                 tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
 
     def whole(self, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a model that is not cut, with the arguments of the model's call.
+        """Run the forward of a model that is not cut into stages, on this rank, and return its output.
 
         Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
+            args: positional arguments of the model's call.
+            kwargs: keyword arguments of the model's call.
         """
         return self._virtual_stages[0].module(*args, **kwargs)
 

@@ -56,9 +56,9 @@ class Order:
         return len(self.ranks) * self.chunks
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the actions that must end before this one begins, whose results it takes.
+        """Return the actions whose results ``action`` takes, such as its stage's forward for a backward.
 
-        The order of actions on one rank is not among them; see ``ranks`` for it.
+        The order of actions on one rank is not considered; ``ranks`` has it.
 
         >>> gpipe(2, 1).needs(Action("B", 0, 0))
         [Action(kind='F', stage=0, micro=0), Action(kind='B', stage=1, micro=0)]
@@ -185,7 +185,7 @@ def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Or
     """Return the pipeline schedule of a name: each rank's order of forwards and backwards. Cached.
 
     Args:
-        name: a key of ``SCHEDULES``.
+        name: a key of ``SCHEDULES``, such as ``1f1b``.
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
         chunks: virtual stages a rank, v; only ``interleaved`` takes more than one.

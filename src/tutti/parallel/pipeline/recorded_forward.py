@@ -142,8 +142,8 @@ class ForwardRecord:
     def graph(self) -> fx.Graph:
         """Return the recorded forward as an ``fx.Graph`` with a ``call_module`` node for each call of a block.
 
-        A block is a module below the opened ones. The node's arguments are the outputs of earlier blocks that the call
-        reads. The graph serves to choose cuts; stages run the model's own code.
+        Blocks are the modules that pipeline stages call as units. A node's arguments are the outputs of earlier blocks
+        that the call reads. The graph serves to choose cuts; stages run the model's own code.
         """
         graph = fx.Graph()
         inputs = graph.placeholder(_INPUTS)
@@ -167,7 +167,7 @@ class ForwardRecord:
     def stage(
         self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]
     ) -> RecordedStage:
-        """Build the virtual stage that runs the block calls of consecutive graph nodes, by the model's own forward.
+        """Build the virtual pipeline stage that calls the blocks of consecutive nodes, by the model's own forward.
 
         Args:
             nodes: consecutive nodes of ``graph()``.
@@ -202,7 +202,7 @@ class RecordedStage(nn.Module):
         return at
 
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
-        """Register further parameters and buffers of the whole model on this stage, under their names there.
+        """Register further parameters and buffers of the whole model on this pipeline stage, under their names there.
 
         For tensors that belong to no block of this stage, so that its ``state_dict`` has them.
 
@@ -220,7 +220,7 @@ class RecordedStage(nn.Module):
                 self._container(path).register_buffer(key, tensor, persistent=persistent)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
-        """Run the model's own forward up to this stage's last block, with received values in place of earlier blocks.
+        """Run the model's own forward up to this pipeline stage's last block; received values replace earlier blocks.
 
         Args:
             args: positional arguments of the model's call.
@@ -231,7 +231,7 @@ class RecordedStage(nn.Module):
             The activations to send, in the order of ``sent``; on the last stage, the model's output.
 
         Raises:
-            UsageError: the forward calls other blocks than in the trial, or needs a value of another stage.
+            UsageError: the forward calls other blocks than when it was recorded, or needs a value of another stage.
         """
         [record] = self._record
         for name in record.opened:

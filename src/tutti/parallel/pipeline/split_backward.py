@@ -51,7 +51,7 @@ class SplitBackward:
         self.look()
 
     def look(self) -> None:
-        """Update the list of trained parameters from ``requires_grad``, which the script may have changed.
+        """Update this stage's list of trained parameters from ``requires_grad``, which the script may have changed.
 
         After a change the next backward again finds the parameters that need a whole backward.
         """
@@ -60,7 +60,7 @@ class SplitBackward:
             self._trained, self._late = trained, None
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take note that the stage now computes with other parameter objects.
+        """Record that new parameter objects have taken the place of former ones in this pipeline stage.
 
         Args:
             by: the new parameter by the former one; parameters that are no keys stay.
@@ -69,10 +69,11 @@ class SplitBackward:
         self._trained = [by.get(p, p) for p in self._trained]
 
     def record(self) -> list[LayerOutput]:
-        """Start to record the outputs of layers with trained weights, before the forward of one micro-batch.
+        """Start to record the outputs of the stage's layers with trained weights, before one micro-batch's forward.
 
         Returns:
-            The list that the forward fills until ``stop``; ``inputs`` and ``weights`` take it.
+            A list that the forward fills with (layer, edge of its output in the autograd graph) until ``stop`` is
+            called, to be given to ``inputs`` and ``weights``.
         """
         self._calls = []
         return self._calls
@@ -89,10 +90,10 @@ class SplitBackward:
         Args:
             roots: the tensors where backward starts, with their gradients.
             entered: the stage's inputs.
-            calls: outputs of layers, from ``record``.
+            calls: outputs of layers, the list from ``record``.
 
         Returns:
-            The gradients of ``entered``, then of ``calls``; None where ``roots`` do not depend on one.
+            The gradients of ``entered``, then of ``calls``; None for a tensor on which ``roots`` do not depend.
         """
         wanted = [*entered, *(call.edge for call in calls)]
         return _gradients(roots, wanted) if wanted else ()

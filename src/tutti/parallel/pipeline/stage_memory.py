@@ -28,7 +28,7 @@ class Counter(Protocol):
 
     @property
     def now(self) -> int:
-        """Bytes of live tensors at this moment."""
+        """Bytes of all tensors that are alive on the device at this moment."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules before which the model is cut, one less than stages; "" for a cut before a call of no module."""
+        """Name of the module before whose call each stage but the first begins; "" where that call is of no module."""
         return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
 
     @property
@@ -106,10 +106,11 @@ class StagePlan:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
             ranks: pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
-            factor: samples of such a micro-batch, relative to the observed one; activations and messages grow with it.
+            factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
 
         Returns:
-            One ``StageMemory`` a rank, over all of its virtual stages.
+            One ``StageMemory`` (bytes of parameters, buffers, activations, messages) a rank, over all of its virtual
+            stages.
         """
         order = make_order(config.schedule, ranks, micro_batches, config.chunks)
         stages = list(pairwise(self.bounds))
@@ -126,15 +127,15 @@ class StagePlan:
         factor: float,
         fits: Callable[[StageMemory], float],
     ) -> StagePlan | None:
-        """Return this plan with the most even stages of which each fits into a device's memory; None where none do.
+        """Return this plan cut into the most even stages that each fit into a device's memory; None where none do.
 
         Args:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
             ranks: pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
-            factor: samples of such a micro-batch, relative to the observed one.
-            fits: fraction of a device's memory that a stage takes, 1 for all of it. With v virtual stages a rank each
-                may take 1/v.
+            factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
+            fits: returns the fraction of a device's memory that a stage takes, 1 for all of it. With v virtual stages a
+                rank each may take 1/v.
         """
         order, stages = make_order(config.schedule, ranks, micro_batches, config.chunks), ranks * config.chunks
         if len(self.blocks) < stages:
@@ -172,7 +173,7 @@ def find_measured_partition(
     seconds: Mapping[str, float],
     closed: Collection[str] = (),
 ) -> stage_partition.StagePartition:
-    """Partition the model as a run of this layout would if its modules took the given seconds.
+    """Cut a model into pipeline stages of even time, given the seconds that its modules take.
 
     Args:
         config: options of the layout, with the number of virtual stages a rank and any cuts by name.
@@ -181,8 +182,11 @@ def find_measured_partition(
         seconds: seconds of each module's forward, by name; unused where the options name the cuts.
         closed: names of modules that no cut may go through.
 
+    Returns:
+        The model's graph, and the bounds of the virtual stages among its nodes.
+
     Raises:
-        UsageError: the model cannot be cut into that many stages; see ``find_stage_partition``.
+        UsageError: the model cannot be cut into that many stages; the message names the reason.
     """
     timed = seconds if config.schedule != "one_by_one" and not config.begins else {}
     return stage_partition.find_stage_partition(
@@ -207,7 +211,7 @@ def observe_blocks(
         found: its partition, whose graph and cuts are used.
         took: seconds of the forward of each module, by name; empty where unknown.
         run: calls the loss function on the model that it receives, and runs backward.
-        counter: counts the bytes meanwhile.
+        counter: counts the bytes of live tensors meanwhile.
         samples: number of samples in the micro-batch that ``run`` uses.
 
     Returns:

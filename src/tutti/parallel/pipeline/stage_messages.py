@@ -67,12 +67,12 @@ class StageMessages:
         ``receive`` with the same ``kind`` and ``key``, in the same order.
 
         Args:
-            kind: a key of ``KINDS``.
+            kind: ``activations`` or ``gradients``.
             values: tensors, and values that JSON can hold.
             key: identifies batches whose values have equal forms, such as the stage and the batch's shapes.
 
         Returns:
-            The forms of ``values``.
+            The forms (shape, dtype, memory format) of ``values``, in order.
 
         Raises:
             UsageError: batches of an equal key have values of different forms, or a value is neither.
@@ -100,7 +100,7 @@ class StageMessages:
         the same in a sum.
 
         Args:
-            gradients: one for each value; None where the loss does not depend on it.
+            gradients: one for each of ``values``; None where the loss does not depend on it.
             values: the activations that this stage has received.
             key: identifies batches whose values have equal forms, as for ``send``; its first entry is the stage.
 
@@ -150,12 +150,12 @@ class StageMessages:
         return coming.values, self._forms[kind, *key]
 
     def expect(self, kind: str, key: tuple[Any, ...]) -> bool:
-        """Start to receive the values of a later ``receive`` of the same kind and key, without waiting for them.
+        """Start to receive the values of a later ``receive`` from a neighbouring stage, without waiting for them.
 
         After False, no later receive of the kind may start before that ``receive``.
 
         Args:
-            kind: a key of ``KINDS``.
+            kind: ``activations`` (from the previous stage) or ``gradients`` (from the next).
             key: the key with which the neighbour sends the values.
 
         Returns:
@@ -178,10 +178,11 @@ class StageMessages:
         self._ahead[kind].append(_Coming(values, pending))
 
     def finish(self) -> None:
-        """Wait until every message of this rank has been sent, at the end of a step.
+        """Wait until every activation and gradient of this rank has been sent to its neighbours, at the end of a step.
 
         Raises:
-            UsageError: no micro-batch's loss depended on a value that it depended on in earlier steps.
+            UsageError: in this step no micro-batch's loss depended on a received activation on which it depended
+                before.
         """
         for pending, _ in self._under_way:
             pending.wait()

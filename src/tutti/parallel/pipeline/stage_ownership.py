@@ -104,7 +104,7 @@ def groups_of(
     Collective over all ranks: creates the subgroups, and broadcasts each parameter from the first rank that holds it.
 
     Args:
-        holding: ownership of the model's tensors, from ``stages_here``.
+        holding: which ranks hold which of the model's tensors, from ``stages_here``.
         run_context: mesh and communicators of the run.
 
     Returns:

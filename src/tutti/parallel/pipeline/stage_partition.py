@@ -49,7 +49,7 @@ class StagePartition:
 
     @property
     def stages(self) -> list[list[fx.Node]]:
-        """The graph nodes that each virtual stage computes, in order.
+        """The graph nodes that each virtual stage computes, one list a stage, in order.
 
         Without inputs, and without values that all stages recompute.
         """
@@ -58,14 +58,14 @@ class StagePartition:
 
     @property
     def arguments(self) -> set[str]:
-        """Names of the arguments of the model's forward that the graph reads; all others keep their defaults."""
+        """Names of the arguments of the model's forward that its graph reads; all others keep their defaults."""
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
         """Return for each virtual stage the parameters that it uses, by their first name in ``plain``.
 
-        A tied parameter appears in every stage that uses it. The first stage also holds parameters that no stage uses,
-        because the model's state has them.
+        A tied parameter appears in every stage that uses it. The first stage also has the parameters that no stage
+        uses, because the model's state has them.
 
         Args:
             plain: the whole model that was partitioned.
@@ -88,7 +88,7 @@ def find_stage_partition(
     written: Sequence[str] = (),
     members: Sequence[Sequence[str]] = (),
 ) -> StagePartition:
-    """Partition a model into ``stages``, as evenly as possible, or before the modules that ``begins`` names.
+    """Partition a model into pipeline stages, as evenly as possible, or before the modules that ``begins`` names.
 
     A module is traced into only where a name in ``begins`` is inside of it, or stages would otherwise be too uneven.
 
@@ -96,17 +96,20 @@ def find_stage_partition(
         plain: the whole model; it stays as it was.
         stages: number of virtual stages.
         begins: names of the modules before which the model is cut; empty to cut evenly.
-        seconds: of the forward of each module, by name, to make stages even in; None or empty for stages that are even
-            in the number of parameters.
+        seconds: seconds of each module's forward, by name, to make stages even in time; None or empty for stages that
+            are even in the number of parameters.
         closed: names of modules that are never traced into.
         trial: calls the loss function on a model with a micro-batch, to record a forward that ``torch.fx`` cannot
             follow; None where no micro-batch is at hand.
         written: names of attributes that the forward writes.
         members: for each stage the names of all its modules that have parameters; empty to leave them open.
 
+    Returns:
+        The model's graph, and the bounds of the virtual stages among its nodes.
+
     Raises:
         UsageError: the model cannot be cut, or not into that many stages, or not so that each stage has its
-            ``members``; with the way out.
+            ``members``; the message names a way out.
     """
     check_cuts(begins, stages)
     _check_known(plain, [name for names in members for name in names])

@@ -30,12 +30,12 @@ class SharedGradients:
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def look(self) -> None:
-        """Update the list of trained parameters from ``requires_grad``, which the script may have changed."""
+        """Update the list of trained parameters that several stages share, from their present ``requires_grad``."""
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take note that the stages now compute with other parameter objects.
+        """Record that new parameter objects have taken the place of former ones in this rank's stages.
 
         Args:
             by: the new parameter by the former one; parameters that are no keys stay.
@@ -44,18 +44,23 @@ class SharedGradients:
         self.look()
 
     def begin(self) -> None:
-        """Begin a logical worker: set the gradients of earlier workers aside and clear ``.grad``."""
+        """Clear the ``.grad`` of parameters that stages share, before a logical worker's first micro-batch.
+
+        The gradients of earlier logical workers in it are kept aside; ``finish`` adds them again.
+        """
         self._before = {p: p.grad for p in self.parameters}
         self._parts = {p: {} for p in self.parameters}
         for p in self.parameters:
             p.grad = None
 
     def take(self, micro: int) -> None:
-        """Move the shared parameters' gradients out of ``.grad``, after a stage's backward of one micro-batch.
+        """Move the gradients of parameters that stages share out of ``.grad``, after one micro-batch's backward.
+
+        They are kept until ``finish``, which sums them over the stages.
 
         Args:
-            micro: index of the micro-batch in the worker; with ``exact`` its gradients are kept apart from other
-                micro-batches'.
+            micro: index of the micro-batch in the logical worker; with ``exact`` its gradients are kept apart from
+                other micro-batches'.
         """
         for p, parts in self._parts.items():
             if p.grad is not None:
@@ -64,12 +69,13 @@ class SharedGradients:
                 p.grad = None
 
     def finish(self, micro_batches: int) -> None:
-        """Sum the worker's gradients over stages, and set ``.grad`` to their sum with the gradients of earlier workers.
+        """Sum the gradients of parameters that stages share over the stages, with those of earlier logical workers.
 
-        Collective: one all-reduce or, for more than two ranks, all-gather a parameter over the ranks that hold it.
+        The sums are in ``.grad`` afterwards. Collective: one all-reduce or, for more than two ranks, all-gather a
+        parameter over the ranks that hold it.
 
         Args:
-            micro_batches: number of the worker's micro-batches, equal on all ranks.
+            micro_batches: number of the logical worker's micro-batches, equal on all ranks.
         """
         for comm, p in self._groups:
             rows = range(micro_batches if self._exact else 1)

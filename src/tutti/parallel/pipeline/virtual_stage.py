@@ -58,7 +58,7 @@ def modules_of(nodes: Iterable[fx.Node], plain: nn.Module) -> list[tuple[str, nn
 
 
 def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that nodes take as arguments, by name: read outside of any module's forward.
+    """Return the parameters and buffers that graph nodes take as arguments, outside of any module's forward, by name.
 
     Args:
         nodes: nodes of the model's graph.
@@ -104,6 +104,10 @@ def cut_into_stages(
         also: for each stage, names of parameters and buffers that it holds though it calls no module with them.
         record: record of the forward, for stages that run the model's own code; None for stages that run parts of
             ``graph``.
+
+    Returns:
+        The virtual stages in the model's order, each with its modules and the names of the values it receives and
+        sends.
     """
     nodes = body(graph)
     last = last_uses(graph)
@@ -241,10 +245,10 @@ def _tidy(module: nn.Module, plain: nn.Module) -> None:
 
 
 def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
-    """Return the result of a stage's module as a list of values to send, also where it is a single value and no tuple.
+    """Return the result of a stage's module as a list of values to send to the next stage.
 
     Args:
-        outputs: result of ``stage.module``.
+        outputs: result of ``stage.module``: a tuple, or a single value.
         stage: the stage, not the last one.
     """
     return [outputs] if stage.alone else list(outputs)

@@ -39,11 +39,11 @@ class BlockArguments:
 
     @property
     def form(self) -> str:
-        """Text for the kinds of the call's arguments, to compare calls by; see ``form_of``."""
+        """Text that is equal for calls of the block with arguments of the same kinds: tensor types, dimensions, …"""
         return form_of(self.args, self.kwargs, self.learned)
 
     def main_input(self, features: Collection[int]) -> int:
-        """Return the index of the block's main input among the leaves of ``(args, kwargs)``.
+        """Return the index of the block's main input among all values in ``(args, kwargs)``, flattened as a pytree.
 
         It is the first floating tensor of at least two dimensions whose last one is in ``features``.
 
@@ -61,10 +61,10 @@ class BlockArguments:
         )
 
     def arguments(self, index: int, x: Tensor) -> tuple[Any, Any, list[Tensor]]:
-        """Return arguments for a trial of the block in double precision, with another main input.
+        """Return this call's arguments in double precision and with another main input, to try the block with.
 
         Args:
-            index: index of the main input among the leaves of ``(args, kwargs)``.
+            index: index of the main input among the values in ``(args, kwargs)``, flattened as a pytree.
             x: the tensor to put there.
 
         Returns:
@@ -94,7 +94,7 @@ class BlockArguments:
 
         Args:
             block: the block that is called, for the names of its arguments.
-            index: index of the main input among the leaves of ``(args, kwargs)``.
+            index: index of the main input among the values in ``(args, kwargs)``, flattened as a pytree.
         """
         names = list(inspect.signature(block.forward).parameters)
         given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
@@ -116,14 +116,14 @@ class BlockArguments:
 
 
 def form_of(args: Any, kwargs: Any, learned: Collection[bool] | None = None) -> str:
-    """Return a text that is equal for calls alike: kinds and dimensions of tensors, and types of other arguments.
+    """Return a text that is equal for calls whose arguments are of the same kinds, to compare calls of a block by.
 
     A tensor is ``float``, ``int`` or ``bool`` and its number of dimensions; ``h`` marks a tensor with a head dimension
-    and ``*`` a tensor with a gradient. Booleans, strings and None appear with their values.
+    and ``*`` a tensor with a gradient. Booleans, strings and None appear with their values, other arguments as types.
 
     Args:
         args, kwargs: arguments of the call.
-        learned: whether each leaf has a gradient; default: as the leaves say.
+        learned: whether each value in ``(args, kwargs)``, flattened, has a gradient; default: its ``requires_grad``.
     """
     leaves, spec = tree_flatten((args, kwargs))
     flags = learned or [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in leaves]

@@ -37,10 +37,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module computes x · W + b with its own W (inputs, outputs) and b, as GPT-2's ``Conv1D``.
+    """Return whether a module is a linear layer x · W + b with weight W (inputs, outputs), as GPT-2's ``Conv1D``.
 
-    A module with such tensors, neither submodules nor buffers, and a class from outside of PyTorch is tried on random
-    numbers.
+    Found by running it on random numbers, if it has such tensors, neither submodules nor buffers, and a class from
+    outside of PyTorch.
     """
     if isinstance(module, TransposedLinear):
         return True

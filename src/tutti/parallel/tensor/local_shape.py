@@ -61,9 +61,9 @@ class LocalShapeMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def cut(self, have: int, sizes: list[int]) -> int:
-        """Return the index in ``sizes`` of the size to reduce, so that a view fits this rank's slice.
+        """Return which size of a view to reduce, as an index in ``sizes``, so that it fits this rank's tensor slice.
 
-        The plan gives it for each view that does not fit, in the order of the calls.
+        The TP plan lists these indices for the views that do not fit, in the order of the calls.
 
         Args:
             have: number of elements of the tensor on this rank.
@@ -77,9 +77,9 @@ class LocalShapeMode(TorchFunctionMode):
         return self.sizes[self.viewed]
 
     def dim(self, tensor: Tensor) -> int:
-        """Return the dimension along which ranks split the input of this call of dropout or attention.
+        """Return the dimension along which ranks split the input of the present call of dropout or attention.
 
-        The plan gives it for each call, in their order.
+        The TP plan lists these dimensions for the calls, in their order.
 
         Args:
             tensor: the input; unused here, for subclasses.
@@ -168,9 +168,9 @@ class HeadParallelBlock(TensorParallelLayer):
     tutti_forms: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain block's own forward on this rank's heads, with its view sizes and dropout fitted to them.
+        """Run the unsplit block's own forward on this rank's heads, with its view sizes and dropout fitted to them.
 
-        Takes and returns what the plain block does.
+        Takes the unsplit block's arguments and returns its result.
 
         Raises:
             UsageError: the arguments are of other kinds than in the calls for which the split was verified, or the code
@@ -188,14 +188,15 @@ class HeadParallelBlock(TensorParallelLayer):
 
 
 def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int], forms: Sequence[str]) -> None:
-    """Set how the forward of a ``HeadParallelBlock`` fits view sizes and dropout to this rank's slice.
+    """Set how a block that runs on this rank's heads or features adapts its own view sizes and dropout to them.
 
     Args:
-        module: the block.
+        module: the block, a ``HeadParallelBlock``.
         width: features of all heads together.
         sizes: for each view that does not fit a slice, the index of the size to reduce.
         draws: for each call of dropout or attention the split dimension, counted from the last; 0 where none is.
-        forms: texts of ``form_of`` for the calls for which the split was verified; none for a block of one argument.
+        forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``; the forward
+            refuses other calls. Empty for a block of one argument.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
     # What was proved with gradients holds without them.

@@ -48,7 +48,10 @@ def add_loss_parallel(
 
 
 def hooked(plain: nn.Module) -> bool:
-    """Return whether the model or a submodule has a backward hook, which would receive the gradient of a slice."""
+    """Return whether the model or a submodule has a backward hook.
+
+    With outputs split over ranks the hook would receive the gradient of a slice.
+    """
     return any(map(has_backward_hook, plain.modules()))
 
 
@@ -112,7 +115,10 @@ class Outputs:
 
     @contextmanager
     def kept(self) -> Any:
-        """Return a context in which the module's outputs stay split, for a loss function that takes ``SplitTensor``."""
+        """Return a context in which the model's forward returns outputs split over ranks, as ``SplitTensor``.
+
+        For a loss function that takes them. Outside of it the outputs are gathered.
+        """
         self._keep = True
         try:
             yield

@@ -56,10 +56,10 @@ class SplitReads:
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Return a context around the script's code in which reads of split parameters that would be wrong raise.
+        """Return a context around the user's code in which reads of split parameters that would be wrong raise.
 
-        Within a context that is already open it does nothing. It may stay open over the body of a custom training loop,
-        between two calls of a generator.
+        Elementwise functions are allowed. Within a context that is already open it does nothing. It may stay open over
+        the body of a custom training loop, between two calls of a generator.
 
         Raises:
             UsageError: the script computes something from a split parameter that needs the whole parameter.
@@ -77,7 +77,7 @@ class SplitReads:
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
-        """Return a context within ``script_code`` that allows every read.
+        """Return a context, to be entered within ``script_code``, in which every read of a split parameter is allowed.
 
         For code that handles slices correctly: the model's forward, a backward, an optimizer's update.
         """

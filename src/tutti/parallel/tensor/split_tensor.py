@@ -43,7 +43,7 @@ class SplitTensor(Tensor):
         Args:
             part: this rank's slice.
             cut: the split dimension; may count from the end.
-            slice_: slice of the layer that made ``part``; its ``length`` is the size of the whole along ``cut``.
+            slice_: ranks and size of the split; its ``length`` is the size of the whole tensor along ``cut``.
         """
         new = part.as_subclass(cls)
         new.part, new.cut, new.slice_, new._known = part, cut % part.dim(), slice_, None
@@ -64,9 +64,10 @@ class SplitTensor(Tensor):
 
 
 def whole(value: Any) -> Any:
-    """Return ``value`` with each ``SplitTensor`` gathered, also inside tuples, lists and mappings; else unchanged.
+    """Return ``value`` with each tensor that is split over ranks (``SplitTensor``) gathered; all else unchanged.
 
-    Collective: an all-gather for each split tensor that was not gathered before.
+    Also inside tuples, lists and mappings. Collective: an all-gather for each split tensor that was not gathered
+    before.
     """
     if isinstance(value, SplitTensor):
         return _gathered(value)

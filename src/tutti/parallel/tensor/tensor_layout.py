@@ -28,13 +28,14 @@ class TensorLayout:
     def build(self, plain: nn.Module) -> WholeRunner:
         """Slice the layers of the TP plan in place, and return the runner of the model with this rank's slices.
 
-        Collective. The values of slices and whole tensors become those of the first tensor rank. One rank leaves the
-        model as it is.
+        Collective over the tensor ranks. The values of slices and whole tensors become those of the first tensor rank.
+        One rank leaves the model as it is.
 
         Args:
             plain: the whole model, equal on all ranks.
 
         Raises:
+            MismatchError: the ranks have built different models.
             UsageError: activation checkpointing matches no module, or the model cannot be split as the options ask.
         """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
@@ -75,9 +76,9 @@ class TensorRunner(WholeRunner):
         over the tensor ranks, all of which run the same micro-batches.
 
         Args:
-            micro_batches: the worker's, in order; at least one.
+            micro_batches: the logical worker's, in order; at least one.
             loss: the user's loss function.
-            grad_hook: gradient-ready hook; None for forward alone.
+            grad_hook: told of each gradient that backward has completed; None for forward alone.
 
         Returns:
             The loss sums over the micro-batches, on every rank of the replica.

@@ -115,7 +115,7 @@ class LayerSlice(NamedTuple):
 
 
 def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
-    """Apply dropout to this rank's slice along ``dim``, with the draws that one device makes for the whole tensor.
+    """Return this rank's slice after dropout, with the same random draws that one device makes for the whole tensor.
 
     Not collective: each rank draws for the whole tensor, from equal RNG states.
 

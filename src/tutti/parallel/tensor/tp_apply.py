@@ -95,7 +95,7 @@ class TensorParallelizer:
         self.closed = closed_blocks(self.plan)
 
     def check(self, read: Collection[str]) -> None:
-        """Raise UsageError if a parameter that a forward reads outside of its layer would be split.
+        """Raise UsageError if the plan splits a parameter that a forward reads outside of the parameter's layer.
 
         Args:
             read: names of the parameters that are read outside of their layers.
@@ -108,7 +108,7 @@ class TensorParallelizer:
             )
 
     def apply(self) -> None:
-        """Slice the model's parameters as the plan says and convert its layers to tensor-parallel ones, in place.
+        """Slice the model's parameters as its TP plan says and convert its layers to tensor-parallel ones, in place.
 
         Parameters stay the same objects, which an optimizer may hold. Collective: a broadcast of the first tensor
         rank's parameters and buffers. With one rank nothing is done.
@@ -123,8 +123,9 @@ class TensorParallelizer:
         return {name: p for name, p in parameters([self._plain]) if name in self._specs}
 
     def mark(self, replica: ReplicaPart) -> None:
-        """Tell a replica which of its tensors are slices: set its ``specs``, ``not_owned``, ``summary`` and contexts.
+        """Record in a replica which of its tensors are slices, and of which a rank other than this one is the owner.
 
+        Sets ``specs`` (place of each slice), ``not_owned``, ``summary`` and the contexts that check reads of slices.
         Tensors that are whole on every rank belong to the first tensor rank, which counts them in norms and saves them.
         With one rank nothing is done.
 
@@ -169,9 +170,13 @@ def find_tp_plan(
         module: the whole model, with real parameters; it stays as it was.
         ranks: number of tensor ranks.
         config: options of tensor parallelism.
-        trial: as ``RunContext.trial``; None where no data is at hand.
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
+            where no data is at hand.
         device: device of the trial.
-        compiled: whether the run compiles the model.
+        compiled: whether the run compiles the model; its outputs are then never left split.
+
+    Returns:
+        One entry for each module that is split or computes on a slice, in the model's order.
     """
     whole = [*config.whole, *read_elsewhere(module, trial, device)]
     calls = record_calls(module, blocks_with_arguments(module), trial, device)
@@ -209,12 +214,20 @@ def split_layers(
 
 
 def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
-    """Return whether layers of a plan may return ``SplitTensor``s."""
+    """Return whether layers of a TP plan may return outputs that stay split over ranks (``SplitTensor``).
+
+    Args:
+        plan: entries of the modules that do not stay whole.
+        config: options of tensor parallelism; with sequence parallelism the answer is True unless the plan is empty.
+    """
     return bool(plan) and (config.sequence or any(entry.role == "scores" for entry in plan))
 
 
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
-    """Return the names of blocks whose forward runs on a slice, and that must not be traced into."""
+    """Return the names of the plan's blocks whose own forward runs on this rank's heads or features.
+
+    A graph trace must not go into them.
+    """
     return frozenset(entry.name for entry in plan if entry.role == "within")
 
 

@@ -49,7 +49,7 @@ class RowParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute whole outputs from this rank's inputs: (…, inputs here) → (…, outputs). Collective: an all-reduce.
 
-        With sequence parallelism a reduce-scatter, and a ``SplitTensor`` along positions; see ``summed``.
+        With sequence parallelism a reduce-scatter, whose result is a ``SplitTensor`` along the positions.
         """
         part = functional.linear(input, matrix(self))
         whole = summed(part, self.tutti_slice)
@@ -60,9 +60,9 @@ class GatheredOutput(TensorParallelLayer):
     """A linear or convolution layer split by outputs: whole inputs → whole outputs, by an all-gather."""
 
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
-        """Compute whole outputs as the plain layer, with its arguments.
+        """Compute the whole outputs of a linear or convolution layer that is split by outputs over ranks.
 
-        Collective: an all-gather of the ranks' outputs.
+        Takes the arguments of the unsplit layer. Collective: an all-gather of the ranks' outputs.
         """
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
@@ -88,9 +88,9 @@ class VocabParallelEmbedding(TensorParallelLayer):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up whole embeddings: indices (…) → (…, features). Collective: an all-reduce.
+        """Look up whole embeddings in a table split by rows: indices (…) → (…, features). Collective: an all-reduce.
 
-        With sequence parallelism a reduce-scatter, and a ``SplitTensor`` along positions; see ``summed``.
+        With sequence parallelism a reduce-scatter, whose result is a ``SplitTensor`` along the positions.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         elsewhere = (input < mine.start) | (input >= mine.stop)
@@ -106,7 +106,7 @@ class ParallelDropout(TensorParallelLayer):
     p: float
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout to this rank's features: (…, features here) → the same shape. Not collective.
+        """Apply dropout to this rank's slice of the features: (…, features here) → the same shape. Not collective.
 
         The ranks draw with equal RNG states for all features, so that masks are those of one device.
         """
@@ -119,12 +119,12 @@ _BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
 
 
 def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
-    """Convert a plain layer into a tensor-parallel layer of ``kind``, in place, by a subclass of its own class.
+    """Convert an unsplit layer into a tensor-parallel layer, in place, by a subclass of its own class.
 
     The caller slices its parameters.
 
     Args:
-        module: a plain layer.
+        module: the layer.
         kind: tensor-parallel class that its new class inherits from, before its own.
         slice_: this rank's slice of the layer.
     """

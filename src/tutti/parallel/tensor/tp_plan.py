@@ -56,12 +56,15 @@ class PlanEntry:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
-        """Build an entry from the dictionary that another rank's ``as_json`` returned."""
+        """Build the TP plan's entry for one module from a dictionary that ``as_json`` has returned, on any rank."""
         cuts = {name: TensorCut(*cut) for name, cut in value["cuts"].items()}
         return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry's fields as a dictionary that JSON can hold, to broadcast the plan to other ranks."""
+        """Return the fields of one module's entry in the TP plan as a dictionary that JSON can hold.
+
+        To broadcast the plan to other ranks.
+        """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 
 
@@ -108,12 +111,13 @@ class PlanFinder:
             self._left |= {name for name, module in everywhere if splittable(module) and not self._may(name, *SPLIT)}
 
     def find(self) -> list[PlanEntry]:
-        """Derive the TP plan: which layers of the model are split, and how.
+        """Derive the TP plan of the model: which layers are split over tensor ranks, and how.
 
         Not collective; tries blocks on random numbers.
 
         Returns:
-            Entries in the model's order; modules without an entry stay whole on every rank.
+            An entry for each module that is split or computes on a slice, in the model's order; all others stay whole
+            on every rank.
         """
         for name, module in reversed(list(self._model.named_modules())):
             if isinstance(module, nn.MultiheadAttention):
@@ -294,7 +298,7 @@ def splittable(module: nn.Module) -> bool:
 
 
 def blocks_with_arguments(model: nn.Module) -> list[str]:
-    """Return the names of blocks whose forward takes several arguments, as attention with a mask does.
+    """Return the names of blocks (such as attention with a mask) whose forward takes several arguments.
 
     A block here is a module of the user's own class that holds a few linear layers. To try a split of it,
     ``record_calls`` must record a real call first.
@@ -350,14 +354,15 @@ def _plain(module: nn.Module) -> bool:
 
 
 def summary(model: nn.Module, plan: Sequence[PlanEntry]) -> dict[str, list[str]]:
-    """Return the names of the model's modules by their role in the TP plan, for the run's header.
+    """Return the names of the model's modules by their role in the TP plan, to print at the start of a run.
 
     Args:
-        model: the plain model.
+        model: the whole, unsplit model.
         plan: its plan.
 
     Returns:
-        By role, the names of modules with parameters of their own; under ``whole`` the modules outside of the plan.
+        By role (``column``, ``row``, ``heads``, …), the names of modules with parameters of their own; under ``whole``
+        the modules outside of the plan.
     """
     roles = {entry.name: entry.role for entry in plan}
     found: dict[str, list[str]] = {}

@@ -36,15 +36,15 @@ _FITS: Mapping[str, _Fit] = {
 
 
 def roles_asked(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return the role of each module that the user's TP plan by hand splits, by the module's name.
+    """Return the role of each module that the user's hand-written TP plan splits, by the module's name.
 
     Args:
-        model: the plain model.
+        model: the whole, unsplit model.
         styles: style (a key of ``tutti.config.layout_config.TP_STYLES``, such as ``colwise``) by a pattern of whole
             module names, as of ``fnmatch``; of several patterns that match a name the last one counts.
 
     Returns:
-        Roles, values of ``TP_STYLES``; modules of style ``whole`` are left out.
+        Roles, such as ``column`` for ``colwise``; modules of style ``whole`` are left out.
 
     Raises:
         UsageError: a pattern matches no module, or a module that its style is not for.

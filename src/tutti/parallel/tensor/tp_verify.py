@@ -49,12 +49,14 @@ class TensorCut(NamedTuple):
     blocks: int = 1
 
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-        """Cut a rank's slice out of a whole tensor: a view, or a copy where there are several blocks. Not collective.
+        """Cut a rank's slice out of a whole tensor, along the split dimension. Not collective.
+
+        A view; a copy where the dimension consists of several equal parts that are split alike (queries, keys, values).
 
         Args:
             tensor: the whole tensor.
-            rank: the rank.
-            ranks: number of ranks.
+            rank: index of the rank.
+            ranks: number of ranks, which have even shares.
         """
         mine = even_share(self.units, ranks, rank)
         step = tensor.shape[self.dim] // self.blocks
@@ -63,15 +65,15 @@ class TensorCut(NamedTuple):
         return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
 
     def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the offset of a rank's slice in the whole tensor; with several blocks, in the first of them.
+        """Return the index of the first element of a rank's slice in the whole tensor, one number a dimension.
+
+        It is 0 in all dimensions but the split one. Where that one consists of several equal parts that are split alike
+        (queries, keys, values), it is the index in the first part.
 
         Args:
             tensor: the whole tensor.
-            rank: the rank.
-            ranks: number of ranks.
-
-        Returns:
-            One number a dimension, 0 for all but the split one.
+            rank: index of the rank.
+            ranks: number of ranks, which have even shares.
         """
         each = tensor.shape[self.dim] // self.blocks // self.units
         begin = each * even_share(self.units, ranks, rank).start

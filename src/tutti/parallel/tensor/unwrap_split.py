@@ -15,7 +15,7 @@ from tutti.torch_compat import tree_flatten, tree_unflatten
 
 @contextmanager
 def seen_as_shares(module: nn.Module) -> Iterator[None]:
-    """Make forward pre-hooks that the code within registers see this rank's slices in place of ``SplitTensor`` inputs.
+    """Return a context in which registered forward pre-hooks will get this rank's slices, not ``SplitTensor`` inputs.
 
     For FSDP2's hooks, registered with ``prepend=True``: they pass their inputs through autograd functions, which see a
     tensor's memory and not its class. After the hooks the inputs are wrapped again. The two hooks that do this stay on

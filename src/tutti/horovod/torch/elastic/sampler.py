@@ -37,9 +37,10 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """Dataset indices of the samples of this epoch that have been processed; a new set.
+        """Dataset indices of the samples of this epoch that have been processed, as a new set.
 
-        Those of this rank, and those that other ranks had recorded at the last commit or ``sync``.
+        They are the samples that this rank has recorded, and those that other ranks had recorded at the last commit or
+        ``sync``.
         """
         return set(self._processed)
 
@@ -79,11 +80,16 @@ class ElasticSampler(Sampler[int]):
         self._processed.update(dict.fromkeys(new))
 
     def unshared(self) -> list[int]:
-        """Return the dataset indices that this rank has recorded since the last exchange of records between ranks."""
+        """Return the dataset indices of samples that this rank has processed, but other ranks do not know of yet.
+
+        That is since the last exchange of records.
+        """
         return self._unshared
 
     def share(self, indices: Iterable[int]) -> None:
-        """Add the records of all ranks to this rank's, after an exchange; ``unshared`` is empty from then on.
+        """Record samples that any rank has processed, after an exchange of the ranks' records.
+
+        ``unshared`` is empty from then on.
 
         Args:
             indices: dataset indices that any rank has processed.

@@ -29,7 +29,7 @@ class Stateful(Protocol):
         """Return the object's state as a dict of plain values and tensors, as PyTorch's ``state_dict`` methods do."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore the state that ``state_dict`` returned, on this or another rank."""
+        """Restore the object's state from a dict that ``state_dict`` returned, on this or another rank."""
 
 
 class StateHandler:
@@ -43,7 +43,7 @@ class StateHandler:
         self.set_value(value)
 
     def set_value(self, value: Any) -> None:
-        """Save and synchronise the object ``value`` from now on instead of the former one, and save its state."""
+        """Save, restore and synchronise ``value`` from now on instead of the former object; save its state at once."""
         self.value = value
         self.save()
 
@@ -60,7 +60,10 @@ class StateHandler:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def skip_sync(self) -> None:
-        """Exchange only what differs between ranks, after hosts were merely removed. Does nothing by default."""
+        """Exchange only the parts of the object's state that differ between ranks, after hosts were merely removed.
+
+        Does nothing by default.
+        """
 
 
 class ModelStateHandler(StateHandler):
@@ -115,7 +118,7 @@ class SamplerStateHandler(StateHandler):
         sampler.share(itertools.chain.from_iterable(done for epoch, done in found if epoch == sampler.epoch))
 
     def sync(self) -> None:
-        """Merge the ranks' records of processed samples in rank 0's epoch, and divide the rest anew over the ranks.
+        """Merge the ranks' records of processed samples, take rank 0's epoch, and divide the rest anew over the ranks.
 
         Collective over all ranks; blocks. After ``restore`` only rank 0's copy counts, which has the records of all
         ranks at the last commit.
