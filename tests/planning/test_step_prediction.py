@@ -407,3 +407,11 @@ def test_a_pipeline_sends_what_the_communicator_counts(schedule: str, tmp_path: 
     predicted = {link: tuple(found) for link, found in times.program.between_stages.items()}
     for links in worlds.run(2, counted, strategy=strategy):
         assert links == predicted
+
+
+def test_tensor_ranks_are_compared_with_the_whole_model_on_one_device() -> None:
+    """The baseline of the efficiency updates whole parameters, and not the slices of one tensor rank."""
+    split = gather_sizes("text", run("tensor", 2, model="gpt:layers=2")).step
+    whole = gather_sizes("text", run("mirrored", 1, model="gpt:layers=2")).step
+    assert split.alone().tensors == whole.tensors != split.tensors
+    assert split.alone().alone() is split.alone() and whole.alone() is whole

@@ -197,7 +197,7 @@ class _End:
 def shutdown() -> None:
     """Leave the job: call the functions registered by ``before_shutdown``, then destroy the process group.
 
-    A process group that ``init`` did not make stays. A second call does nothing; ``init`` may be called again.
+    A process group that ``init`` did not make stays. A second call calls the functions alone; ``init`` can join again.
     """
     global _world
     for function in _before_shutdown:

@@ -88,7 +88,7 @@ class StepFacts:
         frozen: parameters that are not trained, in the model's order.
         messages: collectives over the tensor ranks in one micro-batch, in order, by choice of activation checkpointing;
             empty where no layer is split.
-        whole: workload of the model before it was split over tensor ranks; None where no layer is split.
+        whole: facts of the model on one device, without stages; None where no layer is split over tensor ranks.
     """
 
     workload: Workload
@@ -96,15 +96,11 @@ class StepFacts:
     stages: StageFacts | None = None
     frozen: tuple[TensorFacts, ...] = ()
     messages: Mapping[str, tuple[GroupMessage, ...]] = field(default_factory=dict)
-    whole: Workload | None = None
+    whole: StepFacts | None = None
 
     def alone(self) -> StepFacts:
-        """Return the facts with the workload that the whole model has on one device, before tensor parallelism.
-
-        Pipeline stages and collectives are left out; sizes of parameters stay those of a tensor rank's slices. Where no
-        layer is split over tensor ranks, the object itself is returned.
-        """
-        return self if self.whole is None else StepFacts(self.whole, self.tensors)
+        """Return the facts of the same model on one device, where no layer is split over tensor ranks."""
+        return self.whole or self
 
 
 def gradient_vectors(

@@ -202,22 +202,15 @@ class TaskSizes:
         for name in modules:
             for parameter in model.get_submodule(name).parameters():
                 owners.setdefault(id(parameter), name)
-        local = self._model
-        if split is not None:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                local = split.build()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         stages = None if partition is None else _stage_facts(partition, model, [name for name, _ in named])
-        sizes = dict(local.named_parameters())
-        every = [
-            (p, TensorFacts(name, owners.get(id(p), REST), tuple(sizes[name].shape), p.dtype))
-            for name, p in model.named_parameters()
-        ]
-        tensors = tuple(facts for p, facts in every if p.requires_grad)
-        frozen = tuple(facts for p, facts in every if not p.requires_grad)
+        workload = self._workload(tuple(modules), config)
+        tensors, frozen = _tensor_facts(model, model, owners)
         if split is None:
-            return StepFacts(self._workload(tuple(modules), config), tensors, stages, frozen)
-        whole = self._workload(tuple(modules), config)
+            return StepFacts(workload, tensors, stages, frozen)
+        whole = StepFacts(workload, tensors, frozen=frozen)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tensors, frozen = _tensor_facts(model, split.build(), owners)
         workload = self._workload(tuple(modules), config, split)
         return StepFacts(workload, tensors, stages, frozen, self._messages[id(workload)], whole)
 
@@ -248,6 +241,19 @@ class TaskSizes:
             found = self._workloads[key] = trace_workload(subject, real=real, choices=self._choices)
             self._messages[id(found)] = {} if log is None else log.lines()
         return self._workloads[key]
+
+
+def _tensor_facts(
+    model: nn.Module, local: nn.Module, owners: Mapping[int, str]
+) -> tuple[tuple[TensorFacts, ...], tuple[TensorFacts, ...]]:
+    """Return the trainable and the frozen parameters of ``model`` with the shapes that they have in ``local``."""
+    shapes = {name: tuple(p.shape) for name, p in local.named_parameters()}
+    trainable: list[TensorFacts] = []
+    frozen: list[TensorFacts] = []
+    for name, parameter in model.named_parameters():
+        facts = TensorFacts(name, owners.get(id(parameter), REST), shapes[name], parameter.dtype)
+        (trainable if parameter.requires_grad else frozen).append(facts)
+    return tuple(trainable), tuple(frozen)
 
 
 def _split_key(layout: Any, ranks: int) -> Hashable:
