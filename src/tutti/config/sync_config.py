@@ -89,7 +89,9 @@ class RowsConfig(StrategyOptions):
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
-        """Return whether parameters are sharded: stages 2 and 3 on several shard ranks.
+        """Return whether FSDP2 shards the parameters: in ZeRO stages 2 and 3, over several ranks of ``shard``.
+
+        In stage 2, too, a rank holds only its rows between steps; parameters are whole from forward to backward.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -168,11 +170,10 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the strategy's capabilities that change if several replicas shard one copy of the state, by name.
+        """Return the capabilities that differ from those in ``parallel/registry.py``, by name; empty without shards.
 
-        ``exchange`` is another class that synchronises gradients, and ``worker_gradients`` is False, as the gradient of
-        each logical worker by itself is not there. Empty without shards. The values take the place of the strategy's
-        own entries in ``parallel/registry.py``.
+        With ``shards`` above 1: ``exchange``, the class ``ShardedSync`` of the strategy ``sharded`` for the gradient
+        synchronisation; and ``worker_gradients``, False, because no rank has the gradient of one logical worker.
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 

@@ -38,6 +38,7 @@ EXTRAS = {
     "report": ("jinja2", "matplotlib"),
     "server": ("pyzmq",),
     "tensorboard": ("tensorboard",),
+    "float8": ("torchao",),
     "bench": ("accelerate", "lightning-fabric", "pytorch-optimizer", "torch-optimizer"),
 }
 """Packages of each extra that pyproject.toml declares for users."""

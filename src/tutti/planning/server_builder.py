@@ -110,7 +110,7 @@ def is_elementwise(optimizer: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def optimizer_settings(optimizer: str, named: Shapes) -> int:
+def server_hyperparameters(optimizer: str, named: Shapes) -> int:
     """Return the number of hyperparameter values that a rank sends to parameter servers in a step.
 
     Args:
@@ -205,7 +205,7 @@ class ServerBuilder(ReplicaBuilder):
             self.costs.note("encrypting messages to parameter servers takes no time")
         tensors, text = self.facts.tensors, self.config.optimizer
         plan = server_plan(tensors, exchange.servers, text)
-        settings = optimizer_settings(text, tuple((t.name, t.shape) for t in tensors))
+        settings = server_hyperparameters(text, tuple((t.name, t.shape) for t in tensors))
         service = _Service(self, plan, exchange.servers, shared)
         if exchange.mode == "sync":
             return self._synchronous(
