@@ -25,7 +25,7 @@ def noise(
     svg: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Estimate the critical batch size from the gradient noise of runs: beyond it a larger batch saves few steps.
+    """Estimate the critical batch size from gradient noise.
 
     Example: tutti noise runs/digits-20261123-101500
 
