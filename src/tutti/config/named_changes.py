@@ -1,4 +1,4 @@
-"""What a resumed run may do otherwise than its checkpoint: settings that the user names. No torch."""
+"""Settings in which a resumed run may differ from its checkpoint, because the user names them. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say of every field of a configuration where its value comes from: a flag, a variable, a line of a file. No torch."""
+"""Origin of the value of every field of a configuration: a flag, a variable, a line of a file. No torch."""
 
 from __future__ import annotations
 

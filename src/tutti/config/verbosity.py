@@ -1,4 +1,4 @@
-"""How much a command tells on standard error: ``-q``, ``-v`` and ``-vv``, by the logger ``tutti``. No torch."""
+"""Verbosity of commands on standard error: ``-q``, ``-v`` and ``-vv`` set the level of logger ``tutti``. No torch."""
 
 from __future__ import annotations
 

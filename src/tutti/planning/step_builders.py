@@ -1,4 +1,4 @@
-"""Choose the builder of a step's program by its strategy, and refuse what no program is known for."""
+"""Choose the builder of a step's program by its strategy, and refuse strategies and options without a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tutti import parallel
-from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
+from tutti.config.layout_config import TensorConfig
 from tutti.config.sync_config import (
     AllReduceConfig,
     CentralConfig,
@@ -26,7 +26,7 @@ from tutti.planning.pipeline_builder import PipelineBuilder
 from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.server_builder import ServerBuilder, is_elementwise
-from tutti.planning.step_facts import StepFacts
+from tutti.planning.step_facts import StepFacts, pipeline_layout
 from tutti.planning.step_program import StepProgram
 
 
@@ -122,7 +122,7 @@ def build_step(
     slow = slowness(config, costs, typical_computing(config, parts, prices))
     common = facts, config, costs, slow, prices, shape
     exchange, data_ranks = choice.exchange, choice.data_ranks(devices)
-    if isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1):
+    if pipeline_layout(choice, shape) is not None:
         return PipelineBuilder(*common).build(choice, parts), slow
     if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
         builder = ReplicaBuilder(*common)

@@ -1,4 +1,4 @@
-"""What a training step computes and sends, as sizes: parameters, stages, gradient buckets, rows, tensor messages."""
+"""Sizes of what a training step computes and sends: parameters, stages, gradient buckets, rows, tensor messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from tutti.comm.partition import even_share
 from tutti.comm.shared_memory import SMALL_BYTES
 from tutti.comm.tree_sum import tree_sum_traffic
+from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.parallel.choice import Choice
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.planning.step_program import GradientVector, PeriodicCollective
@@ -101,6 +103,19 @@ class StepFacts:
     def alone(self) -> StepFacts:
         """Return the facts of the same model on one device, where no layer is split over tensor ranks."""
         return self.whole or self
+
+
+def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
+    """Return the layout of a strategy whose replicas are cut into stages; None where a replica is not cut.
+
+    A hybrid with one stage is not cut.
+
+    Args:
+        choice: the strategy with its options.
+        shape: size of each dimension of the device mesh, by name.
+    """
+    cut = isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1)
+    return choice.layout if cut else None
 
 
 def gradient_vectors(

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from tutti import parallel
-from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.sync_config import AllReduceConfig, RowsConfig
 from tutti.config.train_config import TrainConfig
 from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
@@ -30,6 +29,7 @@ from tutti.planning.step_facts import (
     carried,
     gradient_vectors,
     module_bytes,
+    pipeline_layout,
     rank_row_bytes,
     row_bytes,
     totals_bytes,
@@ -72,7 +72,7 @@ def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: 
     shape, parts = choice.shape(devices), rank_micro_batches(config)
     computing = typical_computing(config, parts, prices)
     floor = _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
-    if isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1):
+    if pipeline_layout(choice, shape) is not None:
         return None if facts.stages is None else floor.pipeline(choice, facts.stages, parts)
     if isinstance(choice.exchange, RowsConfig) and shape["shard"] > 1:
         return floor.rows(choice.exchange.stage, parts)

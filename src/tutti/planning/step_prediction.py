@@ -25,7 +25,7 @@ from tutti.planning.memory_plan import Facts, first_sample, memory_rows, model_f
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
-from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups
+from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups, pipeline_layout
 from tutti.planning.step_program import StepTimes, evaluate_program
 from tutti.planning.tensor_split import TensorSplit
 from tutti.tasks import task_registry
@@ -193,9 +193,10 @@ class TaskSizes:
         units = getattr(choice.exchange, "units", ("auto",))
         modules = [names[id(module)] for module in wrapped_modules(model, units)]
         partition = None
-        if isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1):
+        layout = pipeline_layout(choice, shape)
+        if layout is not None:
             closed = () if split is None else split.closed
-            partition = find_measured_partition(choice.layout, model, shape["stage"], {}, closed)
+            partition = find_measured_partition(layout, model, shape["stage"], {}, closed)
             calls = [str(node.target) for node in body(partition.graph) if node.op == "call_module"]
             modules = list(dict.fromkeys(calls))
         owners: dict[int, str] = {}
