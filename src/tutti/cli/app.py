@@ -38,7 +38,7 @@ from tutti.launcher.encoding import replace_unencodable
 
 
 def version() -> str:
-    """Return the versions of tutti and of the installed torch."""
+    """Return the text of ``tutti --version``: versions of tutti and of the installed torch, a line each."""
     return f"tutti {VERSION}\ntorch {_installed('torch')}"
 
 
@@ -79,12 +79,13 @@ def build_app() -> App:
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; an error is printed to stderr as one message.
+    """Run one command line of ``tutti`` and return its exit code; an error is printed to stderr as one message.
 
-    Only an unexpected exception shows its traceback. On failure a rank of a job of several processes ends its process
-    here, because ordinary interpreter exit would wait for peers.
+    Only an unexpected exception shows its traceback. If the command fails in a process that has joined a job of several
+    ranks, the process ends here, because ordinary interpreter exit would wait for the other ranks.
 
-    ``tokens``: the words after ``tutti``; None for those of ``sys.argv``.
+    Args:
+        tokens: the words after ``tutti``; None for those of ``sys.argv``.
     """
     replace_unencodable(sys.stdout, sys.stderr)
     code = _run(tokens)

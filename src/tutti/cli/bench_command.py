@@ -84,7 +84,15 @@ def _ranks(text: str | None) -> list[int]:
 
 
 def show_machine(found: Machine) -> None:
-    """Print a measured machine's cost curves and figures as two tables."""
+    """Print what ``tutti bench`` has measured as two tables: cost curves, and single numbers such as rates.
+
+    A curve's row has the rate of large calls, the time of an empty call, the size at which half the rate is reached,
+    the largest relative error of the fitted line, and the number of measurements. A number's row has median,
+    interquartile range in per cent of it, number of measurements, and basis, such as ``measured``.
+
+    Args:
+        found: the measured machine.
+    """
     print(f"{found.device['name']} · {found.host['cores']} cores · {found.measured} · {found.seconds:.0f} s\n")
     if found.curves:
         rows = [

@@ -87,7 +87,10 @@ def _check_options(config: TrainConfig) -> None:
 
 
 def variable_fields() -> dict[str, Any]:
-    """Return the fields of ``TrainConfig`` that ``TUTTI_*`` variables give, converted as the command line does."""
+    """Return the options that ``TUTTI_*`` variables in ``os.environ`` give, by field of ``TrainConfig``.
+
+    Their texts are converted to the types of the fields, as those of flags are.
+    """
     app = App(name="variables", version="")
 
     @app.default

@@ -12,7 +12,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     The first column is left-aligned, all further ones, mostly numbers, are right-aligned.
 
     Args:
-        heads: the headings.
+        heads: the headings of the columns.
         rows: the texts of each row, as many as headings.
     """
     if sys.stdout.isatty():
@@ -30,11 +30,13 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def plain_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines of text: the first column left-aligned, the rest right-aligned, two spaces between.
+    """Format a table as lines of text, the headings' first: the first column left-aligned, all others right-aligned.
+
+    Two spaces separate columns.
 
     Args:
-        heads: the headings.
-        rows: the texts of each row.
+        heads: the headings of the columns.
+        rows: the texts of each row, as many as headings.
 
     >>> plain_columns(["fault", "lost"], [["kill", "12"], ["stop", "0"]])
     ['fault  lost', 'kill     12', 'stop      0']

@@ -51,7 +51,11 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", sho
 
 
 def run_checks() -> Iterator[Finding]:
-    """Run every check of ``tutti doctor`` in turn, and yield its findings when it ends; takes about ten seconds."""
+    """Run the checks of ``tutti doctor`` one after the other, and yield the findings of each when it ends.
+
+    A finding is a line of the report: a mark (``ok``, ``note`` or ``problem``), a text, and a remedy for a problem. All
+    checks together take about ten seconds.
+    """
     allowed = cgroup.read_limits()
     checks: list[tuple[str, Check]] = [
         ("versions", software.software),
@@ -78,7 +82,10 @@ def run_checks() -> Iterator[Finding]:
 
 
 def launcher() -> Iterator[Finding]:
-    """Yield the launcher (torchrun, srun, mpirun, …) that has started this process, by its environment variables."""
+    """Check which launcher (torchrun, srun, mpirun, …) has started this process, by its environment variables.
+
+    Yields one finding for ``tutti doctor``: a problem if the variables are malformed or incomplete, else ok.
+    """
     try:
         found = process_context.read_identity(os.environ)
     except UsageError as error:
@@ -93,7 +100,10 @@ def launcher() -> Iterator[Finding]:
 
 
 def variables() -> Iterator[Finding]:
-    """Yield whether all ``TUTTI_*`` variables in the environment have known names and valid values."""
+    """Check that all ``TUTTI_*`` variables in the environment have known names and valid values.
+
+    Yields one finding for ``tutti doctor``: a problem with the first variable that has not, else ok.
+    """
     names = sorted(name for name in os.environ if name.startswith(PREFIX))
     try:
         check_variables(os.environ)
@@ -104,10 +114,10 @@ def variables() -> Iterator[Finding]:
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:
-    """Return the JSON object that ``tutti doctor --json`` prints.
+    """Return the JSON object that ``tutti doctor --json`` prints, from the findings of all checks.
 
-    Keys: ``exit_code``, ``problems_count``, and ``checks``, an object with ``mark``, ``text``, ``remedy`` and values of
-    each finding by its name.
+    Its keys are ``exit_code``, ``problems_count`` and ``checks``, which has for each finding, by name, its mark
+    (``ok``, ``note`` or ``problem``), ``text``, ``remedy`` (None without one) and measured values.
     """
     entries = {
         finding.name: {"mark": finding.mark, "text": finding.text, "remedy": finding.remedy or None, **finding.values}
@@ -118,11 +128,11 @@ def report(findings: list[Finding]) -> dict[str, Any]:
 
 
 def lines(finding: Finding, printed: set[str]) -> list[str]:
-    """Format a finding in lines of at most 100 columns: mark, name and text, then its remedy.
+    """Format a finding of ``tutti doctor`` as lines of at most 100 columns: mark, name and text, then the remedy.
 
     Args:
         finding: the finding.
-        printed: remedies printed so far, which are not repeated; this remedy is added.
+        printed: remedies printed so far, which are not repeated; the finding's is added to it.
     """
     indent = " " * 9
     head = f"{finding.mark:<9}{finding.name.replace('_', ' '):<{_NAME_WIDTH}}"
@@ -137,9 +147,11 @@ def lines(finding: Finding, printed: set[str]) -> list[str]:
 
 
 def print_finding(finding: Finding, printed: set[str]) -> None:
-    """Print a finding; in a terminal its mark is coloured.
+    """Print a finding of ``tutti doctor``: mark, name and text, then the remedy; in a terminal the mark is coloured.
 
-    ``printed``: remedies printed so far, which are not repeated; the finding's is added.
+    Args:
+        finding: the finding.
+        printed: remedies printed so far, which are not repeated; the finding's is added to it.
     """
     first, *rest = lines(finding, printed)
     if not sys.stdout.isatty():

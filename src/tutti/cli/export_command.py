@@ -85,7 +85,11 @@ def export(
 
 
 def export_line(found: dict[str, Any]) -> str:
-    """Return a summary of the exported file in one line.
+    """Summarise exported weights in one line: file, step, tensors, size, held-out values and digest of the weights.
+
+    ``found`` is the JSON object of ``tutti export --json``, with ``path``, ``step``, ``weights`` (``ema`` for the
+    average of the weights, else ``model``), ``tensors``, ``bytes``, ``weights_sha256``, and ``eval``, held-out values
+    by name or None.
 
     >>> export_line({"path": "m.safetensors", "step": 1200, "weights": "ema", "tensors": 12, "bytes": 2_345_678,
     ...       "weights_sha256": "3fa9", "eval": {"loss": 0.5, "raw_loss": 0.6}})

@@ -22,10 +22,18 @@ SMALL = 2**26
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Parse the ``tutti train`` command line after ``--``, check it, and make its run directory.
+    """Parse and check the ``tutti train`` command line into which ``tutti chaos`` injects faults.
 
-    ``words``: the command, with or without a first word ``tutti``. Raises UsageError if it is no ``train`` command, and
-    the errors of ``tutti train`` for a refused configuration.
+    Args:
+        words: the command, with or without a first word ``tutti``.
+
+    Returns:
+        Its words, the name of its task, its resolved configuration and its run directory, which is made unless the
+        command resumes a run.
+
+    Raises:
+        UsageError: it is no ``train`` command, or a malformed one.
+        TuttiError: the configuration is refused, as by ``tutti train``.
     """
     given = list(words[1:] if words[:1] == ("tutti",) else words)
     if given[:1] != ["train"]:
@@ -44,14 +52,15 @@ def read_command(words: Sequence[str]) -> Command:
 
 
 def read_kinds(text: str | None, directory: Path) -> list[str]:
-    """Parse names of kinds of faults, joined by commas; without ``text`` return all kinds possible for a run.
+    """Parse ``tutti chaos soak --kinds``, the kinds of faults to inject, and return their names.
 
     Args:
-        text: names of ``tutti.chaos.faults.SOAK``, such as ``kill,stop``; None for all.
-        directory: the run directory; ``fill`` needs it on a disk of at most ``SMALL`` bytes.
+        text: ``kill``, ``launcher``, ``stop``, ``slow``, ``terminate``, ``corrupt`` and ``fill``, some of them, joined
+            by commas; None for all that are possible for the run.
+        directory: the run directory; ``fill`` fills its disk, which must be of at most 64 MiB.
 
     Raises:
-        UsageError: unknown kind, or ``fill`` on a disk that is not small.
+        UsageError: unknown kind (naming the nearest), or ``fill`` is asked for on a larger disk.
     """
     names = list(SOAK) if text is None else text.split(",")
     for name in names:
@@ -68,9 +77,16 @@ def read_kinds(text: str | None, directory: Path) -> list[str]:
 
 
 def read_step(text: str) -> int | Literal["random"]:
-    """Parse ``--at-step``: a number of at least 1, ``random``, or ``saved``, which is returned as 0.
+    """Parse ``tutti chaos --at-step``, the training step after which a fault happens.
 
-    Raises UsageError for any other text.
+    Args:
+        text: a number of at least 1; ``random``; or ``saved``, for the first checkpoint.
+
+    Returns:
+        The number; ``"random"``; 0 for ``saved``.
+
+    Raises:
+        UsageError: any other text.
     """
     if text in ("random", "saved"):
         return 0 if text == "saved" else "random"
@@ -78,16 +94,31 @@ def read_step(text: str) -> int | Literal["random"]:
 
 
 def read_rank(text: str) -> int | Literal["random"]:
-    """Parse ``--rank``: a number, ``random``, or ``launcher``, which is returned as ``LAUNCHER``. Raises UsageError."""
+    """Parse ``tutti chaos --rank``, the process that a fault hits.
+
+    Args:
+        text: a rank; ``random``; or ``launcher``, for the process that started the ranks.
+
+    Returns:
+        The rank; ``"random"``; -1 (``tutti.chaos.faults.LAUNCHER``) for ``launcher``.
+
+    Raises:
+        UsageError: any other text.
+    """
     if text in ("random", "launcher"):
         return LAUNCHER if text == "launcher" else "random"
     return _number("--rank", text, "a rank, random, or launcher", least=0)
 
 
 def read_devices(text: str | None, command: Command) -> list[int]:
-    """Parse numbers of devices to resume on, such as ``2,3,4``, and check that the command can run on each.
+    """Parse ``tutti chaos soak --devices``, numbers of devices to resume on, and check that the run can use each.
 
-    Without ``text`` the list is empty. Raises UsageError, also for a run without ``--reproducible``.
+    Args:
+        text: the numbers, such as ``2,3,4``; None for an empty list.
+        command: the ``tutti train`` command that is resumed.
+
+    Raises:
+        UsageError: the text is malformed, the run is without ``--reproducible``, or it cannot use a number of devices.
     """
     found = [_number("--devices", word, "whole numbers, such as 2,3,4") for word in (text or "").split(",") if word]
     if found and not command.config.reproducible:
@@ -99,7 +130,7 @@ def read_devices(text: str | None, command: Command) -> list[int]:
 
 
 def read_bytes(text: str) -> int:
-    """Parse a size in bytes, KiB, MiB or GiB. Raises UsageError.
+    """Parse a size, a number alone or with ``KiB``, ``MiB`` or ``GiB``, to bytes. Raises UsageError for other texts.
 
     >>> read_bytes("4096"), read_bytes("64KiB"), read_bytes("1.5 MiB")
     (4096, 65536, 1572864)
@@ -111,7 +142,16 @@ def read_bytes(text: str) -> int:
 
 
 def above(option: str, value: float | None, least: float = 0) -> float | None:
-    """Return the value given for ``option``, or None. Raises UsageError if it is not above ``least``."""
+    """Return ``value``, the number given for an option or None, if it is None or above ``least``.
+
+    Args:
+        option: name of the option, for the error, such as ``--for``.
+        value: the number; None if the option is not given.
+        least: largest number that is refused.
+
+    Raises:
+        UsageError: the number is not above ``least``.
+    """
     if value is not None and not value > least:
         raise UsageError(f"{option} is {value:g}", remedy=f"give a number above {least:g}")
     return value

@@ -14,10 +14,13 @@ COLUMN = 19
 
 
 class OneScreen:
-    """Formatter that cyclopts calls for the usage line, the description and each group of options."""
+    """Formatter of a help page; ``cyclopts`` calls it for the usage line, the description and each group of options."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        """Print one group of options, those with the same description on one line."""
+        """Print a group of options of a help page, its title first; options with the same description share a line.
+
+        ``cyclopts`` calls it for each group. ``options`` is not used.
+        """
         if not panel.entries:
             return
         _print(console, f"{panel.title}:", style="bold")
@@ -25,11 +28,14 @@ class OneScreen:
             _print(console, _lines(list(group), console.width))
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
-        """Print the usage line of a help page; ``cyclopts`` calls it."""
+        """Print the usage line of a help page; ``cyclopts`` calls it. ``options`` is not used."""
         _print(console, _text(usage))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
-        """Print a command's description, wrapped to the console, and an empty line; ``cyclopts`` calls it."""
+        """Print a command's description, wrapped to the console's width, and an empty line; ``cyclopts`` calls it.
+
+        ``options`` is not used.
+        """
         wrapped = [
             textwrap.fill(line, console.width, break_on_hyphens=False) for line in _text(description).split("\n")
         ]

@@ -259,7 +259,11 @@ def _draw(found: Mapping[str, Any], path: Path) -> str:
 
 
 def show_landscape(found: Mapping[str, Any]) -> None:
-    """Print the content of ``landscape.json`` as a table: losses, curvature and sharpness with their errors."""
+    """Print the results of ``tutti landscape`` as a table: losses, curvature and sharpness, with errors where known.
+
+    Args:
+        found: the content of ``landscape.json``.
+    """
     samples = " and ".join(f"{count:,} {name}" for name, count in found["samples"].items())
     print(f"{found['run']}, step {found['step']}: {found['parameters']:,} parameters, {samples} samples")
     rows = [

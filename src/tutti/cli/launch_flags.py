@@ -21,8 +21,12 @@ _DEVICES = ("--devices", "-np", "--num-proc")
 def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
     """Take flags and their values out of a command line, and return the values by flag and the words left over.
 
-    ``names``: the flags, such as ``--node-rank``; ``_`` counts as ``-``. Words after ``--`` stay.
-    Raises UsageError if a flag has no value.
+    Args:
+        words: the command line; words after ``--`` stay.
+        names: the flags, such as ``--node-rank``; ``_`` in a word counts as ``-``.
+
+    Raises:
+        UsageError: a flag has no value.
 
     >>> take_flags(["train", "digits", "--node_rank=1", "--nnodes", "2"], ("--nnodes", "--node-rank"))
     ({'--node-rank': '1', '--nnodes': '2'}, ['train', 'digits'])
@@ -45,16 +49,15 @@ def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str]
 
 
 def only_asks(words: list[str]) -> bool:
-    """Return whether a command line starts no ranks: it has ``--help``, ``--print-config`` or ``--dry-run``."""
+    """Return whether a command line trains nothing: it has ``--help``, ``-h``, ``--print-config`` or ``--dry-run``."""
     return not {"--help", "-h", "--print-config", "--dry-run"}.isdisjoint(words)
 
 
 def hosts_as_engine(words: list[str]) -> list[str]:
     """Rewrite ``train -H`` or ``--hostfile`` to ``--on ssh:hosts=…``, and ``run --hostfile`` to ``run -H``.
 
-    ``train`` without ``--devices`` takes all slots of the hosts. Other commands are returned unchanged.
-
-    Raises UsageError for malformed hosts, or if ``-H``, ``--hostfile`` and ``--on`` are combined.
+    ``train`` without ``--devices`` gets as many devices as the hosts state together. Other command lines are returned
+    unchanged. Raises UsageError for malformed hosts, or if ``-H``, ``--hostfile`` and ``--on`` are combined.
 
     >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
     ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']
@@ -83,8 +86,9 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
         environ: environment variables; torchrun's ``PET_*`` stand for flags that are not given.
 
     Returns:
-        This node's part of the job, and the command of each of its ranks; None if the command names no nodes, starts no
-        ranks, or if this process is already a rank.
+        This node's part of the job (number of nodes, this node's number, ranks on it, address and port of node 0), and
+        the command of each of its ranks: ``words`` without torchrun's flags and the number of devices. None if neither
+        flags nor variables name nodes, if the command starts no ranks, or if this process is a rank already.
 
     Raises:
         UsageError: flags are missing, malformed or contradict ``--devices``.
@@ -116,11 +120,13 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
 
 
 def start_node(part: NodePart, words: list[str]) -> int:
-    """Start this node's ranks, each with the command ``tutti words``, and block until all have ended.
+    """Start this node's ranks of a job on several nodes, and block until all of them have ended.
+
+    Each node starts its own ranks; their output is written into ``runs/logs/nodeN``.
 
     Args:
-        part: this node's part of the job.
-        words: the command, without the flags of nodes and devices.
+        part: number of nodes, this node's number, ranks on it, address and port of node 0.
+        words: the command of each rank, behind ``tutti``, without the flags of nodes and devices.
 
     Returns:
         0, or the exit code of the first rank that failed.

@@ -37,9 +37,10 @@ _CONSTANTS = {
 
 
 def fit_law_of_runs(runs: Sequence[Path], as_json: bool) -> int:
-    """Fit a scaling law of the loss, L = E + A/N^α + B/D^β, to finished runs, and print its constants and their check.
+    """Fit a scaling law of the loss to finished runs, and print its constants and a check on the largest runs.
 
-    The check predicts the largest tenth of the runs from the rest. Returns the exit code.
+    The law is L = E + A/N^α + B/D^β for N parameters and D samples, L = E + B/D^β if all runs have one N. The check
+    predicts the losses of the largest tenth of the runs from the rest. Returns exit code 0.
 
     Args:
         runs: run directories, or folders of them.

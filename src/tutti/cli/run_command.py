@@ -42,7 +42,9 @@ WITH_VALUE = (
 
 
 def end_options(words: list[str]) -> list[str]:
-    """Insert ``--`` before the script, so that words after it go to the script and not to ``tutti run``.
+    """Insert ``--`` before the script in the words of ``tutti run``, so that words after it go to the script.
+
+    Other commands, and words that have ``--`` there already, are returned unchanged.
 
     >>> end_options(["run", "-np", "4", "train.py", "--epochs", "3"])
     ['run', '-np', '4', '--', 'train.py', '--epochs', '3']

@@ -185,9 +185,10 @@ def _counts(sweep: str | None, devices: int) -> list[int]:
 
 
 def parse_link(text: str | None) -> LinkCost | None:
-    """Parse the cost of a link between nodes, ``alpha=SECONDS,beta=BYTES``: seconds a message, and bytes a second.
+    """Parse ``--network``, the cost of a link between nodes: ``alpha=SECONDS,beta=BYTES``.
 
-    None gives None. Raises UsageError for a malformed text.
+    ``alpha`` is in seconds a message, ``beta`` in bytes a second. Returns None for None, the option not given. Raises
+    UsageError for a malformed text.
 
     >>> parse_link("alpha=3e-5,beta=1.25e9")
     LinkCost(alpha=3e-05, beta=1250000000.0)

@@ -31,13 +31,13 @@ TARGETS: dict[str, type[SlurmEngineConfig | KubeflowConfig | SkyPilotConfig]] = 
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A command to run on a cluster.
+    """A command of tutti to run on a cluster.
 
     Attributes:
-        words: the command behind ``tutti``, without the cluster.
+        words: the ``train`` or ``run`` command, without ``tutti``.
         name: name of the job.
         sizes: least and most devices.
-        runs: folder of run directories; None for a command that makes none, or names its own.
+        runs: folder in which the command makes its run directory; None if it makes none, or names it itself.
     """
 
     words: list[str]
@@ -103,9 +103,10 @@ def _start(text: str, wanted: Submission) -> int:
 
 
 def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Rewrite ``train … --on slurm:…`` to ``submit --start slurm:… -- train …``, also for ``run``.
+    """Rewrite the command line ``train … --on slurm:…`` to ``submit --start slurm:… -- train …``, and ``run`` alike.
 
-    Within an allocation of Slurm, and for any other command, the words are returned unchanged.
+    Any other command line is returned unchanged, and so is every one if ``environ``, the environment, shows that this
+    process runs in an allocation of Slurm.
 
     >>> submitted(["train", "digits", "--on", "slurm:nodes=2", "--devices", "4"], {})
     ['submit', '--start', 'slurm:nodes=2', '--', 'train', 'digits', '--devices', '4']
@@ -118,9 +119,20 @@ def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def read_submission(command: Sequence[str]) -> Submission:
-    """Parse and check a ``train`` or ``run`` command as if it were run here, except for this machine's accelerators.
+    """Parse a ``train`` or ``run`` command that is to run on a cluster, and check it before it is submitted.
 
-    ``command``: its words, without ``tutti``. Raises UsageError.
+    A ``train`` command is checked as if it ran here, but without regard to this machine's accelerators; of a ``run``
+    command only the options are.
+
+    Args:
+        command: its words, without ``tutti``.
+
+    Returns:
+        The command, the name of its job (the task's or script's), its least and most devices, and the folder in which
+        it makes its run directory, if it does.
+
+    Raises:
+        UsageError: it is neither command, a malformed one, or a ``run`` without ``-np``.
     """
     words = bare_options(end_options(list(command)))
     if words[:1] not in (["train"], ["run"]):

@@ -167,10 +167,11 @@ BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--noise-eve
 
 
 def bare_options(words: list[str]) -> list[str]:
-    """Insert the default values of ``train`` options that stand without one: ``--resume`` becomes ``--resume auto``.
+    """Insert the values of options of ``train`` that stand without one: ``--resume`` becomes ``--resume auto``.
 
-    ``BARE`` has the options and their values. ``--optimizer.lr 0.1`` becomes ``--set optimizer.lr=0.1``. Other commands
-    than ``train`` and ``config show`` are returned unchanged.
+    The options are ``--resume``, ``--profile``, ``--trace``, ``--noise-every`` and ``--compile``. Also,
+    ``--optimizer.lr 0.1`` becomes ``--set optimizer.lr=0.1``. Words of other commands than ``train`` and
+    ``config show`` are returned unchanged.
 
     >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
     ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
@@ -189,13 +190,16 @@ def bare_options(words: list[str]) -> list[str]:
 def resolved(
     task: str | None, flags: Mapping[str, Any], config: Sequence[Path], changes: Sequence[str] = ()
 ) -> tuple[str, TrainConfig]:
-    """Resolve the arguments of ``train`` to the task's name and the full configuration, also of a run to resume.
+    """Merge the arguments of ``tutti train``, TOML files and defaults to the task's name and the run's configuration.
+
+    If the command line names a run to resume and no task, the run's own ``config.toml`` is the first file. A resumed
+    run without ``--workers`` keeps its number of logical workers.
 
     Args:
         task: task on the command line; None: from a file, or from the run to resume.
-        flags: fields of ``TrainConfig`` given by flag or environment, by name.
-        config: TOML files; a later one takes precedence.
-        changes: single options, ``field.option=value``.
+        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.
+        config: TOML files; a later one takes precedence over an earlier one, and flags over all.
+        changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…``.
 
     Raises:
         UsageError: an option is malformed or unknown, or the run to resume does not exist.
@@ -221,9 +225,15 @@ def _saved_workers(directory: Path) -> int | None:
 
 
 def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
-    """Return the configuration file of the run to resume, if the command line names the run and not the task.
+    """Return the ``config.toml`` of the run to resume, if the command line names the run and not the task; else ().
 
-    Raises UsageError if the run does not exist.
+    Args:
+        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``; ``resume`` is the run
+            directory, or ``auto``.
+        task: task on the command line; None if it names none.
+
+    Raises:
+        UsageError: the run does not exist.
     """
     resumed = flags.get("resume")
     if resumed in (None, "auto") or task is not None:
@@ -235,9 +245,9 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
 
 
 def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
-    """Return the run directory: a new one, which is made, or that of the run to resume.
+    """Return the run directory: a new one, which is made, or the directory of the run to resume.
 
-    In a job that another launcher has restarted it is the previous attempt's, if ``config.out`` names it.
+    In a job that another launcher has restarted it is the directory of the previous attempt, if ``--out`` names it.
 
     Args:
         config: the configuration.
@@ -259,11 +269,11 @@ def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Pa
 
 
 def refuse_config(task: str, config: TrainConfig) -> None:
-    """Raise an error for a configuration that cannot run, before a process starts; return None for any other.
+    """Raise an error for a configuration of ``tutti train`` that cannot run, before any rank is started.
 
     Args:
         task: name of a built-in task, or ``file.py:function`` of the user's.
-        config: the configuration, with a number of devices.
+        config: the configuration, whose ``devices`` is a number, not ``auto`` or a range.
 
     Raises:
         UsageError: options are malformed or do not go together.
@@ -341,10 +351,17 @@ def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
 
 
 def count_devices(config: TrainConfig, joined: process_context.Identity | None) -> int:
-    """Return the number of processes of the run: ``--devices``, the size of a joined job, or one an accelerator.
+    """Return the number of ranks of a run, one a device.
 
-    ``joined``: identity of this process in a job of another launcher; None without one. Raises UsageError if
-    ``--devices`` contradicts the job's size.
+    It is the number of processes of a job that another launcher has started, else ``--devices``; for ``auto`` it is the
+    number of accelerators of this machine, at least 1.
+
+    Args:
+        config: the configuration.
+        joined: identity of this process in the job of another launcher, such as torchrun; None without one.
+
+    Raises:
+        UsageError: ``--devices`` contradicts the job's number of processes.
     """
     if joined is None:
         if config.devices == "auto":
@@ -407,11 +424,17 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
 
 
 def possible_sizes(task: str, config: TrainConfig) -> list[int]:
-    """Return the numbers of devices on which a run with an engine (``--on``) can start, ascending.
+    """Return the numbers of devices on which a run with an engine (``--on``) can start, in rising order.
 
-    For ``--devices 2:8`` they are the numbers of the range that the strategy and the batch allow.
+    For ``--devices 4`` it is this number, unchecked; for ``--devices 2:8`` the numbers of the range with which the
+    configuration is valid.
 
-    Raises UsageError if the strategy can use none of a range.
+    Args:
+        task: name of a built-in task, or ``file.py:function``.
+        config: the configuration, whose ``devices`` is a number or a range.
+
+    Raises:
+        UsageError: no number of a range is possible.
     """
     if config.device_range is None:
         return [int(config.devices)]
@@ -478,9 +501,10 @@ def _saved_step(directory: Path) -> int:
 
 
 def process_exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends with ``error``: a ``TuttiError``'s own, 130 for Ctrl-C, else 1.
+    """Return the exit code of a process that ends with the exception ``error``.
 
-    Of a SystemExit it is the code that Python would return.
+    A ``TuttiError`` has its own; a SystemExit gives the code with which Python would end; Ctrl-C (KeyboardInterrupt) is
+    130, any other exception 1.
     """
     if isinstance(error, TuttiError):
         return int(error.exit_code)
@@ -539,7 +563,9 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
-    """Return the result of a run and its directory in one line.
+    """Return the result of a run in one line: held-out values, target, throughput, digest of the weights, directory.
+
+    ``summary`` is the content of the run's ``summary.json``; what it lacks is left out.
 
     >>> held_out = {"loss": 0.05123, "accuracy": 0.985}
     >>> summary = {"eval": held_out, "samples_per_second": 12345.6, "weights_sha256": "3fa9"}

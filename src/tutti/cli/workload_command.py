@@ -139,7 +139,7 @@ def _slope(found: Workload, masked: float) -> float:
 
 
 def quantity(value: float) -> str:
-    """Format a number with three digits and a decimal prefix, such as M for a million.
+    """Format a number with three significant digits and the decimal prefix k, M, G or T, such as ``241 M``.
 
     >>> quantity(240648192.0), quantity(28.0), quantity(0.0)
     ('241 M', '28', '0')

@@ -1,1 +1,1 @@
-"""Parse every option once: dataclasses, durations and specifications, ``TUTTI_*`` variables. No torch."""
+"""Dataclasses of all options, and the parsers of their texts, TOML files and ``TUTTI_*`` variables. No torch."""

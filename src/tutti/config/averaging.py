@@ -17,8 +17,8 @@ class Averaging:
 
     Attributes:
         decay: d, between 0 and 1. The average looks back over about 1 / (1 - d) updates.
-        warmup: d is at most (1 + t) / (10 + t) after t updates of the average, so that a short run's average is not
-            dominated by its initial weights (TensorFlow's ``num_updates``).
+        warmup: whether d is at most (1 + t) / (10 + t) after t updates of the average, so that a short run's average is
+            not dominated by its initial weights (TensorFlow's ``num_updates``).
     """
 
     decay: float
@@ -33,10 +33,10 @@ class Averaging:
 
     @classmethod
     def parse(cls, text: str, option: str = "--ema") -> Averaging:
-        """Parse ``DECAY`` or ``DECAY:warmup``, such as ``0.999`` or ``0.999:warmup``.
+        """Parse ``--ema``, the moving average of the weights: ``DECAY`` or ``DECAY:warmup``, such as ``0.999:warmup``.
 
         Args:
-            text: the decay, between 0 and 1, and whether it warms up.
+            text: the decay, between 0 and 1; with ``:warmup`` it rises from a smaller value in the first updates.
             option: name of the option, for the error.
 
         Raises:
@@ -55,7 +55,7 @@ class Averaging:
         return cls(decay, bool(colon))
 
     def share(self, updates: int) -> float:
-        """Return 1 - d, the weight of the present parameters in the next update of the moving average of decay d.
+        """Return 1 - d, the share of the present weights in the next update of their moving average of decay d.
 
         Args:
             updates: updates of the average so far; with ``warmup`` the decay d depends on it, else it has no effect.

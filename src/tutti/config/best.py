@@ -12,7 +12,7 @@ from tutti.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class Best:
-    """The criterion that ``--keep-best`` names.
+    """The held-out metric by which ``--keep-best`` selects the best checkpoint, and its direction.
 
     Attributes:
         metric: a value of the evaluation: ``loss``, or a metric that the loss function returns.
@@ -24,15 +24,18 @@ class Best:
 
     @classmethod
     def parse(cls, text: str, option: str = "--keep-best", declared: Mapping[str, Direction] | None = None) -> Best:
-        """Parse ``NAME``, ``NAME:min`` or ``NAME:max``; ``lower`` and ``higher`` are synonyms of ``min`` and ``max``.
+        """Parse ``--keep-best``, the metric that selects the best checkpoint: ``NAME``, ``NAME:min`` or ``NAME:max``.
+
+        ``lower`` and ``higher`` are synonyms of ``min`` and ``max``, the better direction.
 
         >>> Best.parse("accuracy"), Best.parse("distance:min")
         (Best(metric='accuracy', more=True), Best(metric='distance', more=False))
 
         Args:
-            text: the criterion.
-            option: its option, for the error.
-            declared: directions of metrics by name, for a criterion without one.
+            text: the metric, with or without its direction.
+            option: name of the option, for the error.
+            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; used
+                if ``text`` has no direction.
 
         Raises:
             UsageError: ``text`` is malformed, or neither it nor ``declared`` nor the metric's name gives a direction.
@@ -41,7 +44,7 @@ class Best:
         return cls(metric.name, metric.higher)
 
     def check(self, values: Mapping[str, float]) -> None:
-        """Raise UsageError, naming the nearest metric, if evaluations do not report that of ``--keep-best``.
+        """Raise UsageError, naming the nearest metric, if an evaluation lacks the metric of ``--keep-best``.
 
         Args:
             values: the evaluation's loss and metrics by name.
@@ -57,10 +60,12 @@ class Best:
         """Return a checkpoint's score by the metric of ``--keep-best``, negated where lower is better.
 
         Args:
-            facts: facts of the checkpoint's manifest; ``facts["eval"]`` has the held-out values of its step by name.
+            facts: metadata of the checkpoint, from its manifest; ``facts["eval"]`` holds the held-out values of its
+                step by name, if the step was evaluated.
 
         Returns:
-            The score, higher is better; None if the step was not evaluated, or without this metric as a number.
+            The score, higher is better; None if the step was not evaluated, or its evaluation has no number for this
+            metric.
         """
         values = facts.get("eval")
         value = values.get(self.metric) if isinstance(values, dict) else None

@@ -13,12 +13,12 @@ class KubeflowConfig:
 
     Attributes:
         image: container image with Python and tutti.
-        nodes: pods of the job.
-        cpus: CPUs of a device.
-        gpus: GPUs of a device.
-        resource: Kubernetes' name of the GPUs; default: that of the most common vendor.
-        memory: memory of a pod, such as ``64Gi``.
-        runtime: the cluster's training runtime.
+        nodes: number of pods of the job, one a node.
+        cpus: CPUs for each device; default: no request.
+        gpus: GPUs for each device; default: no request.
+        resource: Kubernetes' resource name of the GPUs; default: ``nvidia.com/gpu``.
+        memory: memory of a pod, such as ``64Gi``; default: no request.
+        runtime: name of the cluster's training runtime.
     """
 
     image: str | None = None
@@ -42,10 +42,10 @@ class SkyPilotConfig:
     """``skypilot``: a task of SkyPilot.
 
     Attributes:
-        nodes: nodes of the task.
-        accelerator: SkyPilot's name of an accelerator; each node gets as many as devices.
-        cpus: CPUs of a node, at least.
-        memory: GB of memory of a node, at least.
+        nodes: number of nodes of the task.
+        accelerator: SkyPilot's name of an accelerator, of which each node gets one for each of its devices.
+        cpus: least number of CPUs of a node.
+        memory: least memory of a node, in GB.
         infra: where to run, as SkyPilot writes it; default: the cheapest.
         spot: whether to take instances that the cloud may take back.
         image: container image with Python and tutti; default: tutti is installed on SkyPilot's own image.

@@ -26,9 +26,10 @@ _PARTS = re.compile(r"([^:]*(?::[^:=,]+(?=:|$))?)(?::(.*))?", re.DOTALL)
 
 
 def dotted_words(words: Sequence[str]) -> list[str]:
-    """Rewrite ``--FIELD.OPTION VALUE`` of a command line to ``--set FIELD.OPTION=VALUE``; words after ``--`` stay.
+    """Rewrite ``--FIELD.OPTION VALUE`` in a command line to ``--set FIELD.OPTION=VALUE``, and return all words.
 
-    Raises UsageError if a field has no options, naming the nearest that has, or if a value is missing.
+    Words after ``--`` stay as they are. Raises UsageError if the option ``--FIELD`` takes no ``key=value``, naming the
+    nearest option that does, or if a value is missing.
 
     >>> dotted_words(["train", "digits", "--optimizer.lr", "0.1", "--schedule.warmup=2ep"])
     ['train', 'digits', '--set', 'optimizer.lr=0.1', '--set', 'schedule.warmup=2ep']
@@ -57,14 +58,19 @@ def _field(name: str, where: str) -> str:
 
 
 def changed_fields(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, str]:
-    """Return the fields that ``--set`` changes, with their new text. Whether the options exist is not checked here.
+    """Apply ``--set FIELD.OPTION=VALUE`` to options of the form ``name:key=value,…``, and return the new texts.
+
+    Whether ``name`` has such a key is not checked here.
 
     Args:
-        values: the resolved fields before the changes, by name.
-        changes: texts ``field.option=value``; of equal options the last counts.
+        values: values of the options of ``tutti train`` before the changes, by field of ``TrainConfig``.
+        changes: texts ``field.option=value``; of two for the same key the last counts.
+
+    Returns:
+        New text of each changed option, by field of ``TrainConfig``.
 
     Raises:
-        UsageError: a text is malformed, its field has no options, or the field is not set.
+        UsageError: a text is malformed, its field has no keys, or the field is None or ``none``.
 
     >>> changed_fields({"optimizer": "adam:lr=0.001,beta1=0.8"}, ["optimizer.lr=0.1", "optimizer.eps=1e-6"])
     {'optimizer': 'adam:lr=0.1,beta1=0.8,eps=1e-6'}

@@ -18,12 +18,16 @@ _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s?")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEngineConfig:
-    """``local``: processes of this node."""
+    """``local``: processes of this node; there are no options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshEngineConfig:
-    """``ssh``: processes on the nodes ``hosts``, as in ``ssh:hosts=host0:2+host1:2``."""
+    """``ssh``: processes on other nodes, started over SSH.
+
+    Attributes:
+        hosts: ``NAME:PROCESSES`` of each node, as in ``ssh:hosts=host0:2+host1:2``.
+    """
 
     hosts: tuple[str, ...] = ()
 
@@ -37,10 +41,10 @@ class RayEngineConfig:
     """``ray``: processes on a Ray cluster.
 
     Attributes:
-        address: of a running cluster, ``local`` for a new one on this node; default: ``RAY_ADDRESS``, else Ray's own
+        address: of a running cluster, or ``local`` for a new one on this node; default: ``RAY_ADDRESS``, else Ray's own
             choice, the cluster of this node or a new one.
-        cpus: CPUs that Ray reserves for a device.
-        gpus: GPUs that Ray reserves for a device; with 0 ranks see none.
+        cpus: CPUs that Ray reserves for each rank.
+        gpus: GPUs that Ray reserves for each rank; with 0, a rank sees no GPU.
         code: ``upload``: Ray copies the working directory to every node; ``shared``: it is at the same path there.
     """
 
@@ -59,15 +63,15 @@ class SlurmEngineConfig:
     """``slurm``: a job of Slurm; inside of an allocation, steps of that job.
 
     Attributes:
-        nodes: nodes of the job.
-        time: limit, such as ``4h``, ``90m``, ``2d`` or Slurm's own ``1-12:00:00``; default: the partition's.
-        partition: partition, as the three that follow an option of ``sbatch``; default: Slurm's.
-        account: account.
-        qos: quality of service.
-        constraint: features that nodes must have.
-        memory: memory of a node, as ``--mem`` of ``sbatch``.
-        cpus: CPUs of a device.
-        gpus: GPUs of a device.
+        nodes: number of nodes of the job.
+        time: time limit, such as ``4h``, ``90m``, ``2d`` or Slurm's own ``1-12:00:00``; default: the partition's.
+        partition: ``--partition`` of ``sbatch``; default: Slurm's own, as for the next four.
+        account: ``--account`` of ``sbatch``.
+        qos: ``--qos`` of ``sbatch``, the quality of service.
+        constraint: ``--constraint`` of ``sbatch``, features that nodes must have.
+        memory: ``--mem`` of ``sbatch``, the memory of a node.
+        cpus: CPUs for each device; default: Slurm's.
+        gpus: GPUs for each device; default: none are requested.
         notice: seconds before the time limit at which the run is asked to save.
         requeue: whether Slurm starts the job again after exit code 75 and after the loss of a node.
     """
@@ -95,9 +99,10 @@ class SlurmEngineConfig:
 
     @property
     def limit(self) -> str | None:
-        """The job's time limit ``time`` as Slurm writes it; None without a limit. Raises UsageError if it is malformed.
+        """The time limit of the Slurm job as ``sbatch --time`` takes it, such as ``01:30:00``; None without a limit.
 
         ``90m``, ``4h`` and ``2d`` become hours, minutes and seconds; a time in one of Slurm's own forms stays as it is.
+        Raises UsageError for any other text.
 
         >>> SlurmEngineConfig(time="90m").limit, SlurmEngineConfig(time="2d").limit
         ('01:30:00', '48:00:00')
@@ -140,7 +145,9 @@ def parse_engine(text: str) -> EngineConfig:
 
 
 def parse_device_range(text: str) -> tuple[int, int] | None:
-    """Parse ``--devices``: return least and most of ``LEAST:MOST``; None for a plain number or ``auto``.
+    """Parse ``--devices``: return the least and the most devices of ``LEAST:MOST``; None for a text without a colon.
+
+    Such a text is a plain number or ``auto``, and is not checked here.
 
     Raises:
         UsageError: a text with a colon is not two whole numbers, the first at least 1 and the second no smaller.
@@ -157,7 +164,7 @@ def parse_device_range(text: str) -> tuple[int, int] | None:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Parse seconds, ``60s`` or ``60``; a fraction is possible.
+    """Parse a time, ``60s`` or ``60``, and return its seconds; a fraction such as ``0.5s`` is possible.
 
     Args:
         text: the number, with or without ``s``.

@@ -15,9 +15,10 @@ _OPTION = "--gradient-noise"
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplicative:
-    """Multiplicative noise: the gradient of a batch of M is (1/M) Σ zₙ gₙ with z ~ N(1, M/M₀ - 1).
+    """Multiplicative noise: the gradient of a batch of M samples is (1/M) Σ zₙ gₙ.
 
-    Hoffer et al. 2017, arXiv 1705.08741, §4.
+    gₙ is the gradient of sample n, and zₙ a random weight of mean 1 and variance M/M₀ - 1, normally distributed (Hoffer
+    et al. 2017, arXiv 1705.08741, §4).
 
     Attributes:
         base_batch: M₀, the global batch with the desired noise, in samples.
@@ -30,13 +31,16 @@ class Multiplicative:
             raise ValueError("it needs base_batch=N, the global batch whose noise the gradient is to have")
 
     def sigma(self, batch: int) -> float:
-        """Return the standard deviation of the random weights on samples' losses that add the noise: σ = √(M/M₀ - 1).
+        """Return σ = √(M/M₀ - 1), the standard deviation of the random weights by which samples' losses are multiplied.
+
+        Weights of mean 1 and this σ give the gradient of M samples the noise of M₀ samples, the option ``base_batch``
+        of ``--gradient-noise``.
 
         Args:
-            batch: M, samples in the global batch; M₀ is ``base_batch``.
+            batch: M, samples in the global batch.
 
         Returns:
-            σ; 0 for a batch no larger than the base.
+            σ; 0 if M is at most M₀.
 
         >>> round(Multiplicative(base_batch=128).sigma(1024), 9)
         2.645751311
@@ -53,9 +57,9 @@ KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicativ
 
 
 def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
-    """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return None for no noise.
+    """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return its options, None for ``none``.
 
-    The noise makes the gradient of a large batch as noisy as that of ``base_batch`` samples.
+    The noise makes the gradient of the global batch as noisy as that of ``base_batch`` samples.
 
     Args:
         text: value of the option.
@@ -63,8 +67,8 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
         adaptive: whether the run uses ``--lr-scale adascale``.
 
     Raises:
-        UsageError: the text is malformed, a name or key is unknown (naming the nearest), the base is missing or larger
-            than the batch, or the run is adaptive.
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), ``base_batch`` is missing or
+            larger than ``batch``, or noise is combined with ``--lr-scale adascale``.
     """
     spec = Spec.parse(text, _OPTION)
     noise = spec.build(spec.choose(KINDS, "gradient noise"), _OPTION)
@@ -87,9 +91,9 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
 
 
 def per_worker_option(adaptive: bool, noise: Multiplicative | None, noise_every: int | None) -> str | None:
-    """Return the name of an option in use that needs each logical worker's gradient before the sum; None for none.
+    """Return the first option in use that needs each logical worker's own gradient, before all are summed.
 
-    With several such options the first in the order of the arguments is named, for an error message.
+    It is the option's text for an error message, such as ``--noise-every``; None if no such option is in use.
 
     Args:
         adaptive: whether the run uses ``--lr-scale adascale``, which needs each worker's gradient.

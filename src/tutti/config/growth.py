@@ -23,13 +23,13 @@ FORM = "milestones=30ep+60ep,factor=5"
 class BatchGrowth:
     """Multiply the global batch by ``factor`` at each milestone and keep the learning rate.
 
-    The noise scale ε(N/B - 1)/(1 - m) (``optim.noise_formulas.scale_of_sgd``) falls as if the rate had been divided by
-    the factor, exactly for N/B in place of N/B - 1. A batch that would exceed the largest one is clamped to it, and the
-    rate is divided by the rest of the factor.
+    The noise scale ε(N/B - 1)/(1 - m) of learning rate ε, N samples, batch B and momentum m falls as if the rate had
+    been divided by ``factor``, exactly for N/B in place of N/B - 1. A batch that would exceed the largest one is
+    clamped to it, and the rate is divided by the rest of ``factor``.
 
     Attributes:
         milestones: whole epochs in rising order, such as ``30ep``.
-        factor: factor on the global batch, above 1.
+        factor: number above 1 by which the global batch is multiplied at each milestone.
         largest: largest number of samples in a global batch; default: a tenth of the data set.
     """
 
@@ -49,10 +49,11 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str, option: str = "--batch-growth") -> BatchGrowth:
-        """Parse ``key=value,…``: ``milestones=30ep+60ep,factor=5``, optionally with ``largest=N``.
+        """Parse ``--batch-growth``, when and how the global batch grows: ``milestones=30ep+60ep,factor=5,largest=N``.
 
         Args:
-            text: the keys are the attributes of this class.
+            text: ``milestones``: whole epochs, joined by ``+``; ``factor``: number by which the global batch is
+                multiplied at each; ``largest``: most samples in a global batch (default: a tenth of the data set).
             option: name of the option, for the error.
 
         Raises:
@@ -66,9 +67,10 @@ class BatchGrowth:
 
     @cached_property
     def epochs(self) -> tuple[int, ...]:
-        """First epochs with a larger global batch (or, at the largest batch, a lower learning rate), counted from 0.
+        """Numbers of the epochs, from 0, at whose start the global batch grows: milestones of ``--batch-growth``.
 
-        Raises UsageError unless the milestones are whole epochs.
+        A batch that can grow no more stays, and the learning rate falls there instead. Raises UsageError unless the
+        milestones are whole epochs.
         """
         durations = [Duration.parse(text, "milestones of the batch's growth") for text in self.milestones]
         for duration in durations:
@@ -81,14 +83,14 @@ class BatchGrowth:
         return tuple(int(duration.value) for duration in durations)
 
     def most(self, batch: int, dataset: int | None) -> int | None:
-        """Return the largest size to which the global batch may grow: ``largest``, else a tenth of the data set.
+        """Return the size to which the global batch may grow at most: ``largest=``, else a tenth of the data set.
 
         Args:
-            batch: the first global batch, in samples.
+            batch: size of the global batch at the start of the run, in samples.
             dataset: samples in an epoch; None if unknown.
 
         Returns:
-            Samples; None without ``largest`` if ``dataset`` is unknown.
+            Samples in the largest global batch; None if the option is not given and ``dataset`` is None.
 
         Raises:
             UsageError: ``batch`` is not below the largest batch, or the largest batch exceeds the data set.
@@ -108,14 +110,16 @@ class BatchGrowth:
         return largest
 
     def at(self, passed: int, batch: int, largest: int) -> tuple[int, float]:
-        """Return (samples in a global batch, factor on the learning rate) after ``passed`` milestones of growth.
-
-        The learning-rate factor is 1 until the batch is clamped to ``largest``.
+        """Return the size of a growing global batch, and the learning rate as a multiple of the schedule's.
 
         Args:
-            passed: number of milestones passed.
-            batch: the first global batch, in samples.
-            largest: the largest global batch, in samples.
+            passed: number of milestones passed, at each of which the batch is multiplied by the option ``factor``.
+            batch: size of the global batch at the start of the run, in samples.
+            largest: samples to which a larger global batch is clamped.
+
+        Returns:
+            Samples in the global batch, and the multiple: 1 until the batch is clamped, then ``largest`` divided by the
+            size that the batch would have.
 
         >>> growth = BatchGrowth.parse("milestones=60ep+120ep+160ep,factor=5")
         >>> [growth.at(passed, 128, 5000) for passed in range(4)]

@@ -17,9 +17,9 @@ class FittedWeights(NamedTuple):
     """Differences between a model and the weights that it starts from, all of them allowed.
 
     Attributes:
-        new: tensors of the model that the weights lack; they keep their initial values.
-        unused: tensors of the weights that the model lacks.
-        reshaped: tensors of the model of another shape than in the weights; they keep their initial values.
+        new: names of the model's tensors that the weights lack; they keep their initial values.
+        unused: names of tensors of the weights that the model lacks.
+        reshaped: names of the model's tensors of another shape than in the weights; they keep their initial values.
     """
 
     new: Sequence[str] = ()
@@ -28,13 +28,13 @@ class FittedWeights(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """Names of the model's tensors that keep their initial values: those in ``new`` and ``reshaped``."""
+        """Names of the model's tensors that a warm start leaves at their initial values: new and reshaped ones."""
         return [*self.new, *self.reshaped]
 
     def text(self) -> str:
-        """Return what differs between a model and its initial weights in words; an empty string if nothing does.
+        """Describe in one line how a model differs from the weights that it starts from; empty if it does not.
 
-        At most four tensors of each kind (new, unused, reshaped) are named.
+        The line counts the tensors of each kind (new, unused, reshaped) and names at most four of each.
 
         >>> FittedWeights(new=["head.bias", "head.weight"], unused=["lm_head.weight"]).text()
         '2 new (head.bias, head.weight); 1 unused (lm_head.weight)'
@@ -53,8 +53,8 @@ class InitMap:
     """How weights of another model become those of this one.
 
     Attributes:
-        rename: ``old:new``: beginnings of names in the weights, and the model's in their place; the first that matches
-            counts.
+        rename: items ``old:new``: a tensor of the weights whose name begins with ``old`` gets ``new`` in its place; the
+            first item that matches counts.
         new: name patterns of tensors that the weights may lack.
         unused: name patterns of tensors, after ``rename``, that the model may lack.
         reshaped: name patterns of tensors that may have another shape.
@@ -72,11 +72,12 @@ class InitMap:
 
     @classmethod
     def parse(cls, text: str, option: str = "--init-map") -> InitMap:
-        """Parse ``key=value,…``, such as ``rename=transformer.:model.,new=head.*``.
+        """Parse ``--init-map``, how another model's weights are loaded: ``rename=transformer.:model.,new=head.*``.
 
         Args:
-            text: the keys are ``rename``, ``new``, ``unused`` and ``reshaped``; several items of one key are joined by
-                ``+``.
+            text: ``key=value,…``; several items of one key are joined by ``+``. ``rename``: ``OLD:NEW``, beginnings of
+                names. Name patterns of tensors: ``new``, that the weights may lack; ``unused``, that the model may
+                lack; ``reshaped``, whose shapes may differ.
             option: name of the option, for the error.
 
         Raises:
@@ -87,31 +88,33 @@ class InitMap:
 
     @classmethod
     def of(cls, text: str, init_from: object, option: str) -> InitMap:
-        """Parse the options of a warm start, after checking that the run has initial weights.
+        """Parse ``--init-map``, how another model's weights are loaded, after checking that the run loads weights.
 
         Args:
-            text: as for ``parse``.
-            init_from: source of the initial weights; None for none.
+            text: ``key=value,…`` with the keys ``rename``, ``new``, ``unused`` and ``reshaped``, such as
+                ``rename=transformer.:model.,new=head.*``.
+            init_from: where the run's initial weights are; None if it loads none.
             option: name of the option, for the error.
 
         Raises:
-            UsageError: ``init_from`` is None, or ``text`` is refused by ``parse``.
+            UsageError: ``init_from`` is None, the text is malformed, a key is unknown (naming the nearest) or repeated,
+                or an item of ``rename`` is not ``OLD:NEW``.
         """
         if init_from is None:
             raise UsageError(f"{option} does nothing without initial weights", remedy="say where they are: init_from")
         return cls.parse(text, option)
 
     def names(self, saved: Iterable[str]) -> dict[str, str]:
-        """Apply ``rename`` to the names of saved tensors, and return the saved name of each resulting name.
+        """Rename saved tensors by the items ``OLD:NEW`` of ``rename``, which replace beginnings of names.
 
         Args:
             saved: names of all tensors in the weights.
 
         Returns:
-            Name after ``rename`` → name in the weights; a tensor that no item of ``rename`` matches maps to itself.
+            The name in the weights of each tensor, by its new name; without a matching item both are equal.
 
         Raises:
-            UsageError: a beginning matches no name, or two tensors get the same name.
+            UsageError: no name begins with the ``OLD`` of an item, or two tensors get the same name.
 
         >>> InitMap.parse("rename=a.:b.").names(["a.w", "c"])
         {'b.w': 'a.w', 'c': 'c'}
@@ -140,14 +143,17 @@ class InitMap:
         tied: Mapping[str, Sequence[str]],
         saved: Mapping[str, Sequence[int]],
     ) -> FittedWeights:
-        """Compare the tensors of the model with saved ones, and return the differences that these options allow.
-
-        A difference that no pattern allows is not returned, and is for the caller to find.
+        """Compare the tensors of a model with saved ones, and return the differences that ``--init-map`` allows.
 
         Args:
-            own: shape of each tensor of the model, by its first name.
-            tied: the other names of each tensor that has several (tied weights), by its first name.
+            own: shape of each tensor of the model by its name, of tied weights by the first of their names.
+            tied: the other names of tied weights, by the first.
             saved: shape of each saved tensor, by its name after ``rename``.
+
+        Returns:
+            Names of tensors that the saved weights lack (``new``), that the model lacks (``unused``), and whose shapes
+            differ (``reshaped``), each only if a pattern of that key matches the name. Other differences are left out,
+            and raise no error here.
 
         Raises:
             UsageError: a pattern matches no name.

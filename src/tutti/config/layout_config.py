@@ -1,4 +1,4 @@
-"""Options of the model layouts. No torch."""
+"""Options of how a replica is laid out over devices: whole, in pipeline stages, in tensor slices, or both. No torch."""
 
 from __future__ import annotations
 
@@ -60,26 +60,29 @@ class StagesConfig(StrategyOptions):
 
     @property
     def modules(self) -> StageModules:
-        """Names of the modules of each virtual pipeline stage, if ``stages`` gives them; empty if it is a number."""
+        """Names of the modules of each virtual pipeline stage, if the option ``stages`` lists them; else empty."""
         return self.stages if isinstance(self.stages, tuple) else ()
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Name of the first module of each virtual stage but the first; empty for an even partition."""
+        """Name of the first module of each virtual pipeline stage but the first; empty for an even partition."""
         return tuple(names[0] for names in self.modules[1:]) or self.cuts
 
     @property
     def stage_ranks(self) -> int | None:
-        """Number of devices that the stages of one replica take, as stated; None for all devices of the run."""
+        """Number of devices that the pipeline stages of one replica take; None stands for all devices of the run."""
         return len(self.stages) // self.chunks if isinstance(self.stages, tuple) else self.stages
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"stages": devices that the stages of one replica take}``; None stands for all devices of the run."""
+        """Size of the device mesh's stage dimension, by the option that sets it: ``{"stages": devices of a replica}``.
+
+        None stands for all devices of the run.
+        """
         return {"stages": self.stage_ranks}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts``, the modules that begin stages, makes another number of stages than there are.
+        """Raise UsageError if ``cuts``, the option that names first modules of stages, makes a wrong number of stages.
 
         On a device mesh with a single stage nothing is checked.
 
@@ -105,7 +108,8 @@ class PipelineConfig(StagesConfig):
 
     Attributes:
         schedule: pipeline schedule: the order of forwards and backwards on each device.
-        micro_batches: number of micro-batches of a logical worker's share of a full batch; default: from --micro-batch.
+        micro_batches: number of micro-batches into which a logical worker's share of a full global batch is divided;
+            default: from ``--micro-batch``.
         virtual: virtual stages a device, for ``interleaved`` only; default: 2.
     """
 
@@ -125,7 +129,8 @@ class PipelineConfig(StagesConfig):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the options of a pipeline conflict with the number of stages or with ``--compile``.
 
-        ``cuts`` must name a module for each virtual stage but the first, and ``zero_bubble`` cannot be compiled.
+        ``cuts`` must name the first module of each virtual stage but the first, if it is given, and
+        ``schedule=zero_bubble`` cannot be compiled.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -208,7 +213,10 @@ class TensorConfig(StrategyOptions):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"tensor": tensor-parallel ranks of a replica}`` as stated; None stands for all devices of the run."""
+        """Size of the device mesh's tensor dimension, by the option that sets it: ``{"tensor": devices of a replica}``.
+
+        None stands for all devices of the run.
+        """
         return {"tensor": self.tensor}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -251,15 +259,15 @@ class HybridConfig(TensorConfig, PipelineConfig):
     def extents(self) -> Mapping[str, int | None]:
         """Sizes of a device mesh with pipeline and tensor parallelism: ``{"replicas": …, "stages": …, "tensor": …}``.
 
-        They are as the options state them; ``replicas`` is None where it follows from the number of devices and the
-        other two.
+        ``replicas`` is None unless the options state it: it then follows from the number of devices and the other two.
+        ``stages`` counts devices, not virtual stages.
         """
         return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
-        """Return ``{"custom_loop": whether the script may have its own training loop}``: only with one pipeline stage.
+        """Return ``{"custom_loop": whether the script may have its own training loop}``: True with one pipeline stage.
 
-        The value takes the place of the strategy's own entry of that name in ``parallel/registry.py``.
+        The value takes the place of the capability of that name that ``parallel/registry.py`` states for the strategy.
         """
         return {"custom_loop": self.stages == 1}
 

@@ -18,9 +18,9 @@ class Dynamic:
 
     Attributes:
         init: the first scale.
-        growth_factor: factor on the scale after ``growth_interval`` steps in a row without an overflow.
-        backoff_factor: factor on the scale after a step with an overflow.
-        growth_interval: steps.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` steps in a row without an overflow.
+        backoff_factor: the scale is multiplied by it after a step with an overflow.
+        growth_interval: number of steps.
         min: lower bound of the scale; a non-finite gradient at this scale has another cause.
         max: upper bound of the scale, so that sums of squares of scaled gradients stay finite in float32.
     """
@@ -54,11 +54,17 @@ LossScaleConfig: TypeAlias = Dynamic | ConstantLossScale
 
 
 def check_loss_scale(text: str) -> LossScaleConfig:
-    """Parse ``--loss-scale``: a number, or ``dynamic:key=value,…`` with the options of ``Dynamic``.
+    """Parse ``--loss-scale``, the factor on the loss in float16: a constant number, or ``dynamic:key=value,…``.
+
+    The keys are ``init``, ``min`` and ``max`` (first, least and largest scale), and ``growth_factor``,
+    ``growth_interval`` and ``backoff_factor`` as in ``torch.amp.GradScaler``.
+
+    Returns:
+        The number as ``ConstantLossScale``, or the options of ``dynamic`` as ``Dynamic``.
 
     Raises:
         UsageError: the number is not finite and above 0, the text is malformed, a name or key is unknown (naming the
-            nearest), or ``Dynamic`` refuses a value.
+            nearest), or a value is out of range.
 
     >>> check_loss_scale("1024"), check_loss_scale("dynamic:init=256").init
     (ConstantLossScale(value=1024.0), 256.0)
@@ -74,11 +80,11 @@ def check_loss_scale(text: str) -> LossScaleConfig:
 
 
 def choose_loss_scale(text: str | None, precision: str | None) -> LossScaleConfig | None:
-    """Return the options of a run's loss scale: as given, else dynamic for fp16, else None.
+    """Return the options of a run's loss scale: as given, else dynamic for fp16, else None for no loss scale.
 
     Args:
-        text: ``--loss-scale``; None if not given.
-        precision: ``--precision``; None: the user's own autocast decides.
+        text: ``--loss-scale``, a number or ``dynamic:key=value,…``; None if not given.
+        precision: ``--precision``, such as ``fp16``; None: the user's own autocast decides.
 
     Raises:
         UsageError: ``text`` is invalid, or given with a precision other than fp16.

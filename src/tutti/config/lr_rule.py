@@ -23,9 +23,9 @@ class NoRule:
     adaptive: ClassVar[bool] = False
 
     def factor(self, batch: int) -> float:
-        """Return the factor on the learning rate for a global batch of ``batch`` samples: 1.
+        """Return by what the learning rate is multiplied for a global batch of ``batch`` samples: 1, whatever its size.
 
-        ``NoRule`` is also the base class of all rules, which override this method.
+        Rules that scale the learning rate override this method.
         """
         return 1.0
 
@@ -48,17 +48,17 @@ class LinearRule(NoRule):
             raise ValueError("the rule needs base_batch=N, the global batch that the rate was tuned for")
 
     def factor(self, batch: int) -> float:
-        """Return batch ÷ base batch, the factor on the learning rate (Goyal et al. 2017, arXiv 1706.02677).
+        """Return batch ÷ base batch, by which the learning rate is multiplied (Goyal et al. 2017, arXiv 1706.02677).
 
         Args:
-            batch: samples in the global batch.
+            batch: samples in the global batch; the base batch is the one that the rate was tuned for.
         """
         return batch / self.base_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class SqrtRule(LinearRule):
-    """Square-root scaling: √κ times the rate, which keeps the variance of the step's noise.
+    """Square-root scaling: √κ times the rate, κ = batch ÷ base_batch, which keeps the variance of the step's noise.
 
     Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741.
 
@@ -67,10 +67,10 @@ class SqrtRule(LinearRule):
     """
 
     def factor(self, batch: int) -> float:
-        """Return √(batch ÷ base batch), the factor on the learning rate (Krizhevsky 2014, arXiv 1404.5997).
+        """Return √(batch ÷ base batch), by which the learning rate is multiplied (Krizhevsky 2014, arXiv 1404.5997).
 
         Args:
-            batch: samples in the global batch.
+            batch: samples in the global batch; the base batch is the one that the rate was tuned for.
         """
         return math.sqrt(batch / self.base_batch)
 
@@ -97,12 +97,12 @@ RULES: Mapping[str, type[NoRule]] = {
 
 
 def check_rule(text: str) -> NoRule:
-    """Parse ``--lr-scale``: ``name:key=value,…``, such as ``linear:base_batch=256``.
+    """Parse ``--lr-scale``, how the learning rate follows the global batch: such as ``linear:base_batch=256``.
 
     Names are ``none``, ``linear``, ``sqrt``, ``adam_sqrt`` and ``adascale``.
 
     Returns:
-        The rule; ``NoRule`` is the base class of all rules, and itself the rule ``none``.
+        The rule with its options; ``NoRule`` is the base class of all rules, and itself the rule ``none``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or the rule refuses a value,
@@ -113,7 +113,7 @@ def check_rule(text: str) -> NoRule:
 
 
 def check_growth(rule: NoRule, noise: Multiplicative | None) -> None:
-    """Raise UsageError for options that contradict a growing batch: ``--lr-scale adascale`` and ``--gradient-noise``.
+    """Raise UsageError if ``--batch-growth`` is combined with ``--lr-scale adascale`` or with ``--gradient-noise``.
 
     Args:
         rule: rule of ``--lr-scale``; ``NoRule`` is the base class of all rules.

@@ -45,12 +45,14 @@ class Metric:
 
     @classmethod
     def parse(cls, text: str, option: str, declared: Mapping[str, Direction] | None = None) -> Metric:
-        """Parse ``NAME``, ``NAME:min`` or ``NAME:max``; ``lower`` and ``higher`` are synonyms of ``min`` and ``max``.
+        """Parse a held-out metric and which of its values are better: ``NAME``, ``NAME:min`` or ``NAME:max``.
+
+        ``lower`` and ``higher`` are synonyms of ``min`` and ``max``. Without one, ``declared`` decides, else the name.
 
         Args:
-            text: the metric.
+            text: the metric, with or without its direction.
             option: name of the option, for the error message.
-            declared: directions by metric that the task declares; a direction in ``text`` takes precedence.
+            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Raises:
             UsageError: the text is malformed, or neither it, the task nor the metric's name gives a direction.
@@ -79,11 +81,11 @@ class Metric:
 
     @property
     def direction(self) -> Direction:
-        """``higher`` or ``lower``, whichever is better."""
+        """Which values of the metric are better: ``higher`` or ``lower``."""
         return "higher" if self.higher else "lower"
 
     def gain(self, before: float, after: float) -> float:
-        """Return by how much ``after`` is better than ``before``; negative if it is worse.
+        """Return by how much the metric's value ``after`` is better than ``before``; negative if it is worse.
 
         >>> Metric("loss", higher=False).gain(0.5, 0.3)
         0.2
@@ -97,7 +99,8 @@ def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None)
     Args:
         name: the metric. A name that ends in a word such as ``loss`` or ``accuracy`` decides by itself, unless it also
             has a word such as ``neg``; a prefix ``raw_`` has no effect.
-        declared: directions that the task declares, by metric; they take precedence.
+        declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; takes
+            precedence.
 
     >>> [higher_is_better(n) for n in ("val_loss", "top1_accuracy", "neg_mean_squared_error", "distance")]
     [False, True, None, None]
@@ -118,7 +121,7 @@ def check_directions(directions: Mapping[str, str]) -> None:
     """Raise UsageError if a task declares for a metric a direction other than ``lower`` or ``higher``.
 
     Args:
-        directions: the better direction of each metric, by its name.
+        directions: which values are better, by name of the metric.
     """
     for name, direction in directions.items():
         if direction not in ("lower", "higher"):

@@ -1,4 +1,4 @@
-"""Options of model surgery: batch norm, ``torch.compile`` and activation checkpointing. No torch."""
+"""Options of changes to the model: batch norm, ``torch.compile``, activation checkpointing, 8-bit floats. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerBatchNorm:
-    """The model's own batch norm: statistics of each logical worker's micro-batch."""
+    """The model's own batch norm: statistics of each logical worker's micro-batch; there are no options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,9 @@ BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "
 
 
 def check_batch_norm(text: str) -> BatchNormConfig:
-    """Parse ``--batch-norm``: ``worker``, ``sync``, or ``ghost`` with its size, such as ``ghost:size=32``.
+    """Parse ``--batch-norm``, which samples batch norm takes its statistics from.
+
+    ``worker``: a logical worker's micro-batch; ``ghost:size=32``: 32 samples of it; ``sync``: the global batch.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
@@ -72,7 +74,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """A mode of ``torch.compile`` with its options."""
+    """A mode of ``torch.compile``, such as ``default``, with its other options."""
 
     mode: str
     options: Compile
@@ -118,10 +120,11 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
 
 
 def check_compiler(options: Compile) -> None:
-    """Raise UsageError if ``torch.compile`` lacks what its inductor backend needs: a C++ compiler and Python's headers.
+    """Raise UsageError if this machine lacks what inductor on the CPU needs: a C++ compiler and Python's headers.
 
     Args:
-        options: mode and options of ``--compile``; other backends than ``inductor`` are not checked.
+        options: options of ``--compile``; with another backend of ``torch.compile`` than ``inductor`` nothing is
+            checked.
     """
     if options.backend != "inductor":
         return
@@ -150,7 +153,7 @@ def check_float8_package() -> None:
 
 
 def check_float8(processor: bool, split: bool) -> None:
-    """Raise UsageError where a run in ``--precision fp8`` cannot work, as far as it is known before a process starts.
+    """Raise UsageError if ``--precision fp8`` cannot work: on CPUs, with tensor parallelism, or without torchao.
 
     Args:
         processor: whether the run computes on CPUs.
@@ -174,7 +177,7 @@ def check_float8(processor: bool, split: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing:
-    """No activation checkpointing: every activation is kept for backward."""
+    """No activation checkpointing: every activation is kept for backward; there are no options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +211,15 @@ Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
 
 
 def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> Checkpointing:
-    """Parse ``--activation-checkpointing``: ``none``, ``blocks:every=K`` or ``selective``.
+    """Parse ``--activation-checkpointing``, which modules recompute activations: ``blocks:every=K`` or ``selective``.
 
     Args:
-        choice: value of the option, such as ``blocks:every=2``; options, or names and classes of modules, are returned
-            as they are.
+        choice: value of the option, such as ``none`` or ``blocks:every=2``; parsed options, or a list of names or
+            classes of modules to recompute, are returned as they are.
         compiled: whether the run uses ``--compile``.
 
     Returns:
-        The options; None for ``none``.
+        The parsed options, or the list; None for ``none``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value is refused, or

@@ -27,9 +27,9 @@ class NamedChanges:
 
     @classmethod
     def parse(cls, given: str | Sequence[str] | None) -> NamedChanges:
-        """Parse the settings that a resumed run may change: ``lr,batch_size``, or a sequence of names.
+        """Parse ``--change``, the settings that a resumed run may change: ``lr,batch_size``, or a sequence of names.
 
-        Dashes become underscores; None stands for no setting.
+        Dashes become underscores; None stands for no setting. Whether the names exist is not checked here.
 
         >>> sorted(NamedChanges.parse("lr, batch-size").names)
         ['batch_size', 'lr']
@@ -69,7 +69,7 @@ class SettingDifference:
 
     Attributes:
         name: as it is named in ``--change``.
-        saved, now: its values.
+        saved, now: its value in the checkpoint, and in the run.
     """
 
     name: str

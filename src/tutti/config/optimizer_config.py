@@ -14,7 +14,7 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig:
-    """Stochastic gradient descent, ``torch.optim.SGD``."""
+    """Options of stochastic gradient descent, ``torch.optim.SGD``."""
 
     lr: float = 0.1
     momentum: float = 0.0
@@ -30,7 +30,7 @@ class SGDConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamConfig:
-    """``torch.optim.Adam``; weight decay is added to the gradient."""
+    """Options of ``torch.optim.Adam``; weight decay is added to the gradient."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -44,7 +44,7 @@ class AdamConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(AdamConfig):
-    """``torch.optim.AdamW``; weight decay is decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+    """Options of ``torch.optim.AdamW``; weight decay is decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
 
     weight_decay: float = 0.01
 
@@ -67,7 +67,7 @@ class LayerWiseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LARSConfig(LayerWiseConfig):
-    """``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888)."""
+    """Options of ``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888)."""
 
     lr: float = 1.0
     momentum: float = 0.9
@@ -88,7 +88,7 @@ class LARSConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LARCConfig(LayerWiseConfig):
-    """``tutti.optim.LARC``: SGD with the learning rate of each layer capped; ``cap=false`` scales it instead."""
+    """Options of ``tutti.optim.LARC``: SGD with each layer's learning rate capped; ``cap=false`` scales it instead."""
 
     lr: float = 0.1
     momentum: float = 0.9
@@ -104,7 +104,7 @@ class LARCConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LAMBConfig(LayerWiseConfig):
-    """``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962)."""
+    """Options of ``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962)."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -129,7 +129,7 @@ class LAMBConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class NovoGradConfig(LayerWiseConfig):
-    """``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286)."""
+    """Options of ``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286)."""
 
     lr: float = 0.01
     beta1: float = 0.95
@@ -148,7 +148,7 @@ class NovoGradConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """``tutti.optim.Muon``: orthogonal steps for matrices, AdamW for the rest.
+    """Options of ``tutti.optim.Muon``: orthogonal steps for matrices, AdamW for the rest.
 
     Attributes:
         adam: name patterns of matrices that AdamW updates; ``adam=none``: no matrix.
@@ -217,8 +217,8 @@ class ConstantSchedule:
 
     Attributes:
         warmup: length of the linear warm-up (``5ep``, ``500st``, ``20000sa``).
-        warmup_from: factor on the rate at which the warm-up starts; default: the rate before ``--lr-scale``, 0 without
-            ``--lr-scale``.
+        warmup_from: fraction of the initial rate at which the warm-up starts; default: the rate before ``--lr-scale``,
+            0 without ``--lr-scale``.
     """
 
     warmup: str = "0st"
@@ -231,7 +231,7 @@ class ConstantSchedule:
 
     @cached_property
     def warmup_length(self) -> Duration:
-        """The length of the warm-up, parsed from ``warmup``; zero steps without one. Raises UsageError if malformed."""
+        """The length of the learning rate's warm-up; zero steps without one. Raises UsageError if it is malformed."""
         return Duration.parse(self.warmup, "warmup")
 
     @property
@@ -269,7 +269,7 @@ class StepSchedule(ConstantSchedule):
 
     @cached_property
     def drops(self) -> tuple[Duration, ...]:
-        """The milestones, at each of which the rate is multiplied by ``gamma``, as durations from the start of the run.
+        """Durations from the start of the run after each of which the learning rate is multiplied by ``gamma``.
 
         Raises UsageError if a milestone is malformed.
         """
@@ -290,7 +290,7 @@ class PolynomialSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialSchedule(ConstantSchedule):
-    """Multiply the rate by ``gamma`` after every ``every``, counted from the start of the run."""
+    """Multiply the rate by ``gamma`` after each duration ``every``, such as ``1ep``, from the start of the run on."""
 
     gamma: float = 0.95
     every: str = "1ep"
@@ -303,9 +303,9 @@ class ExponentialSchedule(ConstantSchedule):
 
     @cached_property
     def interval(self) -> Duration:
-        """The duration between two drops of the learning rate by the factor ``gamma``, parsed from ``every``.
+        """The interval between multiplications of the learning rate by ``gamma``, counted from the start of the run.
 
-        Raises UsageError if it is malformed.
+        It is the option ``every``; raises UsageError if it is malformed.
         """
         return Duration.parse(self.every, "every")
 
@@ -319,7 +319,7 @@ class WSDSchedule(ConstantSchedule):
     Attributes:
         decay: fraction of the run in which the rate falls.
         shape: ``linear``, or ``sqrt`` for 1 - √progress.
-        final: factor on the rate at the end.
+        final: rate at the end, as a fraction of the initial rate.
     """
 
     decay: float = 0.2
@@ -342,8 +342,8 @@ class OneCycleSchedule(ConstantSchedule):
 
     Attributes:
         rise: fraction of the run in which the rate rises.
-        start: factor on the rate of the first step.
-        final: factor on the rate of the last step.
+        start: rate of the first step, as a fraction of the optimizer's.
+        final: rate of the last step, as a fraction of the optimizer's.
     """
 
     rise: float = 0.3
@@ -375,7 +375,7 @@ WHOLE_RUN = (CosineSchedule, LinearSchedule, PolynomialSchedule, WSDSchedule, On
 
 
 def check_optimizer(text: str) -> OptimizerConfig:
-    """Parse ``--optimizer``: ``name:key=value,…``, or ``package.module:Class:key=value,…``, to a dataclass.
+    """Parse ``--optimizer``, ``name:key=value,…`` or ``package.module:Class:key=value,…``, to a dataclass of options.
 
     The first form names ``sgd``, ``adam``, ``adamw``, ``lars``, ``larc``, ``lamb``, ``novograd`` or ``muon``, as in
     ``sgd:lr=0.1,momentum=0.9``. The second is a class of another package, such as ``package.module:Class:lr=0.001``;
@@ -434,7 +434,7 @@ class OptimizerChoice:
 
     @classmethod
     def parse(cls, text: str) -> OptimizerChoice:
-        """Parse ``--optimizer`` and keep its text: ``name:key=value,…``, such as ``sgd:lr=0.1,momentum=0.9``.
+        """Parse ``--optimizer``, such as ``sgd:lr=0.1,momentum=0.9``, and return its options together with the text.
 
         Args:
             text: ``sgd``, ``adam``, ``adamw``, ``lars``, ``larc``, ``lamb``, ``novograd`` or ``muon`` with options, or

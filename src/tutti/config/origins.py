@@ -20,7 +20,8 @@ class OriginOfField:
     Attributes:
         name: of the field, as in TOML.
         value: its value.
-        origin: ``default``, ``--flag``, ``TUTTI_SEED`` or ``FILE:LINE``; and the options that were changed one by one.
+        origin: ``default``, a flag such as ``--seed``, a variable such as ``TUTTI_SEED``, or ``FILE:LINE``, followed by
+            ``and --optimizer.lr`` for a key that was changed alone, and after ``follows from`` for a derived value.
     """
 
     name: str
@@ -35,16 +36,17 @@ def field_origins(
     files: Sequence[Path],
     changes: Sequence[str],
 ) -> list[OriginOfField]:
-    """Return every field of a resolved configuration with the origin of its value, in the order of ``TrainConfig``.
+    """Return name, value and origin of every option of a run, in the order of the fields of ``TrainConfig``.
 
-    An origin is ``default``, a flag, a ``TUTTI_*`` variable or ``FILE:LINE``.
+    An origin is a text: ``default``, a flag, a ``TUTTI_*`` variable or ``FILE:LINE``. Flags take precedence over
+    variables, and those over files.
 
     Args:
         config: the resolved configuration.
-        flags: fields given by flags.
-        variables: fields given by ``TUTTI_*`` variables.
+        flags: values given by flags, by field of ``TrainConfig``.
+        variables: values given by ``TUTTI_*`` variables, by field of ``TrainConfig``.
         files: the TOML files; a later one takes precedence.
-        changes: single options, ``field.option=value``.
+        changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…``.
 
     Raises:
         UsageError: a file cannot be read, or a change is malformed.
@@ -75,10 +77,9 @@ def field_origins(
 
 
 def line_of(file: Path, name: str) -> int:
-    """Return the line, from 1, on which a TOML file sets a top-level key; dashes and underscores are equivalent.
+    """Return the number of the line, from 1, on which a TOML file sets a top-level key.
 
-    The key begins after the longest beginning of the file that is TOML and lacks it, which holds for values over
-    several lines, too.
+    Dashes and underscores in keys are equivalent. Of a value over several lines it is the first.
 
     Args:
         file: the file, which is TOML.

@@ -47,13 +47,15 @@ HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GR
 def resolve_config(
     flags: Mapping[str, Any], files: Sequence[Path], task: str | None, changes: Sequence[str] = ()
 ) -> tuple[str, TrainConfig]:
-    """Merge flags, environment and TOML files, and return the task's name and its configuration.
+    """Merge flags, environment, TOML files and defaults, and return the task's name and the run's configuration.
 
     Args:
-        flags: fields given by flag or environment; they take precedence over files.
+        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``; they take precedence over
+            files.
         files: TOML files; a later one takes precedence over an earlier one.
         task: task on the command line; takes precedence over ``task`` in a file.
-        changes: single options ``field.option=value``, which change the fields resolved from all others.
+        changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…`` that
+            the other sources have set.
 
     Raises:
         UsageError: a file is missing or not TOML, a key is unknown, a value has the wrong type, no task is given, or
@@ -72,7 +74,9 @@ def resolve_config(
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Return the fields (and ``task``) that a TOML file sets; dashes and underscores in keys are equivalent.
+    """Return the values that a TOML file sets, by field of ``TrainConfig``, and its ``task``, if it has one.
+
+    Dashes and underscores in keys are equivalent.
 
     Raises:
         UsageError: the file cannot be read, is not TOML, or has an unknown or repeated key or a value of a wrong type.
@@ -98,7 +102,9 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def typed(value: Any, hint: Any, where: str) -> Any:
-    """Return a TOML value as type ``hint``: a whole number may stand for a float or text.
+    """Check that a TOML value has the type of its option, and return it, with a whole number converted to that type.
+
+    A whole number may stand for a float or a text.
 
     Args:
         value: as the TOML parser returned it.
@@ -127,9 +133,9 @@ def typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def descriptions() -> dict[str, str]:
-    """Return the help text of each option of ``tutti train``, by field of ``TrainConfig``, from the class docstring.
+    """Return the help text of each option of ``tutti train``, by field of ``TrainConfig``, from that class's docstring.
 
-    Fields that share a line of the docstring share its text.
+    Fields that share an entry of the docstring have the same text.
     """
     text = inspect.cleandoc(TrainConfig.__doc__ or "").partition("Attributes:\n")[2]
     found = {}
@@ -169,12 +175,13 @@ def _parameter(field: dataclasses.Field[Any], group: Group, text: str, variables
 
 
 def flag_table(without: Collection[str] = (), variables: str | None = "TUTTI_") -> Any:
-    """Make the TypedDict type of the options given: one optional key for each field of TrainConfig.
+    """Make the type of the parameter by which a ``cyclopts`` command takes all options of ``tutti train``.
 
-    A key is present only if its flag or ``TUTTI_*`` variable is given.
+    It is a TypedDict with an optional key for each field of ``TrainConfig``, annotated with help text, group and
+    variable. A key is present only if its flag or its variable is given.
 
     Args:
-        without: fields that the type leaves out.
+        without: fields of ``TrainConfig`` that the type leaves out.
         variables: beginning of the names of the variables that are read where a flag is not given; None for none.
     """
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """Delay of some ranks or some logical workers.
+    """Simulated delay of some ranks or some logical workers.
 
     Attributes:
-        rank, worker: numbers of the delayed ranks or of the delayed workers, ``1`` or ``1+2``; one of the two.
-        factor: slow forward and backward by this factor, measured in CPU time.
-        ms: milliseconds of delay a worker and step.
+        rank, worker: numbers of the delayed ranks, or of the delayed logical workers; exactly one of the two is given.
+        factor: how many times as long forward and backward take, measured in CPU time.
+        ms: milliseconds by which each logical worker is delayed in each step.
     """
 
     rank: tuple[int, ...] = ()
@@ -35,14 +35,15 @@ class Slowness:
 
     @classmethod
     def parse(cls, text: str, option: str = "--slow") -> tuple[Slowness, ...]:
-        """Parse ``key=value,…``, several of them separated by ``;``: ``rank=1,factor=3`` or ``worker=1+2,ms=20``.
+        """Parse ``--slow``, simulated delays of ranks or logical workers: ``rank=1,factor=3`` or ``worker=1+2,ms=20``.
 
         Args:
-            text: the keys are the attributes of this class; several ranks or workers are joined by ``+``.
+            text: the delays, separated by ``;``. Keys of each: ``rank`` or ``worker``, numbers joined by ``+``;
+                ``factor``, how many times as long forward and backward take; ``ms``, milliseconds a worker and step.
             option: name of the option, for the error.
 
         Returns:
-            One delay for each part of the text.
+            The delays, in order.
 
         Raises:
             UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, both or neither of
@@ -53,7 +54,9 @@ class Slowness:
         )
 
     def check(self, ranks: int, workers: int, accelerated: bool = False) -> None:
-        """Raise UsageError if a rank or worker does not exist, or ``factor``, measured in CPU time, is for GPUs.
+        """Raise UsageError if a delayed rank or logical worker does not exist, or ``factor`` slows an accelerator.
+
+        ``factor`` is measured in CPU time, and so works on CPUs alone.
 
         Args:
             ranks: number of ranks of the run.
@@ -69,15 +72,18 @@ class Slowness:
                 )
 
     def seconds(self, rank: int, micro_batch: MicroBatch, needed: float) -> float:
-        """Return the delay to add to a micro-batch, in seconds; 0 if neither its rank nor its worker is delayed.
+        """Return the simulated delay to add after a micro-batch, in seconds.
 
         The delay is (``factor`` - 1) · ``needed``, and after a worker's last micro-batch of a step also ``ms``
-        milliseconds.
+        milliseconds, options of ``--slow``.
 
         Args:
             rank: this rank.
-            micro_batch: the micro-batch, which has been computed.
+            micro_batch: the micro-batch that has been computed, with the number of its logical worker.
             needed: seconds of CPU time that its forward and backward took.
+
+        Returns:
+            Seconds; 0 if neither the rank nor the micro-batch's logical worker is to be delayed.
         """
         if not (rank in self.rank or micro_batch.worker in self.worker):
             return 0.0

@@ -42,7 +42,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str, option: str = "duration") -> Duration:
-        """Parse a number and its unit: ``3ep`` (epochs), ``500st`` (steps) or ``20000sa`` (samples).
+        """Parse a length of training, a number and its unit: ``3ep`` epochs, ``500st`` steps or ``20000sa`` samples.
 
         Args:
             text: the duration; only epochs may have a fraction, as in ``0.5ep``.
@@ -62,11 +62,13 @@ class Duration:
         return cls(value, typing.cast(Unit, unit))
 
     def steps(self, dataset: int | None, batch: int | Fraction) -> int:
-        """Return the optimizer steps that consume this duration; an epoch's last, smaller batch counts as a step.
+        """Convert a length of training, in epochs, steps or samples, to a number of optimizer steps.
+
+        An epoch's last, smaller batch counts as a step.
 
         Args:
             dataset: samples in one epoch; None for a stream of unknown length.
-            batch: samples in one global batch; a fraction for one worker's share of it.
+            batch: samples in one global batch; a fraction for one logical worker's share of it.
 
         Raises:
             UsageError: the duration is in epochs, and ``dataset`` is None.
@@ -119,10 +121,10 @@ class Spec:
         return cls(name.strip(), options)
 
     def choose(self, table: Mapping[str, T], option: str) -> T:
-        """Return the entry of ``table`` under the name of this specification ``name:key=value,…``.
+        """Look up the name of this specification, ``name:key=value,…``, in ``table`` and return its entry.
 
         Args:
-            table: possible names, with their values.
+            table: entries by possible name.
             option: kind of thing that is named, for the error, such as ``strategy``.
 
         Raises:
@@ -151,15 +153,17 @@ class StrategyOptions:
     """Base class of strategy options. Subclasses override the methods with another result than the default."""
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the strategy's capabilities that follow from these options, by name; empty by default.
+        """Return capabilities of the strategy that depend on its options, by name, such as ``{"reproducible": False}``.
 
-        Each strategy has a row of capabilities in ``parallel/registry.py``, such as ``reproducible`` or
-        ``custom_loop``. The returned values take the place of the row's entries of the same name.
+        They take the place of the capabilities of the same names that ``parallel/registry.py`` states for the strategy.
+        Empty by default.
         """
         return {}
 
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
-        """Return these options with every duration, such as ``2ep``, converted to steps; by default there are none.
+        """Return the strategy's options with every duration, such as ``2ep``, as a number of steps (``500st``).
+
+        By default no option is a duration, and the options are returned as they are.
 
         Args:
             steps: maps a duration to its number of steps in this run.
@@ -170,19 +174,19 @@ class StrategyOptions:
     def extents(self) -> Mapping[str, int | None]:
         """Sizes of the device mesh's dimensions that the strategy's options set, by option; empty by default.
 
-        The keys are ``replicas``, ``shards``, ``stages`` and ``tensor``. None stands for an open size, which follows
-        from the number of devices.
+        Possible keys are ``replicas``, ``shards``, ``stages`` and ``tensor``. None stands for a size that follows from
+        the number of devices.
         """
         return {}
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 shards nothing."""
+        """ZeRO stage of the strategy: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 shards nothing."""
         return 0
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """FSDP wrap policy: names and classes of modules that gather their parameters together, or ``auto``."""
+        """FSDP wrap policy: names and classes of modules whose parameters are gathered together, or ``("auto",)``."""
         return ("auto",)
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
@@ -238,7 +242,7 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
     Args:
         config: the dataclass.
         options: field values; text is converted to the field's type.
-        where: place of the options, for error messages.
+        where: text that says in error messages where the options were given, such as ``--slow``.
 
     Raises:
         UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass refuses.

@@ -80,12 +80,12 @@ class RowsConfig(StrategyOptions):
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+        """ZeRO stage of the strategy: 1 shards optimizer state, 2 gradients too, 3 parameters too."""
         return self.stage
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """Names or classes of the modules that FSDP2 wraps, which gather their parameters together, or ``auto``."""
+        """Names and classes of the modules that FSDP2 wraps, to gather their parameters together, or ``("auto",)``."""
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
@@ -148,7 +148,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"shards": number of replicas that shard one copy of the state}``."""
+        """Size of the device mesh's shard dimension: ``{"shards": replicas that shard one copy of the state}``."""
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -170,10 +170,10 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the capabilities that differ from those in ``parallel/registry.py``, by name; empty without shards.
+        """Return capabilities that replace those in ``parallel/registry.py``, by name; empty unless ``shards`` > 1.
 
-        With ``shards`` above 1: ``exchange``, the class ``ShardedSync`` of the strategy ``sharded`` for the gradient
-        synchronisation; and ``worker_gradients``, False, because no rank has the gradient of one logical worker.
+        Otherwise ``exchange`` names ``ShardedSync``, of the strategy ``sharded``, as the class that synchronises
+        gradients, and ``worker_gradients`` is False, because no rank has the gradient of one logical worker.
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
@@ -201,15 +201,17 @@ class LocalSGDConfig(StrategyOptions):
         self.together()
 
     def together(self) -> Duration:
-        """Return the length of local SGD's initial phase of synchronous updates, from ``post``; 0 steps without it.
+        """Return the length of local SGD's initial phase, in which all logical workers make one update together a step.
 
-        Raises UsageError if ``post`` is malformed.
+        It is the option ``post``; 0 steps without it. Raises UsageError if it is malformed.
         """
         text = self.post or "0"
         return Duration.parse(text + "st" * text.isdecimal(), "post")
 
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
-        """Return the options with ``post``, the length of the initial synchronous phase, as a number of steps.
+        """Return a copy of local SGD's options with ``post``, the length of the initial synchronous phase, in steps.
+
+        Without ``post`` the options are returned as they are.
 
         Args:
             steps: maps a duration to its number of steps in this run.
@@ -301,10 +303,10 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the strategy's capabilities that follow from ``mode``, by name, such as ``{"reproducible": False}``.
+        """Return capabilities of parameter servers that follow from ``mode``, such as ``{"reproducible": False}``.
 
         ``async`` and ``bounded`` servers are not reproducible, and neither are ``sync`` ones with ``backup``; ``sync``
-        without it changes none. The values take the place of the strategy's own entries in ``parallel/registry.py``.
+        ones without it change no capability. The values, by name, take the place of those in ``parallel/registry.py``.
         """
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
@@ -337,5 +339,8 @@ class ShardedConfig(RowsConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """``{"shards": number of devices that shard one copy of the state}``; None: all devices."""
+        """Size of the device mesh's shard dimension: ``{"shards": devices that shard one copy of the state}``.
+
+        None stands for all devices of the run.
+        """
         return {"shards": self.shards}

@@ -222,17 +222,17 @@ class TrainConfig:
 
     @property
     def device_range(self) -> tuple[int, int] | None:
-        """Least and most devices of ``--devices 2:8``; None for a plain number or ``auto``.
+        """Least and most devices, from a range such as ``--devices 2:8``; None for a plain number or ``auto``.
 
         Raises UsageError if the range is malformed.
         """
         return parse_device_range(self.devices)
 
     def engine(self) -> EngineConfig | None:
-        """Return the options of the engine of ``--on`` (local, SSH, Ray or Slurm); None without one.
+        """Return the options of the engine that starts the ranks, from ``--on`` (local, SSH, Ray or Slurm).
 
-        A range of devices needs an engine; without ``--on`` it is ``local``. Raises UsageError if the text is
-        malformed.
+        Without ``--on`` it is None, but ``local`` for a range of devices, which needs an engine. Raises UsageError if
+        the text is malformed.
         """
         if self.on is None or self.on == "none":
             return None if self.device_range is None else LocalEngineConfig()
@@ -261,12 +261,12 @@ class TrainConfig:
 
     @cached_property
     def optimizer_choice(self) -> OptimizerChoice:
-        """The options of ``--optimizer`` (``name:key=value,…``), with their text. Raises UsageError."""
+        """The options of ``--optimizer`` with their text ``name:key=value,…``. Raises UsageError if it is malformed."""
         return OptimizerChoice.parse(self.optimizer)
 
     @cached_property
     def lr_schedule(self) -> ConstantSchedule:
-        """The options of ``--schedule``. Raises UsageError if the text is malformed.
+        """The options of ``--schedule``, the learning-rate schedule. Raises UsageError if the text is malformed.
 
         ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.
         """
@@ -279,7 +279,10 @@ class TrainConfig:
 
     @cached_property
     def compile_choice(self) -> CompileChoice | None:
-        """Mode and options of ``torch.compile``, from ``--compile``; None without it. Raises UsageError."""
+        """Mode and options of ``torch.compile``, from ``--compile``; None without it.
+
+        Raises UsageError if the text is malformed, or combined with ``--reproducible``.
+        """
         return check_compile(self.compile, self.reproducible)
 
     @cached_property
@@ -292,7 +295,7 @@ class TrainConfig:
 
     @cached_property
     def loss_scale_options(self) -> LossScaleConfig | None:
-        """The options of the loss scale: from ``--loss-scale``, else dynamic for fp16, else None.
+        """The options of the loss scale: from ``--loss-scale``, else dynamic for fp16, else None for no loss scale.
 
         Raises UsageError if the text is malformed, or given with a precision other than fp16.
         """
@@ -308,7 +311,7 @@ class TrainConfig:
 
     @cached_property
     def limits(self) -> WatchdogLimits:
-        """The watchdog's limits, in seconds, on the time of a start, a step and a save without progress.
+        """Seconds without progress after which the watchdog ends a rank, at the start, in a step and in a save.
 
         Raises UsageError for a limit that is neither 0 (none) nor at least 1.
         """
@@ -377,7 +380,10 @@ class TrainConfig:
 
     @cached_property
     def eval_interval(self) -> Duration | None:
-        """The interval between evaluations, from ``--eval-every``; None for ``none``. Raises UsageError."""
+        """The interval between evaluations, from ``--eval-every``; None for ``none``.
+
+        Raises UsageError if it is malformed.
+        """
         return _interval("--eval-every", self.eval_every)
 
     @cached_property
@@ -406,7 +412,10 @@ class TrainConfig:
 
     @cached_property
     def changes(self) -> NamedChanges:
-        """The settings of ``--change``, which may differ from the checkpoint's. Raises UsageError if unknown."""
+        """Names of settings in which a resumed run may differ from its checkpoint, from ``--change``.
+
+        Raises UsageError if a setting does not exist or cannot be changed.
+        """
         named = NamedChanges.parse(self.change)
         chosen = self.optimizer_choice.options if named.names else None
         if isinstance(chosen, ImportedOptimizerConfig):
@@ -445,14 +454,17 @@ class TrainConfig:
 
     @cached_property
     def slowness(self) -> tuple[Slowness, ...]:
-        """The simulated delays of ranks or workers, from ``--slow``; empty without it. Raises UsageError."""
+        """The simulated delays of ranks or logical workers, from ``--slow``; empty without it.
+
+        Raises UsageError if the text is malformed.
+        """
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
 
     def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:
         """Return the metric that selects the best checkpoint, and its direction; None without ``--keep-best``.
 
         Args:
-            declared: directions that the task declares, by metric.
+            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Raises:
             UsageError: neither the option, ``declared`` nor the metric's name decides the direction.
@@ -462,10 +474,10 @@ class TrainConfig:
         return Best.parse(self.keep_best, declared=declared)
 
     def target(self, declared: Mapping[str, Direction] | None = None) -> TrainingTarget | None:
-        """Return the held-out value of a metric at which training ends, from ``--until``; None without it.
+        """Return the metric, its direction and the held-out value at which training ends; None without ``--until``.
 
         Args:
-            declared: directions that the task declares, by metric.
+            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Raises:
             UsageError: the option is malformed, or nothing decides the metric's direction.
@@ -478,12 +490,12 @@ class TrainConfig:
         return None if self.until == "none" else self.until
 
     def watched_metric(self, declared: Mapping[str, Direction] | None = None) -> Metric | None:
-        """Return the metric that may end the run; None without ``--until`` and ``--patience``.
+        """Return the held-out metric whose values may end the run; None without ``--until`` and ``--patience``.
 
-        It is that of ``--until``, else with ``--patience`` that of ``--keep-best``, else the held-out loss.
+        It is the metric of ``--until``; with ``--patience`` alone that of ``--keep-best``, else the held-out loss.
 
         Args:
-            declared: directions that the task declares, by metric.
+            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Raises:
             UsageError: the option that names the metric is malformed, or nothing decides its direction.

@@ -30,12 +30,14 @@ class TrainingTarget:
     def parse(
         cls, text: str, option: str = "--until", declared: Mapping[str, Direction] | None = None
     ) -> TrainingTarget:
-        """Parse ``NAME=VALUE``; ``<=`` or ``>=`` states the direction of a metric whose name does not decide it.
+        """Parse ``--until``, the held-out value of a metric at which training ends: ``NAME=VALUE``.
+
+        ``NAME<=VALUE`` or ``NAME>=VALUE`` states the better direction of a metric whose name does not decide it.
 
         Args:
             text: the target.
             option: name of the option, for the error message.
-            declared: directions by metric that the task declares.
+            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Raises:
             UsageError: the text is malformed, the direction is unknown, or ``<=`` or ``>=`` contradicts it.
@@ -62,7 +64,7 @@ class TrainingTarget:
         return cls(Metric(name, asked), value)
 
     def reached(self, value: float) -> bool:
-        """Return whether a held-out ``value`` is as good as the target or better; NaN and infinity are not."""
+        """Return whether a held-out ``value`` of the metric is as good as the target or better; NaN and ±∞ are not."""
         return math.isfinite(value) and (value >= self.value if self.metric.higher else value <= self.value)
 
     def __str__(self) -> str:
@@ -70,7 +72,7 @@ class TrainingTarget:
 
 
 def split_target(text: str, option: str = "--until") -> tuple[str, str, float]:
-    """Split the text of a target into its metric's name, its sign (``=``, ``<=`` or ``>=``) and its value.
+    """Split the text of ``--until`` into its metric's name, its sign (``=``, ``<=`` or ``>=``) and its value.
 
     Args:
         text: ``NAME=VALUE``, ``NAME<=VALUE`` or ``NAME>=VALUE``.
@@ -91,13 +93,14 @@ def split_target(text: str, option: str = "--until") -> tuple[str, str, float]:
 
 
 def check_metric(name: str, option: str, reported: Sequence[str], averaged: bool) -> None:
-    """Raise UsageError, naming the nearest, if an evaluation does not report the metric ``name``.
+    """Raise UsageError, naming the nearest metric, if the run's evaluations do not report the metric ``name``.
 
     Args:
         name: the metric.
-        option: the option that names it.
-        reported: names that the task's loss function reports, with ``loss``.
-        averaged: whether the run keeps an average of its weights, and so reports ``raw_`` values as well.
+        option: the option that names it, for the error.
+        reported: names of the values that the task's loss function reports, with ``loss``.
+        averaged: whether the run keeps an average of its weights, and so reports each value of the trained weights as
+            ``raw_`` and its name as well.
     """
     known = [*reported, *(f"{RAW}{other}" for other in reported if averaged)]
     if name not in known:

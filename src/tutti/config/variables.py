@@ -43,7 +43,7 @@ def _or_none(values: Values) -> Values:
 
 
 def choice(*names: str) -> Values:
-    """Return the permitted values of an environment variable that takes one of the texts ``names``."""
+    """Return the description and check of the values of an environment variable that must be one of ``names``."""
     return Values(" or ".join(names), lambda text: text in names)
 
 
@@ -143,9 +143,9 @@ def is_off(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environ`` without the variables that stand for options of ``tutti train``.
+    """Return a copy of the environment without the variables that stand for options of ``tutti train``.
 
-    It is the environment of a run whose configuration is complete in a file.
+    A run whose configuration is complete in a file starts with it, so that no variable changes an option.
     """
     return {name: value for name, value in environ.items() if name not in SETTINGS}
 

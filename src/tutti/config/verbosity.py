@@ -26,7 +26,8 @@ def take_verbosity(words: list[str], environ: MutableMapping[str, str]) -> list[
 
     Args:
         words: the command line without ``tutti``; words after ``--`` stay.
-        environ: the environment, which is changed if there is one of these flags.
+        environ: the environment, changed in place: the variable becomes ``quiet`` (``-q``), ``verbose`` (``-v``) or
+            ``debug`` (``-vv``); without these flags it stays.
 
     Returns:
         The words left over.
@@ -55,12 +56,12 @@ def is_quiet(environ: Mapping[str, str]) -> bool:
 
 
 class StandardErrorHandler(logging.Handler):
-    """Writes to what ``sys.stderr`` is at the time, records of rank 0 and warnings of every rank; with ``-vv`` all.
+    """Write log records to ``sys.stderr`` as it is at the time: all of rank 0, and warnings and errors of every rank.
 
-    A script that has configured the root logger gets the records there, and not twice.
+    With ``-vv`` every rank writes all. If a script has configured the root logger, the records go there alone.
 
     Args:
-        environ: the environment, whose ``RANK`` is this process's rank once it is one.
+        environ: the environment, whose ``RANK`` is this process's rank, if it is a rank.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -69,10 +70,9 @@ class StandardErrorHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log record to standard error.
+        """Write a log record to standard error; below the level of a warning on rank 0 alone, or with ``-vv`` on all.
 
-        Below a warning, and without ``-vv``, rank 0 alone writes it. Nothing is written if the root logger has
-        handlers.
+        Nothing is written if the root logger has handlers, which get the record already.
         """
         everywhere = record.levelno >= logging.WARNING or self._environ.get(VERBOSITY) == "debug"
         if logging.getLogger().handlers or not (everywhere or self._environ.get("RANK", "0") == "0"):
@@ -83,8 +83,9 @@ class StandardErrorHandler(logging.Handler):
 
 
 def configure_logging(environ: Mapping[str, str]) -> None:
-    """Set level and handler of the logger ``tutti`` as ``TUTTI_VERBOSITY`` says; do nothing without the variable.
+    """Set the level of the logger ``tutti`` by ``TUTTI_VERBOSITY``, and let it write to standard error.
 
+    Levels are ERROR for ``quiet``, INFO for ``verbose`` and DEBUG for ``debug``. Without the variable nothing changes.
     The root logger is not touched, and a second call adds no second handler.
 
     Args:

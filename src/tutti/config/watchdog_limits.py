@@ -13,11 +13,11 @@ START, SAVE = 1800.0, 1800.0
 
 @dataclass(frozen=True)
 class WatchdogLimits:
-    """Seconds without progress after which a rank counts as stuck; 0: never.
+    """Seconds without progress after which a rank counts as stuck, and the watchdog ends it; 0: never.
 
     Attributes:
         start: until the first step is done, in one block of an evaluation, and at the end.
-        step: in one step's own work, without waiting; None: the collectives' timeout.
+        step: in one step's own work, without waiting for other ranks; None: the collectives' timeout.
         save: while a checkpoint or a record is written.
     """
 
@@ -33,12 +33,14 @@ class WatchdogLimits:
 
     @classmethod
     def make(cls, start: float | None, step: float | None, save: float | None) -> WatchdogLimits:
-        """Make the limits on time without progress, with the default for each argument that is None.
+        """Make the limits on time without progress after which the watchdog ends a rank, from given values or defaults.
 
         Args:
-            start: seconds until the first step is done, in one batch of an evaluation, and at the end; 0 for no limit.
-            step: seconds in one step's own work, without waiting; 0 for no limit.
-            save: seconds while a checkpoint or a record is written; 0 for no limit.
+            start: seconds until the first step is done, in one batch of an evaluation, and at the end; 0 for no limit,
+                None for 1800.
+            step: seconds in one step's own work, without waiting for other ranks; 0 for no limit, None for the timeout
+                of the collectives.
+            save: seconds while a checkpoint or a record is written; 0 for no limit, None for 1800.
 
         Raises:
             UsageError: a limit is neither 0 nor a finite number of at least 1.
@@ -47,10 +49,13 @@ class WatchdogLimits:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WatchdogLimits:
-        """Parse ``TUTTI_START_TIMEOUT``, ``TUTTI_STEP_TIMEOUT`` and ``TUTTI_SAVE_TIMEOUT``: seconds, or 0 for no limit.
+        """Parse the watchdog's limits in ``TUTTI_START_TIMEOUT``, ``TUTTI_STEP_TIMEOUT`` and ``TUTTI_SAVE_TIMEOUT``.
+
+        Each is the seconds without progress after which a rank is ended, or 0 for no limit.
 
         Args:
-            environ: environment variables; a missing one gives the default.
+            environ: environment variables; a missing one gives the default: 1800 s, the timeout of the collectives for
+                a step.
 
         Raises:
             UsageError: a value is no number, or is neither 0 nor finite and at least 1.
@@ -66,5 +71,5 @@ class WatchdogLimits:
 
     @property
     def never(self) -> bool:
-        """Whether all limits are off, so that no watchdog is needed."""
+        """Whether all limits on time without progress are off, so that a rank needs no watchdog."""
         return self.start == self.step == self.save == 0

@@ -1,1 +1,1 @@
-"""One HTML file from the records of runs."""
+"""Write an HTML report, one file, from the run directories of one or several runs."""

@@ -25,12 +25,14 @@ _BEGINNING = "<!doctype html>"
 
 
 def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> Path:
-    """Write an HTML report on run directories, one file with everything in it, and return its path.
+    """Write an HTML report on run directories, one file with style and charts in it, and return its path.
 
     Args:
         paths: run directories, each once.
-        plan: file of a plan, as TOML or JSON; None for none.
-        out: file to write; None for ``report.html`` in the directory of a single run, or here for several.
+        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``, such
+            as of ``tutti simulate``; None for none.
+        out: file to write; None for ``report.html`` in the directory of a single run, in the working directory for
+            several.
 
     Raises:
         UsageError: a package is missing, a path is no run or no plan, or ``out`` is another file than a report.
@@ -65,17 +67,17 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
 
 
 def report_at_the_end(run: Path, seconds: float) -> str | None:
-    """Write a finished run's ``report.html`` into its directory, if the optional packages are installed.
+    """Write a finished run's ``report.html`` into its directory, if matplotlib and jinja2 are installed.
 
-    Never raises an error. Runs of less than a minute write none: loading matplotlib and jinja2 would be a noticeable
-    part of their time.
+    Raises no error. A run of less than a minute gets no report: loading the two packages would be a noticeable part of
+    its time.
 
     Args:
         run: the run directory.
         seconds: how long the run took.
 
     Returns:
-        The reason why the report could not be written; None if it was, or was not due.
+        A sentence with the reason why the report could not be written; None if it was written, or the run gets none.
     """
     if seconds < WORTH_A_REPORT or not all(map(importlib.util.find_spec, PACKAGES)):
         return None

@@ -16,7 +16,11 @@ _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sha
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
     """Return the report's section on loss landscapes: a table and charts of all runs with a ``landscape.json``.
 
-    None if no run has one.
+    Args:
+        runs: the report's runs, in its order, which gives each run its letter and colour.
+
+    Returns:
+        The section; None if no run has a ``landscape.json``.
     """
     known = [(number, run) for number, run in enumerate(runs) if run.landscape]
     if not known:

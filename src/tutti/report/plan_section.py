@@ -19,8 +19,9 @@ def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
     """Return the report's section on a plan: its entries, beside the runs' measured values where these are comparable.
 
     Args:
-        path: TOML of ``tutti plan --out``, or JSON of a command in a file that ends in ``.json``.
-        runs: the runs of the report.
+        path: TOML of ``tutti plan --out``, or JSON of ``tutti plan`` or ``tutti simulate`` in a file that ends in
+            ``.json``.
+        runs: the report's runs, in its order, which gives each run its letter.
 
     Raises:
         UsageError: the file is missing, no TOML or JSON table, or empty.

@@ -37,7 +37,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class ReportChart:
-    """A chart.
+    """A chart of an HTML report, as SVG.
 
     Attributes:
         caption: what it shows, in a sentence; also its text for screen readers.
@@ -54,16 +54,20 @@ class ReportChart:
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """Points of one run, and the run's number in the report, which gives colour and dashes."""
+    """Points of one run's curve, (x, y), and the run's number in the report, from 0, which gives colour and dashes."""
 
     number: int
     points: Sequence[Point]
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Thin a curve for drawing: return at most ``most`` points, each the mean of as many neighbours.
+    """Thin a curve for drawing: return at most ``most`` points, each the mean of a group of neighbouring points.
 
-    ``points``: (x, y), in order.
+    Groups are equally large but for one point. A curve of at most ``most`` points is returned as it is.
+
+    Args:
+        points: (x, y), in order.
+        most: largest number of points.
 
     >>> thinned([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], 2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -84,12 +88,12 @@ def line_chart(
     reference: tuple[str, float] | None = None,
     scale: str = "linear",
 ) -> ReportChart:
-    """Draw a line chart with one line for each run, thinned to a readable number of points. Needs matplotlib.
+    """Draw a line chart as SVG, one line for each run, thinned to a readable number of points. Needs matplotlib.
 
     Args:
-        series: number and (x, y) points of each run; the number selects its colour.
+        series: number of each run in the report, from 0, which selects colour and dashes, and its (x, y) points.
         x, y: labels of the axes, with units.
-        caption: text of the chart.
+        caption: what the chart shows, in a sentence.
         reference: label and height of a horizontal line; None for none.
         scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
     """
@@ -113,13 +117,13 @@ def line_chart(
 def contour_chart(
     offsets: Sequence[float], values: Sequence[Sequence[float]], levels: Sequence[float], caption: str
 ) -> ReportChart:
-    """Draw lines of equal loss, or of another value, over a square plane, each labelled with its value.
+    """Draw lines of equal loss, or of another value, over a square plane as SVG, each labelled with its value.
 
     Args:
         offsets: coordinates of the grid on both axes, in rising order.
         values: a row for each offset of the vertical axis, with a value for each offset of the horizontal one.
         levels: values of the lines, in rising order.
-        caption: text of the chart.
+        caption: what the chart shows, in a sentence.
     """
 
     def draw(axes: Axes) -> None:
@@ -132,12 +136,13 @@ def contour_chart(
 
 
 def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: str) -> ReportChart:
-    """Draw throughput over the number of devices, with a line of perfect scaling from the run with the fewest devices.
+    """Draw throughput over the number of devices as SVG, with the line of linear scaling from the fewest devices on.
 
     Args:
-        points: (number of the run, devices, rate of all devices together) of each run.
-        unit: of the rate.
-        caption: text of the chart.
+        points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of all
+            devices together) of each run, at least one.
+        unit: of the throughput.
+        caption: what the chart shows, in a sentence.
     """
     counts = sorted({devices for _, devices, _ in points})
     least = min(points, key=lambda point: (point[1], -point[2]))
@@ -158,13 +163,14 @@ def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: 
 def stack_chart(
     rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, caption: str, *, share: bool = False
 ) -> ReportChart:
-    """Draw a horizontal bar for each run, stacked from named parts, such as seconds of forward and backward.
+    """Draw a horizontal bar for each run as SVG, stacked from named parts, such as seconds of forward and backward.
 
     Args:
-        rows: label of each bar, and its parts' lengths by name, a member of ``PARTS``.
-        unit: of the parts.
-        caption: text of the chart.
-        share: show each part as per cent of its bar's sum.
+        rows: label of each bar, and the lengths of its parts by name. Names are those of ``PARTS``, such as
+            ``forward``; others are not drawn.
+        unit: of the lengths as drawn.
+        caption: what the chart shows, in a sentence.
+        share: whether to show each part as per cent of its bar's sum.
     """
     parts = [name for name in PARTS if any(row.get(name, 0) > 0 for _, row in rows)]
     height = 1.0 + 0.36 * len(rows)
@@ -189,9 +195,11 @@ def stack_chart(
 
 
 def themed_timeline(svg: str, caption: str) -> ReportChart:
-    """Turn a timeline's SVG into a chart of the report, whose text and background take the page's colours.
+    """Turn the SVG of a timeline into a chart of the report, which is as wide as the page and takes its colours.
 
-    ``svg``: of ``tutti.metrics.timeline.timeline_svg``.
+    Args:
+        svg: timeline of the traced steps, from ``tutti.metrics.timeline.timeline_svg``.
+        caption: what the chart shows, in a sentence.
     """
     found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
     found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
@@ -207,7 +215,7 @@ def _part(name: str) -> str:
 
 
 def page_colours() -> Iterable[tuple[str, str]]:
-    """Yield (colour in a chart's SVG, CSS value that replaces it in the page): charts follow the page's theme."""
+    """Yield (colour as matplotlib draws it, CSS value that replaces it) for charts to take the page's theme."""
     yield _TEXT, "currentColor"
     yield _GRID, "var(--grid)"
     for number in range(SERIES):

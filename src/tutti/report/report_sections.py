@@ -32,7 +32,7 @@ ReportRow = list[tuple[str, float | str]]
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table whose columns the reader can sort; each cell is a text and the value that it is sorted by."""
+    """A table whose columns the reader of the page can sort; each cell is a text and the value that it is sorted by."""
 
     caption: str
     heads: Sequence[str]
@@ -41,7 +41,7 @@ class ReportTable:
 
 @dataclass
 class ReportSection:
-    """A section of the page.
+    """A section of an HTML report.
 
     Attributes:
         title: its heading.
@@ -61,14 +61,14 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """All that the page shows.
+    """Everything that an HTML report shows.
 
     Attributes:
         title: of the page.
         headline: the sentence at the top.
         figures: key figures, each a name and a text, where there is one run.
-        legend: key and name of each run.
-        sections: in order; only those with data.
+        legend: letter and name of each run.
+        sections: sections with data, in order.
         missing: what was not measured: a name, and how to get it.
     """
 
@@ -83,7 +83,9 @@ class ReportContent:
 def compose_report(
     runs: Sequence[RunRecord], plan: ReportSection | None = None, landscape: ReportSection | None = None
 ) -> ReportContent:
-    """Compose title, headline and sections of a report on one or several runs; sections without data are left out.
+    """Compose title, headline and sections of an HTML report from the records of one or several runs.
+
+    Sections without data are left out; the report names what is missing, and how to measure it.
 
     Args:
         runs: the runs, at least one.
@@ -464,7 +466,7 @@ class _Composer:
 
 
 def run_key(number: int) -> str:
-    """Return the letter that stands for a run in a report; ``number`` counts the runs from 0.
+    """Return the letter, or letters, by which a report names a run; ``number`` counts the report's runs from 0.
 
     >>> run_key(0), run_key(25), run_key(26)
     ('A', 'Z', 'AA')

@@ -34,12 +34,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step that is not the first of a start.
+    """A recorded step of a run, other than the first after each start.
 
     Attributes:
         seconds: its duration, with the wait for its batch.
         data: seconds of that wait; None if not recorded.
-        samples: in its global batch.
+        samples: samples in its global batch.
     """
 
     seconds: float
@@ -102,7 +102,7 @@ class RunRecord:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the run; None if it has not recorded its end."""
+        """Exit code that the run has recorded at its end; None if it is under way, or was killed."""
         found = finite(self.summary.get("exit_code"))
         return None if found is None else int(found)
 
@@ -125,7 +125,7 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> list[MeasuredStep]:
-        """Steps of the run with a known duration, without the first after each start, which includes start-up."""
+        """Duration, wait for data and samples of each recorded step of the run, without the first after each start."""
         found = []
         for before, line in zip(self.trained, self.trained[1:], strict=False):
             now, then = finite(line.get("seconds")), finite(before.get("seconds"))
@@ -139,18 +139,21 @@ class RunRecord:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median duration of the run's steps in seconds; None if fewer than two steps were recorded."""
+        """Median duration in seconds of the run's steps but the first after each start; None if none is recorded."""
         return statistics.median(step.seconds for step in self.steps) if self.steps else None
 
     @property
     def data_seconds(self) -> float | None:
-        """Median time in seconds that a step of the run waited for its batch; None if not recorded."""
+        """Median time in seconds that a step of the run waited for its global batch; None if it is not recorded."""
         waits = [step.data for step in self.steps if step.data is not None]
         return statistics.median(waits) if waits else None
 
     @property
     def rate(self) -> float | None:
-        """Samples a second of all devices: the median over steps, else the summary's mean; None if unknown."""
+        """Throughput of the run, in samples a second of all devices together; None if unknown.
+
+        It is the median over steps without the first after each start, else the mean in ``summary.json``.
+        """
         if self.steps:
             return statistics.median(step.samples / step.seconds for step in self.steps)
         return finite(self.summary.get("samples_per_second"))
@@ -163,12 +166,14 @@ class RunRecord:
         return sorted(names, key=lambda name: name != "loss")
 
     def curve(self, name: str, axis: str, of: str = "train") -> list[Point]:
-        """Return the (x, y) points of a recorded value; missing and non-finite ones are left out.
+        """Return the curve of a value that the run has recorded, as points (x, y) in the order of the records.
+
+        Points with a missing or non-finite coordinate are left out.
 
         Args:
-            name: of the value, such as ``loss``.
-            axis: x: ``samples`` trained, ``step``, or ``seconds`` of training.
-            of: ``train`` for the value of each step, ``eval`` for that of each evaluation.
+            name: name of the value y, such as ``loss``.
+            axis: what x is: ``samples`` trained so far, ``step``, or ``seconds`` of training.
+            of: ``train`` for the value of each step, ``eval`` for the held-out value of each evaluation.
         """
         trained_samples = {finite(line.get("step")): line.get("samples") for line in self.trained}
         found = []
@@ -184,7 +189,7 @@ class RunRecord:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number as a float; None for anything else, NaN and infinities.
+    """Return a finite number as a float; None for NaN, infinities, truth values and anything else.
 
     >>> finite(3), finite("3"), finite(float("nan")), finite(True)
     (3.0, None, None, None)
@@ -199,9 +204,9 @@ def finite(value: Any) -> float | None:
 
 
 def printable(text: object) -> str:
-    r"""Return a text that is safe to print and to encode as UTF-8; U+FFFD stands for characters not printable.
+    r"""Convert an object to a text that is safe to print and to encode as UTF-8.
 
-    Line breaks and tabs stay.
+    U+FFFD takes the place of each character that is not printable; line breaks and tabs stay.
 
     >>> printable("a\x00b"), printable("n\udce4m")
     ('a�b', 'n�m')
@@ -211,9 +216,10 @@ def printable(text: object) -> str:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read the records of a run directory for the report; missing or damaged files become its ``problems``.
+    """Read configuration, environment, metrics, summary, trace and failures of a run directory for the report.
 
-    Raises UsageError if ``path`` is no run directory.
+    A file that is missing or damaged raises no error, but adds a sentence to ``problems`` of the result. Raises
+    UsageError if ``path`` is no run directory.
     """
     if not path.is_dir():
         raise UsageError(
