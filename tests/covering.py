@@ -5,7 +5,7 @@ The equivalence table has a choice of its own, which knows what its cases cost (
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -47,19 +47,42 @@ def table(*columns: Sequence[Any], strength: int = 2) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Directions:
-    """Which of two others a checkpoint is continued by: both, or the one whose turn it is."""
+class Continuations:
+    """Which places of a list save a checkpoint, all or every ``of``-th from ``turn`` on, and which continue it."""
 
-    turn: int | None = None
+    turn: int = 0
+    of: int = 1
 
-    def __call__(self, one: Any, other: Any, number: int) -> tuple[Any, ...]:
-        return (one, other) if self.turn is None else ((one, other)[(number + self.turn) % 2],)
+    def __call__(self, places: Sequence[Any], *offsets: int) -> Iterator[tuple[Any, list[Any]]]:
+        """Each place that saves with those that continue it, which stand ``offsets`` behind it in the list.
+
+        >>> list(Continuations(turn=1, of=2)("abcd", 1, 2))
+        [('b', ['c', 'd']), ('d', ['a', 'b'])]
+        """
+        for number in range(self.turn, len(places), self.of):
+            yield places[number], [places[(number + offset) % len(places)] for offset in offsets]
 
 
-def both_or_in_turn(*names: str) -> list[Any]:
-    """For ``parametrize``: each name with others in turn, other ones for the next name; marked ``full``: with both."""
-    ordinary = [pytest.param(name, Directions(turn), id=f"{name} in turn") for turn, name in enumerate(names)]
-    return ordinary + [pytest.param(name, Directions(), id=name, marks=pytest.mark.full) for name in names]
+def shared_out(*names: str) -> list[Any]:
+    """For ``parametrize``: each name with its share of the places that save; marked ``full``: with all of them."""
+    ordinary = [
+        pytest.param(name, Continuations(turn, len(names)), id=f"{name} in turn") for turn, name in enumerate(names)
+    ]
+    return ordinary + [pytest.param(name, Continuations(), id=name, marks=pytest.mark.full) for name in names]
+
+
+def in_turn(column: Sequence[Any], other: Sequence[Any], each: int = 1) -> list[Any]:
+    """For ``parametrize``: each value of a column beside ``each`` of another in turn; beside the rest marked ``full``.
+
+    >>> [row for row in in_turn("abcd", "xyz") if isinstance(row, tuple)]
+    [('a', 'x'), ('b', 'y'), ('c', 'z'), ('d', 'x')]
+    """
+    chosen = {(number, (number * each + more) % len(other)) for number in range(len(column)) for more in range(each)}
+    places = product(range(len(column)), range(len(other)))
+    return [
+        (column[a], other[b]) if (a, b) in chosen else pytest.param(column[a], other[b], marks=pytest.mark.full)
+        for a, b in places
+    ]
 
 
 def marked(rows: Sequence[Row], strength: int = 2) -> list[Any]:

@@ -1,7 +1,8 @@
 """Fresh processes for tests without importing torch each time: one process has imported it, and forks at each request.
 
 What is started is a process as any other: its own session, environment, folder and standard streams, real signals. Only
-its imports were made before. Tests of other launchers and of imports start a new Python each time.
+its imports were made before. Tests of other launchers and of imports start a new Python each time. Commands that are to
+end before torch is imported fork from a second process, which has imported the command line alone.
 """
 
 from __future__ import annotations
@@ -25,20 +26,27 @@ _CLEARED = ("OMP_NUM_THREADS", "TUTTI_LOG_RANKS")
 class _Server:
     """The process that forks, of this process; it ends when this one does."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self.owner = os.getpid()
         self.control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {name: value for name, value in os.environ.items() if name not in _CLEARED}
         source = Path(__file__).parents[1] / "src"
         subprocess.Popen(
-            [sys.executable, str(_SERVER), str(there.fileno()), *MODULES],
+            [sys.executable, str(_SERVER), str(there.fileno()), *modules],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[there.fileno()],
             env=environ | {"PYTHONPATH": str(source)}, start_new_session=True,
         )  # fmt: skip
         there.close()
 
 
-_server: _Server | None = None
+_servers: dict[bool, _Server] = {}
+
+
+def _server(torch: bool) -> _Server:
+    """The server that has torch, or the one that has the command line alone."""
+    if torch not in _servers or _servers[torch].owner != os.getpid():
+        _servers[torch] = _Server(MODULES if torch else ["tutti.cli.app"])
+    return _servers[torch]
 
 
 class Process:
@@ -49,6 +57,7 @@ class Process:
         folder: where it runs.
         environ: all of its environment.
         network: the name of the network namespace it is in; None for this process's own.
+        torch: whether torch was imported before.
 
     Attributes:
         pid: of the process, whose parent is the server.
@@ -56,14 +65,16 @@ class Process:
     """
 
     def __init__(
-        self, words: Sequence[str], folder: Path, environ: Mapping[str, str], network: str | None = None
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str],
+        network: str | None = None,
+        torch: bool = True,
     ) -> None:
-        global _server
-        if _server is None or _server.owner != os.getpid():
-            _server = _Server()
         pipes = [os.pipe() for _ in range(3)]
         request = {"words": list(words), "folder": str(folder), "environ": dict(environ), "network": network}
-        socket.send_fds(_server.control, [json.dumps(request).encode()], [write for _, write in pipes])
+        socket.send_fds(_server(torch).control, [json.dumps(request).encode()], [write for _, write in pipes])
         self._out, self._err, self._status = (read for read, _ in pipes)
         self._said, self._open = {self._out: b"", self._err: b""}, [self._out, self._err]
         for _, write in pipes:
@@ -135,10 +146,10 @@ class Process:
 
 
 def run(
-    words: Sequence[str], folder: Path, environ: Mapping[str, str], timeout: float
+    words: Sequence[str], folder: Path, environ: Mapping[str, str], timeout: float, torch: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run`` of ``python words…``; it is killed, and TimeoutExpired raised, where it takes longer."""
-    process = Process(words, folder, environ)
+    process = Process(words, folder, environ, torch=torch)
     try:
         out, err = process.communicate(timeout)
     finally:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,18 @@ ASCII = [
     {"LC_ALL": "POSIX"},
 ]
 IDS = ["locale", "streams", "posix"]
+
+
+def usual(number: int, *more: Any) -> Any:
+    """A row with one of the environments, which is part of ``make test``."""
+    return pytest.param(ASCII[number], *more, id=IDS[number])
+
+
+def full(number: int, *more: Any) -> Any:
+    """A row with one of the environments, each of which some other test of ``make test`` has."""
+    return pytest.param(ASCII[number], *more, id=IDS[number], marks=pytest.mark.full)
+
+
 TASK = """
 import torch
 from tutti import Task
@@ -40,7 +53,7 @@ def ran(folder: Path, environ: dict[str, str], *words: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize(("environ", "devices"), list(zip(ASCII, ["2", "1", "2"], strict=True)), ids=IDS)
+@pytest.mark.parametrize(("environ", "devices"), [usual(0, "2"), full(1, "1"), full(2, "2")])
 def test_a_finished_run_ends_well(environ: dict[str, str], devices: str, tmp_path: Path) -> None:
     (tmp_path / "größe.py").write_text(TASK, encoding="utf-8")
     words = ("train", "größe.py:make", "--devices", devices, "--workers", "2", "--steps", "2", "--batch-size", "4")
@@ -53,7 +66,7 @@ def test_a_finished_run_ends_well(environ: dict[str, str], devices: str, tmp_pat
     assert tomllib.loads((tmp_path / "täglich" / "config.toml").read_text(encoding="utf-8"))["task"] == summary["task"]
 
 
-@pytest.mark.parametrize("environ", ASCII[1:], ids=IDS[1:])
+@pytest.mark.parametrize("environ", [full(1), usual(2)])
 def test_what_programs_read_says_what_was_meant(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "größe.py").write_text(TASK, encoding="utf-8")
     words = ("train", "größe.py:make", "--steps", "1", "--devices", "1", "--batch-size", "4")
@@ -62,7 +75,7 @@ def test_what_programs_read_says_what_was_meant(environ: dict[str, str], tmp_pat
     assert json.loads(ran(tmp_path, environ, *words, "--json").stdout)["task"] == "größe.py:make"
 
 
-@pytest.mark.parametrize("environ", ASCII, ids=IDS)
+@pytest.mark.parametrize("environ", [full(0), usual(1), full(2)])
 def test_a_refusal_and_a_help_page(environ: dict[str, str], tmp_path: Path) -> None:
     for words, code in (
         (("train", "digits", "--strategy", "größe"), 2),
@@ -73,7 +86,7 @@ def test_a_refusal_and_a_help_page(environ: dict[str, str], tmp_path: Path) -> N
         assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("environ", ASCII, ids=IDS)
+@pytest.mark.parametrize("environ", [full(0), usual(1), full(2)])
 def test_what_a_script_prints(environ: dict[str, str], tmp_path: Path) -> None:
     script = "import tutti\ntutti.init()\nprint('rank', tutti.rank(), '· größer → 1 × 2 …', flush=True)\n"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")

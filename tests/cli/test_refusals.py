@@ -9,28 +9,14 @@ from pathlib import Path
 
 import pytest
 
-NO_TORCH = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            sys.exit(f"{name} was imported")
-sys.meta_path.insert(0, Absent())
-from tutti.cli.app import main
-sys.exit(main())
-"""
+from tests.forkserver import run
+
+NO_TORCH = Path(__file__).with_name("no_torch.py")
 
 
 def tutti(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run the command line where torch cannot be imported."""
-    return subprocess.run(
-        [sys.executable, "-c", NO_TORCH, *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", **environ},
-    )
+    return run([str(NO_TORCH), *words], cwd, {**os.environ, "COLUMNS": "80", **environ}, 300, torch=False)
 
 
 ADASCALE = "train digits --optimizer sgd:lr=0.1 --lr-scale adascale"
@@ -198,7 +184,7 @@ def test_a_pipe_that_nobody_reads_is_no_error(tmp_path: Path) -> None:
     there, here = os.pipe()
     os.close(there)
     done = subprocess.run(
-        [sys.executable, "-c", NO_TORCH, "train", "digits", "--print-config"],
+        [sys.executable, str(NO_TORCH), "train", "digits", "--print-config"],
         stdout=here,
         stderr=subprocess.PIPE,
         text=True,

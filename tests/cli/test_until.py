@@ -98,6 +98,11 @@ def test_compare_tells_steps_samples_and_time_to_the_target(tmp_path: Path) -> N
     assert any(sentence.startswith(said) for sentence in found["verdict"]), found["verdict"]
     table = (tmp_path / "runs" / "compare-own-own" / "table.md").read_text()
     assert "samples to it" in table and "1 of 1" in table
-    # Runs that miss their target are finished runs.
+
+
+@pytest.mark.full
+def test_compared_runs_that_miss_their_target_are_finished_runs(tmp_path: Path) -> None:
+    prepare(tmp_path, 0.0)
+    words = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "2")
     missed = tutti(tmp_path, *words, "--seeds", "1", "--until", "loss<=0.0001")
     assert missed.code == 0 and "'one' reached loss<=0.0001 with 0 of 1 seeds." in missed.out, missed.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -13,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from tests.forkserver import run
 from tutti.config import variables
 from tutti.config.settings import HINTS
 from tutti.config.variables import KNOWN, OPTIONS, Values, check_variables, without_settings
@@ -93,11 +93,8 @@ def test_a_run_whose_configuration_is_complete_keeps_what_is_said_of_the_machine
     assert without_settings(environ) == {"TUTTI_KERNELS": "off", "TUTTI_CACHE": "x", "PATH": "y"}
 
 
-def ran(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    environment = PLAIN | {"PYTHONPATH": str(ROOT / "src")} | environ
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300, cwd=cwd, env=environment
-    )
+def ran(*words: str, cwd: Path, torch: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run(words, cwd, PLAIN | {"PYTHONPATH": str(ROOT / "src")} | environ, 300, torch)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def ran(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[s
 def test_every_command_refuses_before_it_does_anything(words: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')")
     for environ in ({"TUTTI_BATHSIZE": "3"}, {"TUTTI_KERNELS": "no"}):
-        done = ran("-m", "tutti", *words.split(), cwd=tmp_path, **environ)
+        done = ran("-m", "tutti", *words.split(), cwd=tmp_path, torch=False, **environ)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert next(iter(environ)) in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
@@ -114,7 +111,7 @@ def test_every_command_refuses_before_it_does_anything(words: str, tmp_path: Pat
 
 def test_help_and_version_answer_all_the_same(tmp_path: Path) -> None:
     for word in ("--help", "--version"):
-        assert ran("-m", "tutti", word, cwd=tmp_path, TUTTI_BATHSIZE="3").returncode == 0
+        assert ran("-m", "tutti", word, cwd=tmp_path, torch=False, TUTTI_BATHSIZE="3").returncode == 0
 
 
 def test_a_script_is_refused_where_it_calls_init(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_float16_is_reproducible_with_its_loss_scale(strategy: str) -> None:
     specification, single, _ = STRATEGIES[strategy]
     arguments = {"optimizer": OPTIMIZERS["sgd momentum"], "workers": 4, "precision": "fp16", "reproducible": True}
     arguments |= {"loss_scale": OVERFLOWING, "clip": 0.5, "micro_batch": 4}
-    [want] = worlds.run(1, train, strategy=single, **arguments)
+    want = worlds.alone(train, strategy=single, **arguments)
     for devices in (3, 4):
         for got, losses, digest in worlds.run(devices, train, strategy=specification, **arguments):
             assert (largest_difference(got, want[0]), digest) == (0, want[2])
@@ -169,7 +169,7 @@ def test_a_power_of_two_as_loss_scale_changes_no_bit(strategy: str) -> None:
     """Scaled, clipped and reported as if it were not there."""
     specification, single, _ = STRATEGIES[strategy]
     arguments = {"optimizer": OPTIMIZERS["adamw"], "workers": 4, "clip": 0.1, "reproducible": True, "precision": None}
-    [want] = worlds.run(1, train, strategy=single, **arguments)
+    want = worlds.alone(train, strategy=single, **arguments)
     for got in worlds.run(3, train, strategy=specification, loss_scale="1024", **arguments):
         assert (largest_difference(got[0], want[0]), got[1:]) == (0, want[1:])
 

@@ -93,7 +93,7 @@ def losses(epochs: list[Epoch]) -> list[float]:
 
 def test_ddp_before_and_after_end_alike(tmp_path: Path) -> None:
     before = str(SCRIPTS / "ddp_before.py"), "--order", orders(tmp_path), "--checkpoint"
-    after = told(tmp_path, "torchrun", 2, str(SCRIPTS / "ddp_after.py"))
+    after = told(tmp_path, "tutti run", 2, str(SCRIPTS / "ddp_after.py"))
     even, odd = told(tmp_path, "torchrun", 2, *before, "2.pt"), told(tmp_path, "tutti run", 3, *before, "3.pt")
     assert after[-1].loss == pytest.approx(stated("ddp"), abs=TOLERANCE)
     assert losses(even) == losses(odd) == pytest.approx(losses(after), abs=TOLERANCE)
@@ -146,14 +146,14 @@ def test_horovod_before_and_after_end_alike(tmp_path: Path) -> None:
 def test_fsdp_before_and_after_end_alike(tmp_path: Path) -> None:
     before = str(SCRIPTS / "fsdp_before.py"), "--order", orders(tmp_path), "--checkpoint"
     after = told(tmp_path, "tutti run", 2, str(SCRIPTS / "fsdp_after.py"))
-    even, odd = told(tmp_path, "tutti run", 2, *before, "2"), told(tmp_path, "torchrun", 3, *before, "3")
+    even, odd = (told(tmp_path, "tutti run", ranks, *before, str(ranks)) for ranks in (2, 3))
     assert after[-1].loss == pytest.approx(stated("fsdp"), abs=TOLERANCE)
     assert losses(even) == pytest.approx(losses(after), abs=TOLERANCE)
     assert losses(odd) == pytest.approx(losses(after), abs=TOLERANCE)
     assert [epochs[-1].samples for epochs in (after, even, odd)] == [261, 262, 261]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("kind", ["trainer", "lightning", "deepspeed"])
 def test_framework_scripts_moved_end_as_their_page_says(kind: str, ranks: int, tmp_path: Path) -> None:
     after = told(tmp_path, "tutti run", ranks, str(SCRIPTS / f"{kind}_after.py"))

@@ -105,6 +105,8 @@ def test_the_command_of_a_task_trains_on_two_nodes(capsys: pytest.CaptureFixture
         (["skypilot:nodes=0", *TRAIN], "nodes=0"),
         (["skypilot", *TRAIN[:-1], "1:2"], "cannot change its number of devices"),
         (["--start", "skypilot", "--", *TRAIN], "--start is for Slurm"),
+        (["slurm", "--", "run", "-np", "four", "script.py"], "-np is 'four'"),
+        (["slurm", "--", "run", "-np", "0", "script.py"], "-np is '0'"),
     ],
 )
 def test_refused_files(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,7 @@ def test_three_processes_on_two_hosts(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().split() == ["127.0.0.2"] * 2
 
 
+@pytest.mark.full
 def test_the_first_failure_ends_all_and_is_named(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "fail", "wait")
     _, err = launched.process.communicate(timeout=180)

@@ -11,16 +11,16 @@ from torch import nn
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.covering import in_turn
 from tests.parallel.shapes import BLOCK, SHAPES, WIDTH, build, data
-from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, prepare, train
+from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, few_large, prepare, train
 from tutti.nn.swap import parameters
 from tutti.parallel.pipeline import stage_messages
 
 TEXTS = [shape for shape in SHAPES if "no dropout" not in shape and shape not in ("convolutions", "unet")]
 
 
-@pytest.mark.parametrize("shape", TEXTS)
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize(("shape", "devices"), in_turn(TEXTS, [2, 3, 4]))
 def test_positions_split_between_layers(shape: str, devices: int) -> None:
     """Eight positions on three devices are 3, 3 and 2."""
     adam = "adamw:lr=0.01" if shape not in ("encoder", "translating", "nano", "inline") else OPTIMIZERS["sgd momentum"]
@@ -35,7 +35,7 @@ SPLIT_POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), SPLIT_POSITIONS)
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), few_large(SPLIT_POSITIONS))
 def test_positions_split_in_replicas_and_stages(shape: str, strategy: str, devices: int, optimizer: str) -> None:
     check(shape, strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
 
@@ -63,7 +63,7 @@ def narrow(strategy: str) -> Any:
 
 
 def test_positions_split_in_bfloat16() -> None:
-    [want] = worlds.run(1, narrow, strategy="single")
+    want = worlds.alone(narrow, strategy="single")
     for strategy in (SPLIT, SEQUENCE):
         for got in worlds.run(3, narrow, strategy=strategy):
             assert largest_difference(got, want) <= 5e-3
@@ -120,7 +120,7 @@ def _own_loss(model: Any, batch: Any) -> Any:
 
 
 def test_other_losses_have_whole_scores() -> None:
-    [(want, _)] = worlds.run(1, looked_at, strategy="single")
+    want, _ = worlds.alone(looked_at, strategy="single")
     for strategy in (SPLIT, SEQUENCE):
         for got, said in worlds.run(3, looked_at, strategy=strategy):
             assert "1 gathered (head)" in said["split"] or "head" in said["split"].split("gathered")[1]
@@ -146,7 +146,7 @@ SHARDS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), SHARDS)
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), few_large(SHARDS))
 def test_rows_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
     """What slices and stages keep shared out over replicas."""
     text = OPTIMIZERS[optimizer].format(last="*embed*+*head*")
@@ -171,7 +171,7 @@ def remembered(strategy: str) -> int:
 
 
 def test_every_rank_has_its_part_of_the_optimizer() -> None:
-    [whole] = worlds.run(1, remembered, strategy="single")
+    whole = worlds.alone(remembered, strategy="single")
     parts = worlds.run(4, remembered, strategy="hybrid:shards=2,tensor=2,least=1")
     assert max(parts) <= 0.3 * whole
     slices = worlds.run(2, remembered, strategy="tensor:least=1")
@@ -191,7 +191,7 @@ def kept(strategy: str) -> int:
 
 
 def test_every_rank_has_its_part_of_everything() -> None:
-    [whole] = worlds.run(1, kept, strategy="single")
+    whole = worlds.alone(kept, strategy="single")
     parts = worlds.run(4, kept, strategy=FULLY)
     assert max(parts) <= 0.3 * whole
     assert sum(parts) == sum(worlds.run(2, kept, strategy="tensor:least=1"))
@@ -209,7 +209,7 @@ def overflowing(strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["hybrid:shards=2,tensor=2,least=1", "hybrid:shards=2,stages=2", FULLY])
 def test_an_overflow_of_one_part_is_all_parts(strategy: str) -> None:
-    [(want, told)] = worlds.run(1, overflowing, strategy="single")
+    want, told = worlds.alone(overflowing, strategy="single")
     for got, skipped in worlds.run(4, overflowing, strategy=strategy):
         assert skipped == told and True in skipped
         assert largest_difference(got, want) <= 2e-3

@@ -10,7 +10,7 @@ import pytest
 
 import tutti
 from tests import worlds
-from tests.covering import Directions, both_or_in_turn
+from tests.covering import Continuations, in_turn, shared_out
 from tests.parallel.mixers import loss, prepared, state, trained
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
@@ -40,16 +40,15 @@ MIXED = ["muon", "grouped", "normalized", "columns"]
 
 
 def check(optimizer: str, devices: int, strategy: str) -> None:
-    [want] = worlds.run(1, trained, strategy="single", optimizer=optimizer)
+    want = worlds.alone(trained, strategy="single", optimizer=optimizer)
     for got in worlds.run(devices, trained, strategy=strategy, optimizer=optimizer):
         assert got.keys() == want.keys()
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
 
-@pytest.mark.parametrize("optimizer", MIXED)
-@pytest.mark.parametrize(("devices", "strategy"), PLACES)
-def test_whole_tensors_are_mixed(devices: int, strategy: str, optimizer: str) -> None:
-    check(optimizer, devices, strategy)
+@pytest.mark.parametrize(("place", "optimizer"), in_turn(PLACES, MIXED, each=2), ids=str)
+def test_whole_tensors_are_mixed(place: tuple[int, str], optimizer: str) -> None:
+    check(optimizer, *place)
 
 
 @pytest.mark.parametrize(("devices", "strategy"), PLACES)
@@ -73,11 +72,12 @@ def test_state_that_a_constructor_makes_is_cut(devices: int, strategy: str) -> N
     check("adagrad", devices, strategy)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "grouped", "decayed", "adagrad"])
-@pytest.mark.parametrize(("devices", "strategy"), OTHERS)
-def test_where_tensors_are_shared_out(devices: int, strategy: str, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "optimizer"), in_turn(OTHERS, ["muon", "grouped", "decayed", "adagrad"], each=2), ids=str
+)
+def test_where_tensors_are_shared_out(place: tuple[int, str], optimizer: str) -> None:
     """Flattened ones, too, in which an optimizer may see no matrix."""
-    check(optimizer, devices, strategy)
+    check(optimizer, *place)
 
 
 def held(strategy: str, optimizer: str) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def custom_loop(strategy: str, optimizer: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["sharded:units=Linear", "sharded:stage=1"])
 def test_a_loop_of_the_users_own(strategy: str) -> None:
-    [want] = worlds.run(1, custom_loop, strategy="single", optimizer="grouped")
+    want = worlds.alone(custom_loop, strategy="single", optimizer="grouped")
     for got in worlds.run(3, custom_loop, strategy=strategy, optimizer="grouped"):
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
@@ -165,14 +165,14 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "directions"), both_or_in_turn("muon", "grouped", "adagrad"))
-def test_state_is_continued_by_any(optimizer: str, directions: Directions, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "continuations"), shared_out("muon", "grouped", "adagrad"))
+def test_state_is_continued_by_any(optimizer: str, continuations: Continuations, tmp_path: Path) -> None:
     """Row and column factors, which have another shape than their parameter; each strategy by two others."""
-    [want] = worlds.run(1, trained, strategy="single", optimizer=optimizer)
-    for number, (strategy, devices) in enumerate(STATES):
-        folder = str(tmp_path / str(number))
+    want = worlds.alone(trained, strategy="single", optimizer=optimizer)
+    for (strategy, devices), after in continuations(STATES, -1, -4):
+        folder = str(tmp_path / strategy)
         worlds.run(devices, save, strategy=strategy, optimizer=optimizer, folder=folder)
-        for other, ranks in directions(STATES[number - 1], STATES[number - 4], number):
+        for other, ranks in after:
             for got in worlds.run(ranks, resume, strategy=other, optimizer=optimizer, folder=folder):
                 assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10, (strategy, other)
 

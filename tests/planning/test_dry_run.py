@@ -189,7 +189,9 @@ def test_bytes_are_counted_while_they_are_there() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("device", "strategy"), [("cpu", "mirrored"), ("simgpu", "pipeline")])
+@pytest.mark.parametrize(
+    ("device", "strategy"), [("cpu", "mirrored"), pytest.param("simgpu", "pipeline", marks=pytest.mark.full)]
+)
 def test_a_dry_run_on_a_machine_with_an_accelerator(device: str, strategy: str, tmp_path: Path) -> None:
     """The launcher runs no backward of its own: autograd would start the device's threads, and could not fork."""
     build.require()

@@ -40,6 +40,7 @@ def test_profile_and_trace_change_nothing_and_see_the_device(tmp_path: Path) -> 
     assert sorted((tmp_path / "device").glob("trace*")) and sorted((tmp_path / "device").glob("profile*"))
 
 
+@pytest.mark.full
 def test_a_killed_process_on_the_device_is_survived(tmp_path: Path) -> None:
     build.require()
     words = ["train", "digits", "--device", build.DEVICE, "--devices", "2", "--steps", "60"]

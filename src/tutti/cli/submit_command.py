@@ -147,8 +147,11 @@ def read_submission(command: Sequence[str]) -> Submission:
         devices = str(bound.arguments.get("devices", "auto"))
         if devices == "auto":
             raise UsageError("tutti submit needs -np", remedy="say how many, such as -np 4")
+        span = parse_device_range(devices)
+        if span is None and not (devices.isdecimal() and int(devices) >= 1):
+            raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or a range such as 2:4")
         script = Path(bound.arguments["command"][0]).stem if bound.arguments.get("command") else "run"
-        return Submission(words, script, parse_device_range(devices) or (int(devices), int(devices)), None)
+        return Submission(words, script, span or (int(devices), int(devices)), None)
     options = bound.arguments
     name, config = resolved(
         options.get("task"), options.get("flags", {}), options.get("config", ()), options.get("changes", ())

@@ -104,7 +104,7 @@ def optional(strategy: str, optimizer: str, reproducible: bool = False) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["sgd:lr=0.01,weight_decay=0.1", "adamw:lr=0.01,weight_decay=0.1"])
 def test_unused_here_is_a_zero_and_unused_everywhere_is_left_alone(optimizer: str) -> None:
-    [(want, losses, _)] = worlds.run(1, optional, strategy="single", optimizer=optimizer)
+    want, losses, _ = worlds.alone(optional, strategy="single", optimizer=optimizer)
     assert want["3.weight"].tolist() == [0.5, 0.5], "the optimizer must not decay what has no gradient"
     assert want["1.weight"].tolist() != [0.5, 0.5]
     for devices, strategy, reproducible in [(4, "mirrored", True), *((*w, False) for w in WORLDS)]:
@@ -155,13 +155,13 @@ MIXED = [
 
 @pytest.mark.parametrize(("dtypes", "tolerance"), MIXED)
 def test_mixed_types(dtypes: list[torch.dtype], tolerance: float) -> None:
-    [(want, losses, _)] = worlds.run(1, mixed, strategy="single", dtypes=dtypes)
+    want, losses, _ = worlds.alone(mixed, strategy="single", dtypes=dtypes)
     for devices, strategy in [*SHARED_AND_NATIVE, (3, "model_parallel"), (3, "central_storage")]:
         for got, said, _ in worlds.run(devices, mixed, strategy=strategy, dtypes=dtypes):
             close(got, want, tolerance)
             assert said[0][:2] == pytest.approx(losses[0][:2], rel=1e-5)
             assert said[0][2] == pytest.approx(losses[0][2], rel=tolerance)
-    [(_, _, digest)] = worlds.run(1, mixed, strategy="single", dtypes=dtypes, reproducible=True)
+    _, _, digest = worlds.alone(mixed, strategy="single", dtypes=dtypes, reproducible=True)
     for strategy in ("mirrored", "central_storage"):
         for answer in worlds.run(3, mixed, strategy=strategy, dtypes=dtypes, reproducible=True):
             assert answer[2] == digest
@@ -232,7 +232,7 @@ def on_the_wire(strategy: str) -> Any:
 @pytest.mark.parametrize(("wire", "bits"), [("bf16", 8), ("fp16", 11)])
 def test_a_compressed_wire_costs_no_more_than_its_rounding(wire: str, bits: int) -> None:
     """Each of R ranks rounds its own part, and so may each of R-1 additions: 2R half-units of the largest part."""
-    [(want, losses, _)] = worlds.run(1, on_the_wire, strategy="single")
+    want, losses, _ = worlds.alone(on_the_wire, strategy="single")
     for ranks in (3, 4):
         for got, said, _ in worlds.run(ranks, on_the_wire, strategy=f"mirrored:wire={wire}"):
             largest = max(float(np.abs(w).max()) for w in want.values())

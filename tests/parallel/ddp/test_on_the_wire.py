@@ -49,6 +49,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.full
 def test_workers_that_meet_every_eighth_step_send_an_eighth(tmp_path: Path) -> None:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("there is no unshare or no ip")

@@ -120,7 +120,7 @@ def test_a_run_publishes_the_traffic_of_its_schedule(algorithm: Algorithm, ranks
     ],
 )
 def test_replicas_of_several_ranks_and_compressed_wires(strategy: str, tolerance: float) -> None:
-    [want] = worlds.run(1, trained_by, strategy="single")
+    want = worlds.alone(trained_by, strategy="single")
     for got in worlds.run(4, trained_by, strategy=strategy):
         for name, value in want.items():
             assert got[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name

@@ -105,7 +105,7 @@ SEVERAL = ["mirrored", NATIVE, "mirrored:algorithm=native,bucket_mb=0.0001", "ce
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_several_devices_do_what_one_does(strategy: str, optimizer: str) -> None:
     options: dict[str, Any] = {"clip": 0.5, "micro_batch": 1, "loss_scale": "8"}
-    [want] = worlds.run(1, words, optimizer=optimizer, workers=5, strategy="single", **options)
+    want = worlds.alone(words, optimizer=optimizer, workers=5, strategy="single", **options)
     for devices in (2, 3):
         for got in worlds.run(devices, words, optimizer=optimizer, workers=5, strategy=strategy, **options):
             close(got, want)
@@ -156,7 +156,7 @@ def moving(strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_rows_are_those_that_samples_name_whatever_their_gradient(strategy: str) -> None:
-    [want] = worlds.run(1, moving, strategy="single")
+    want = worlds.alone(moving, strategy="single")
     first, second = want
     assert (first[[0, 3]] == 1).all() and (second[[0, 3]] == 1).all()
     assert (first[[1, 2]] < 1).all() and (second[[1, 2]] < first[[1, 2]]).all()
@@ -187,7 +187,7 @@ def tied(strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", SEVERAL)
 def test_a_weight_with_dense_gradients_too_has_a_dense_one(strategy: str) -> None:
-    [want] = worlds.run(1, tied, strategy="single")
+    want = worlds.alone(tied, strategy="single")
     for devices in (2, 3):
         for got in worlds.run(devices, tied, strategy=strategy):
             close(got, want)
@@ -239,7 +239,7 @@ def test_other_strategies_refuse_by_name_on_every_rank(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["sharded", "pipeline", "model_parallel", "tensor"])
 def test_other_strategies_run_on_one_device(strategy: str) -> None:
-    [want] = worlds.run(1, words, optimizer="sgd", workers=2, strategy="single")
+    want = worlds.alone(words, optimizer="sgd", workers=2, strategy="single")
     [got] = worlds.run(1, words, optimizer="sgd", workers=2, strategy=strategy)
     close(got, want)
 
@@ -287,8 +287,8 @@ def functional(said: bool, strategy: str = "mirrored") -> Any:
 
 
 def test_a_module_that_says_so_may_have_a_sparse_gradient() -> None:
-    [want] = worlds.run(1, functional, said=True, strategy="single")
-    [other] = worlds.run(1, functional, said=False, strategy="single")
+    want = worlds.alone(functional, said=True, strategy="single")
+    other = worlds.alone(functional, said=False, strategy="single")
     close(other, want)
     for got in worlds.run(2, functional, said=True):
         close(got, want)
@@ -333,7 +333,7 @@ def custom_loop(strategy: str) -> Any:
 
 
 def test_custom_loops_have_sparse_gradients_too() -> None:
-    [want] = worlds.run(1, custom_loop, strategy="single")
+    want = worlds.alone(custom_loop, strategy="single")
     for devices, strategy in [(2, "mirrored"), (3, NATIVE)]:
         for got in worlds.run(devices, custom_loop, strategy=strategy):
             for name in want:

@@ -78,7 +78,7 @@ def trained(strategy: str, optimizer: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_odd_parameters_are_as_on_one_device(strategy: str) -> None:
     """Unused ones are not decayed; those that one rank alone used are updated on all."""
-    [want] = worlds.run(1, trained, strategy="single", optimizer="adamw:lr=0.1,weight_decay=0.5")
+    want = worlds.alone(trained, strategy="single", optimizer="adamw:lr=0.1,weight_decay=0.5")
     assert (want["never.weight"] == Odd().never.weight.detach().numpy()).all()
     for devices in (3, 4):
         for got in worlds.run(devices, trained, strategy=strategy, optimizer="adamw:lr=0.1,weight_decay=0.5"):
@@ -123,7 +123,7 @@ def modelled(model: str, strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "sharded:shards=2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_models_in_the_units_that_are_found(model: str, strategy: str) -> None:
-    [want] = worlds.run(1, modelled, model=model, strategy="single")
+    want = worlds.alone(modelled, model=model, strategy="single")
     for devices in (4,) if "shards" in strategy else (3, 4):
         for got in worlds.run(devices, modelled, model=model, strategy=strategy):
             assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
@@ -172,7 +172,7 @@ def custom_loop(strategy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_custom_loop_with_an_own_optimizer(strategy: str) -> None:
-    [want] = worlds.run(1, custom_loop, strategy="single")
+    want = worlds.alone(custom_loop, strategy="single")
     for got in worlds.run(3, custom_loop, strategy=strategy):
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-6
 
@@ -221,7 +221,7 @@ def given_batches(strategy: str) -> dict[str, Any]:
 
 
 def test_batches_of_the_callers_own() -> None:
-    [want] = worlds.run(1, given_batches, strategy="single")
+    want = worlds.alone(given_batches, strategy="single")
     for got in worlds.run(3, given_batches, strategy="sharded:units=Linear"):
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
@@ -348,7 +348,7 @@ def scaled(strategy: str) -> tuple[float, dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", ["sharded:units=Linear", "sharded:stage=2"])
 def test_a_scaler_skips_on_all_ranks_what_is_infinite_on_one(strategy: str) -> None:
-    [(scale, want)] = worlds.run(1, scaled, strategy="single")
+    scale, want = worlds.alone(scaled, strategy="single")
     for own, got in worlds.run(2, scaled, strategy=strategy):
         assert own == scale < 2.0**119
         np.testing.assert_allclose(got["0.weight"], want["0.weight"], rtol=1e-5)

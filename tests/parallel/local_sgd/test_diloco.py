@@ -58,7 +58,7 @@ def test_without_momentum_at_rate_one_it_is_local_sgd(post: str) -> None:
 @pytest.mark.parametrize("strategy", ["local_sgd:period=2,post=9", "diloco:period=2,post=2ep"])
 def test_before_workers_part_it_is_synchronous_training(strategy: str, optimizer: str) -> None:
     arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "clip": 0.5, "micro_batch": 3}
-    [(want, losses, _)] = worlds.run(1, train, strategy="single", **arguments)
+    want, losses, _ = worlds.alone(train, strategy="single", **arguments)
     for got, own, _ in worlds.run(3, train, strategy=strategy, **arguments):
         # bfloat16 inside Muon amplifies what is left of rounding.
         assert largest_difference(got, want) <= (1e-4 if optimizer == "muon" else 1e-10)

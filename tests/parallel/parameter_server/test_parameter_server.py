@@ -180,7 +180,7 @@ def alone(strategy: str) -> tuple[Any, list[float], str]:
 
 
 def test_one_worker_that_nobody_disturbs_trains_as_on_one_device() -> None:
-    [(want, losses, _)] = worlds.run(1, alone, strategy="single")
+    want, losses, _ = worlds.alone(alone, strategy="single")
     for mode in ("mode=async", "mode=async,servers=2,transport=tcp", "mode=bounded,staleness=0"):
         [(got, own, _)] = worlds.run(1, alone, strategy=f"parameter_server:{mode}")
         assert largest_difference(got, want) <= 1e-10 and own == pytest.approx(losses, rel=1e-9)
@@ -213,7 +213,7 @@ def adascaled(strategy: str) -> tuple[list[float], float]:
 
 
 def test_adascale_measures_the_same() -> None:
-    [want] = worlds.run(1, adascaled, strategy="single")
+    want = worlds.alone(adascaled, strategy="single")
     for got in worlds.run(3, adascaled, strategy="parameter_server:servers=2"):
         assert got[0] == pytest.approx(want[0], rel=1e-9) and got[1] == pytest.approx(want[1], rel=1e-9)
 
@@ -234,7 +234,7 @@ def as_one(strategy: str) -> Any:
 
 
 def test_workers_that_compute_as_one() -> None:
-    [want] = worlds.run(1, as_one, strategy="single")
+    want = worlds.alone(as_one, strategy="single")
     for got in worlds.run(3, as_one, strategy="parameter_server"):
         assert largest_difference(got, want) <= 1e-10
 
@@ -260,7 +260,7 @@ def own_optimizer(strategy: str) -> tuple[Any, list[float]]:
 
 
 def test_a_users_optimizer_and_its_scheduler_act_on_the_servers() -> None:
-    [(want, losses)] = worlds.run(1, own_optimizer, strategy="single")
+    want, losses = worlds.alone(own_optimizer, strategy="single")
     for strategy in ("parameter_server", "parameter_server:servers=2,transport=tcp"):
         for got, own in worlds.run(3, own_optimizer, strategy=strategy):
             assert largest_difference(got, want) <= 1e-10 and own == pytest.approx(losses, rel=1e-9)

@@ -63,8 +63,8 @@ def train(strategy: str, plain: bool = False) -> Any:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["tensor:least=1", "tensor:least=1,sequence=true"])
 def test_a_gradient_penalty_is_that_of_one_device(strategy: str, size: int) -> None:
-    [(want, told, _)] = worlds.run(1, train, strategy="single")
-    [(without, _, _)] = worlds.run(1, train, strategy="single", plain=True)
+    want, told, _ = worlds.alone(train, strategy="single")
+    without, _, _ = worlds.alone(train, strategy="single", plain=True)
     assert largest_difference(want, without) > 1e-3
     for state, said, _ in worlds.run(size, train, strategy=strategy):
         assert said == pytest.approx(told, rel=1e-9)

@@ -73,7 +73,7 @@ def train(kind: str, strategy: str, micro_batch: int | None = None, recompute: s
 
 @pytest.mark.parametrize("kind", ["listed", "nested", "in the loss"])
 def test_what_functions_draw_is_what_one_device_would(kind: str) -> None:
-    [want] = worlds.run(1, train, kind=kind, strategy="single", micro_batch=2)
+    want = worlds.alone(train, kind=kind, strategy="single", micro_batch=2)
     for schedule, recompute in (("1f1b", "none"), ("zero_bubble", "blocks"), ("gpipe", "blocks")):
         asked = recompute if kind != "in the loss" else "none"
         got = worlds.run(3, train, kind=kind, strategy=f"pipeline:schedule={schedule},micro_batches=4", recompute=asked)
@@ -81,7 +81,7 @@ def test_what_functions_draw_is_what_one_device_would(kind: str) -> None:
 
 
 def test_and_on_devices_with_two_stages_each() -> None:
-    [want] = worlds.run(1, train, kind="listed", strategy="single", micro_batch=2)
+    want = worlds.alone(train, kind="listed", strategy="single", micro_batch=2)
     for strategy in ("pipeline:schedule=interleaved,micro_batches=4", "model_parallel"):
         micro = None if "micro" in strategy else 2
         assert worlds.run(2, train, kind="listed", strategy=strategy, micro_batch=micro) == [want] * 2, strategy

@@ -149,7 +149,7 @@ def trained(loss: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_a_loss_that_catches_everything_equals_one_device(loss: str) -> None:
-    [want] = worlds.run(1, trained, loss=loss, strategy="single")
+    want = worlds.alone(trained, loss=loss, strategy="single")
     for devices in (2, 3):
         for strategy in STRATEGIES if devices == 2 else STRATEGIES[:1]:
             for got in worlds.run(devices, trained, loss=loss, strategy=strategy):

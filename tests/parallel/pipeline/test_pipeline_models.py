@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
-from tests.covering import Directions, both_or_in_turn, marked
+from tests.covering import Continuations, in_turn, marked, shared_out
 from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.tasks.gpt import Block, Embedding, gpt
 from tutti.tasks.unet import unet
@@ -97,15 +97,15 @@ def resumed(name: str, strategy: str, folder: str, first: bool) -> Any:
     return run.weights_sha256() + run.weights_sha256(averaged=True)
 
 
-@pytest.mark.parametrize(("name", "directions"), both_or_in_turn("tied gpt", "tied", "unet"))
-def test_saved_by_one_and_continued_by_another(name: str, directions: Directions, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "continuations"), shared_out("tied gpt", "tied", "unet"))
+def test_saved_by_one_and_continued_by_another(name: str, continuations: Continuations, tmp_path: Path) -> None:
     """Weights that two stages hold are in a checkpoint once, under their first name."""
-    [want] = worlds.run(1, train, name=name, strategy="single", micro_batch=2, reproducible=True)
+    want = worlds.alone(train, name=name, strategy="single", micro_batch=2, reproducible=True)
     places = [(1, "single"), (3, "pipeline"), (4, "pipeline:stages=2,schedule=interleaved"), (2, "mirrored")]
-    for number, (devices, strategy) in enumerate(places):
-        folder = str(tmp_path / str(number))
+    for (devices, strategy), after in continuations(places, -1, -2):
+        folder = str(tmp_path / strategy)
         worlds.run(devices, resumed, name=name, strategy=strategy, folder=folder, first=True)
-        for others, other in directions(places[number - 1], places[number - 2], number):
+        for others, other in after:
             for got in worlds.run(others, resumed, name=name, strategy=other, folder=folder, first=False):
                 assert got == want[2], (strategy, other)
 
@@ -148,21 +148,23 @@ def test_optimizers_that_look_at_whole_tensors(optimizer: str) -> None:
     """Weights that two stages hold count once in the gradient's norm."""
     text = OPTIMIZERS[optimizer].format(last="*embed*")
     arguments = {"name": "tied gpt", "optimizer": text, "reproducible": True}
-    [want] = worlds.run(1, train, strategy="single", micro_batch=2, **arguments)
+    want = worlds.alone(train, strategy="single", micro_batch=2, **arguments)
     for got in worlds.run(3, train, strategy="pipeline:micro_batches=4", **arguments):
         assert (largest_difference(got[0], want[0]), got[2]) == (0, want[2])
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": "blocks"}, {"compile": "default:backend=eager"}])
-def test_what_is_done_to_the_forward_changes_nothing(options: dict[str, Any]) -> None:
-    for name in ("unet", "tied gpt"):
-        [want] = worlds.run(1, train, name=name, strategy="single", micro_batch=2)
-        for schedule in ("1f1b", "interleaved", "zero_bubble"):
-            if schedule == "zero_bubble" and "compile" in options:
-                continue
-            strategy = f"pipeline:schedule={schedule},micro_batches=4"
-            for got in worlds.run(2, train, name=name, strategy=strategy, **options):
-                assert largest_difference(got[0], want[0]) <= 1e-10, (name, schedule)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    in_turn(["unet", "tied gpt"], [{"activation_checkpointing": "blocks"}, {"compile": "default:backend=eager"}]),
+)
+def test_what_is_done_to_the_forward_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    want = worlds.alone(train, name=name, strategy="single", micro_batch=2)
+    for schedule in ("1f1b", "interleaved", "zero_bubble"):
+        if schedule == "zero_bubble" and "compile" in options:
+            continue
+        strategy = f"pipeline:schedule={schedule},micro_batches=4"
+        for got in worlds.run(2, train, name=name, strategy=strategy, **options):
+            assert largest_difference(got[0], want[0]) <= 1e-10, (name, schedule)
 
 
 def few(strategy: str, micro_batch: int | None = None) -> Any:
@@ -175,7 +177,7 @@ def few(strategy: str, micro_batch: int | None = None) -> Any:
 
 
 def test_fewer_samples_than_micro_batches() -> None:
-    [want] = worlds.run(1, few, strategy="single", micro_batch=1)
+    want = worlds.alone(few, strategy="single", micro_batch=1)
     assert worlds.run(3, few, strategy="pipeline:micro_batches=8") == [want] * 3
     assert worlds.run(4, few, strategy="pipeline:stages=2,schedule=zero_bubble,micro_batches=8") == [want] * 4
 
@@ -203,11 +205,10 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: st
         assert words in said
 
 
-@pytest.mark.parametrize("name", ["unet", "gpt", "tied gpt"])
-def test_stages_whose_layers_are_split(name: str) -> None:
-    [want] = worlds.run(1, train, name=name, strategy="single", micro_batch=2)
-    for schedule in ("1f1b", "zero_bubble"):
-        strategy = f"hybrid:stages=2,tensor=2,least=1,schedule={schedule},micro_batches=4"
-        for got in worlds.run(4, train, name=name, strategy=strategy):
-            assert largest_difference(got[0], want[0]) <= 1e-10
-            assert got[1] == pytest.approx(want[1], rel=1e-9)
+@pytest.mark.parametrize(("name", "schedule"), in_turn(["unet", "gpt", "tied gpt"], ["1f1b", "zero_bubble"]))
+def test_stages_whose_layers_are_split(name: str, schedule: str) -> None:
+    want = worlds.alone(train, name=name, strategy="single", micro_batch=2)
+    strategy = f"hybrid:stages=2,tensor=2,least=1,schedule={schedule},micro_batches=4"
+    for got in worlds.run(4, train, name=name, strategy=strategy):
+        assert largest_difference(got[0], want[0]) <= 1e-10
+        assert got[1] == pytest.approx(want[1], rel=1e-9)

@@ -65,7 +65,7 @@ def trained(strategy: str, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("kind", ["frozen", "tied", "detached"])
 def test_equals_one_device(kind: str, schedule: str, ranks: int) -> None:
-    [want] = worlds.run(1, trained, strategy="single", kind=kind)
+    want = worlds.alone(trained, strategy="single", kind=kind)
     chunks = ",virtual=2" if schedule == "interleaved" else ""
     micro = 4 if ranks == 2 else 3
     text = f"pipeline:schedule={schedule},micro_batches={micro}{chunks}"

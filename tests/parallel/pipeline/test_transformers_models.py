@@ -71,7 +71,7 @@ def train(name: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5"])
 def test_stages_equal_one_device(name: str) -> None:
-    [(losses, want)] = worlds.run(1, train, name=name, strategy="single")
+    losses, want = worlds.alone(train, name=name, strategy="single")
     for devices, strategy in ((2, "pipeline"), (3, "pipeline"), (2, "model_parallel")):
         for got, state in worlds.run(devices, train, name=name, strategy=strategy):
             assert got == pytest.approx(losses, rel=1e-10)

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
-from tests.covering import Directions, both_or_in_turn
+from tests.covering import Continuations, in_turn, shared_out
 from tests.parallel.shapes import SHAPES, build, data, loss
-from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, outcome, prepare, train, trained
+from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, few_large, outcome, prepare, train, trained
 from tutti.errors import UsageError
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "no dropout" not in shape])
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(
+    ("shape", "devices"), in_turn([shape for shape in SHAPES if "no dropout" not in shape], [2, 3])
+)
 def test_equals_one_device(shape: str, devices: int) -> None:
     # A bias of keys has a gradient that is zero by construction, of whose noise Adam makes full steps.
     optimizer = (
@@ -58,7 +59,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), STAGES)
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), few_large(STAGES))
 def test_stages_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
     """Weights tied over stages and split, skip connections, dropout."""
     check(shape, strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
@@ -121,7 +122,7 @@ def custom_loop(strategy: str, workers: int) -> Any:
 )
 def test_custom_loops_and_optimizers(strategy: str, devices: int) -> None:
     workers = 2 if "shards" in strategy else 1
-    [want] = worlds.run(1, custom_loop, strategy="single", workers=workers)
+    want = worlds.alone(custom_loop, strategy="single", workers=workers)
     for got in worlds.run(devices, custom_loop, strategy=strategy, workers=workers):
         assert largest_difference(got, want) <= TOLERANCE
 
@@ -147,14 +148,14 @@ def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
     return outcome(run)
 
 
-@pytest.mark.parametrize(("optimizer", "directions"), both_or_in_turn("adamw", "novograd", "muon"))
-def test_a_checkpoint_goes_on_anywhere(optimizer: str, directions: Directions, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "continuations"), shared_out("adamw", "novograd", "muon"))
+def test_a_checkpoint_goes_on_anywhere(optimizer: str, continuations: Continuations, tmp_path: Path) -> None:
     arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].format(last="*embed*+*head*")}
-    [(want, *_)] = worlds.run(1, trained, strategy="single", workers=2, **arguments)
-    for number, (strategy, devices) in enumerate(PLACES):
-        folder = str(tmp_path / str(number))
+    want, *_ = worlds.alone(trained, strategy="single", workers=2, **arguments)
+    for (strategy, devices), after in continuations(PLACES, -1, 1):
+        folder = str(tmp_path / f"{devices} {strategy}")
         worlds.run(devices, save, strategy=strategy, folder=folder, **arguments)
-        for other, ranks in directions(PLACES[number - 1], PLACES[(number + 1) % len(PLACES)], number):
+        for other, ranks in after:
             for got in worlds.run(ranks, resume, strategy=other, folder=folder, **arguments):
                 assert largest_difference(got, want) <= TOLERANCE, (strategy, devices, other, ranks)
 
@@ -187,7 +188,7 @@ def begin(strategy: str, source: str) -> Any:
 def test_weights_from_elsewhere(tmp_path: Path) -> None:
     worlds.run(2, save, strategy=SPLIT, folder=str(tmp_path), shape="gpt", optimizer="sgd")
     [source] = map(str, tmp_path.iterdir())
-    [want] = worlds.run(1, begin, strategy="single", source=source)
+    want = worlds.alone(begin, strategy="single", source=source)
     for got in worlds.run(3, begin, strategy=SPLIT, source=source):
         assert largest_difference(got, want) == 0
 
@@ -318,7 +319,7 @@ def figured(strategy: str) -> list[float]:
 
 
 def test_an_attribute_of_a_block_is_that_of_the_whole_block() -> None:
-    [want] = worlds.run(1, figured, strategy="single")
+    want = worlds.alone(figured, strategy="single")
     for got in worlds.run(2, figured, strategy="tensor:least=1"):
         assert got == pytest.approx(want, rel=1e-12)
 
@@ -352,7 +353,7 @@ def biased(strategy: str, heads: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_learned_bias_of_attention_gets_the_gradient_of_all_heads(heads: int) -> None:
-    [want] = worlds.run(1, biased, strategy="single", heads=heads)
+    want = worlds.alone(biased, strategy="single", heads=heads)
     for devices in (2, 3):
         for got in worlds.run(devices, biased, strategy="tensor:least=1", heads=heads):
             assert largest_difference(got, want) <= TOLERANCE
@@ -458,7 +459,7 @@ def averaged(strategy: str) -> list[Any]:
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_weights_changed_element_by_element(devices: int) -> None:
-    [want] = worlds.run(1, averaged, strategy="single")
+    want = worlds.alone(averaged, strategy="single")
     for got in worlds.run(devices, averaged, strategy="tensor:least=1"):
         for mine, one in zip(got, want, strict=True):
             assert abs(mine - one).max() <= 1e-12
@@ -511,7 +512,7 @@ def elsewhere(strategy: str, kind: str, own: bool) -> Any:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["norm", "scaled", "tied by hand", "layer's own"])
 def test_layers_whose_weights_the_forward_reads_stay_whole(kind: str, own: bool) -> None:
-    [want] = worlds.run(1, elsewhere, strategy="single", kind=kind, own=own)
+    want = worlds.alone(elsewhere, strategy="single", kind=kind, own=own)
     for devices in (2, 3):
         for got in worlds.run(devices, elsewhere, strategy="tensor:least=1", kind=kind, own=own):
             if own and kind != "layer's own":
