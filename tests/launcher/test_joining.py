@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.forkserver import Process
 from tests.launching import SAFETY_NET, SOURCE
 
 TRAIN = ["train", "digits", "--workers", "2", "--steps", "4", "--batch-size", "32", "--reproducible", "--json"]
@@ -43,6 +44,18 @@ def finished(process: subprocess.Popen[str]) -> str:
     return out
 
 
+def played(told: list[dict[str, str]], folder: Path, *words: str) -> list[str]:
+    """What the ranks print of a run whose launcher tells each of them these variables."""
+    ranks = [Process([*TUTTI[1:], *words], folder, environment(**own)) for own in told]
+    try:
+        outs = [rank.communicate(SAFETY_NET) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.wait() for rank in ranks] == [0] * len(ranks), outs
+    return [out for out, _ in outs]
+
+
 def summary(out: str) -> dict[str, Any]:
     """The one summary that rank 0 printed: whoever else printed one made two."""
     found: dict[str, Any] = json.loads(out)
@@ -52,7 +65,7 @@ def summary(out: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("launched")
-    return summary(finished(start([*TUTTI, "--devices", "2"], folder)))
+    return summary(*played([{}], folder, "--devices", "2"))
 
 
 def check(joined: dict[str, Any], launched: dict[str, Any], folder: Path) -> None:
@@ -78,12 +91,7 @@ def test_slurm(launched: dict[str, Any], tmp_path: Path) -> None:
         "SLURM_STEP_NODELIST": socket.gethostname(),
         "SLURM_NODEID": "0",
     }
-    ranks = [start(TUTTI, tmp_path, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
-    try:
-        first, second = (finished(rank) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    first, second = played([step | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)} for n in range(2)], tmp_path)
     check(summary(first), launched, tmp_path)
     assert second == ""
 
@@ -112,18 +120,17 @@ FLUX |= {"FLUX_TASK_LOCAL_ID": "{rank}", "PMI_SIZE": "{size}", "PMI_RANK": "{ran
 
 def started_as(launcher: dict[str, str], size: int, command: list[str], folder: Path) -> list[subprocess.Popen[str]]:
     """Processes of one host with the variables that a launcher sets."""
-    told = [{n: v.format(rank=r, size=size, job=os.getpid()) for n, v in launcher.items()} for r in range(size)]
-    return [start(command, folder, **own) for own in told]
+    return [start(command, folder, **own) for own in told_by(launcher, size)]
+
+
+def told_by(launcher: dict[str, str], size: int) -> list[dict[str, str]]:
+    """What a launcher tells each rank of one host in variables."""
+    return [{n: v.format(rank=r, size=size, job=os.getpid()) for n, v in launcher.items()} for r in range(size)]
 
 
 @pytest.mark.parametrize("launcher", [HYDRA, PALS, FLUX], ids=["hydra", "pals", "flux"])
 def test_played(launcher: dict[str, str], launched: dict[str, Any], tmp_path: Path) -> None:
-    ranks = started_as(launcher, 2, TUTTI, tmp_path)
-    try:
-        first, second = (finished(rank) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    first, second = played(told_by(launcher, 2), tmp_path)
     check(summary(first), launched, tmp_path)
     assert second == ""
 
@@ -165,6 +172,7 @@ def test_mpich(launched: dict[str, Any], tmp_path: Path) -> None:
 
 
 @needs_hydra
+@pytest.mark.full
 def test_mpich_with_a_script_and_three_ranks_in_shells(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["mpiexec.hydra", "-n", "3", "bash", "-c", f"{sys.executable} script.py; exit $?"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.forkserver import Process
+from tests.launching import SAFETY_NET
 from tutti.errors import UsageError
 from tutti.process_context import read_identity
 
@@ -58,20 +59,22 @@ def environments(hosts: tuple[int, ...]) -> list[dict[str, str]]:
 
 
 def results(hosts: tuple[int, ...], script: Path) -> dict[str, list[float]]:
-    told = environments(hosts)
-    command = [sys.executable, str(script)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
-        for own in told
-    ]
+    ended = started(environments(hosts), script)
+    assert [code for code, *_ in ended] == [0] * len(ended), ended
+    found: dict[str, list[float]] = json.loads(ended[0][1].splitlines()[-1])
+    return found
+
+
+def started(told: Sequence[Mapping[str, str]], script: Path) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of the ranks of a script, one for each environment."""
+    plain = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [Process([str(script)], script.parent, {**plain, **own}) for own in told]
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        said = [rank.communicate(timeout=SAFETY_NET) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
-    found: dict[str, list[float]] = json.loads(said[0].splitlines()[-1])
-    return found
+    return [(rank.wait(), *texts) for rank, texts in zip(ranks, said, strict=True)]
 
 
 def test_strategies_on_uneven_hosts(tmp_path: Path) -> None:
@@ -103,17 +106,11 @@ def test_identity_on_uneven_hosts() -> None:
 
 def test_ranks_that_count_different_nodes_are_refused(tmp_path: Path) -> None:
     """Two, two and four ranks a host, without a launcher that numbers the hosts: some ranks would count four."""
-    (tmp_path / "script.py").write_text("import tutti\ntutti.init()\n")
+    script = tmp_path / "script.py"
+    script.write_text("import tutti\ntutti.init()\n")
     ranks = [
         {name: value for name, value in environ.items() if not name.startswith("GROUP_")}
         for environ in environments((2, 2, 4))
     ]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, **rank}, stderr=subprocess.PIPE
-        )
-        for rank in ranks
-    ]
-    for process in started:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode != 0 and b"ranks count different numbers of nodes" in said, said
+    for code, _, said in started(ranks, script):
+        assert code != 0 and "ranks count different numbers of nodes" in said, said
