@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forkserver import Process
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.cli.launch_flags import hosts_as_engine, node_of_job
 from tutti.cli.run_command import end_options
@@ -71,16 +70,9 @@ def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
 
-    def started(*words: str, **more: str) -> subprocess.Popen[str]:
+    def started(*words: str, **more: str) -> Process:
         own = {"PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-m", "tutti", *TRAIN, *words],
-            cwd=tmp_path,
-            env={**os.environ, **own, **more},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return Process(["-m", "tutti", *TRAIN, *words], tmp_path, {**os.environ, **own, **more})
 
     node = ("--out", "two", "--devices", "2")
     address, _, port = endpoint.partition(":")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forkserver import Process
 from tutti.errors import PeerError
 
 pytestmark = [pytest.mark.faults]
@@ -28,6 +27,7 @@ def ended(pid: int) -> bool:
 _TRAIN = """
 import os, signal, sys, time
 import torch, tutti
+sys.path.insert(0, sys.argv[4])
 from tests.contract.models import loss, model, samples
 tutti.init("cpu", timeout=20)
 mode, kill = sys.argv[1], int(sys.argv[2])
@@ -53,20 +53,12 @@ tutti.shutdown()
 """
 
 
-def run_of_three(folder: Path, mode: str, kill: int = -1) -> subprocess.Popen[str]:
+def run_of_three(folder: Path, mode: str, kill: int = -1) -> Process:
     """Three ranks under our launcher."""
     script = folder / "train.py"
     script.write_text(_TRAIN)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tutti", "run", "-np", "3", str(script), mode, str(kill), str(folder)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = [str(script), mode, str(kill), str(folder), str(Path(__file__).parents[2])]
+    return Process(["-m", "tutti", "run", "-np", "3", *words], folder, os.environ)
 
 
 def clock_of(folder: Path, rank: int) -> int:
