@@ -132,12 +132,12 @@ def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
     return run_within(30.0, size, function, **arguments)
 
 
-_alone: dict[tuple[Callable[..., Any], str], Any] = {}
+_alone: dict[tuple[str, Callable[..., Any], str], Any] = {}
 
 
 def alone(function: Callable[..., Any], **arguments: Any) -> Any:
     """What one rank returns, run once for all tests of this process that ask for the same: the reference of a table."""
-    key = function, repr(sorted(arguments.items()))
+    key = DEVICE, function, repr(sorted(arguments.items()))
     if key not in _alone:
         [_alone[key]] = run(1, function, **arguments)
     return _alone[key]

@@ -151,6 +151,7 @@ optimizer = "sgd:lr=0.005"
 """
 
 
+@pytest.mark.full
 def test_golden_verdict_of_a_task_that_is_judged_by_its_loss(tmp_path: Path) -> None:
     """The one worker's loss is lowest, and the faster of the two slow recipes loses less: nobody asks for ``loss``."""
     (tmp_path / "own.toml").write_text(LINEAR)

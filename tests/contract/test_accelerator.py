@@ -21,7 +21,7 @@ from tests import worlds
 from tests.contract import test_samples, test_state
 from tests.contract.table import HOST_ONLY, OPTIMIZERS, STRATEGIES, Case, largest_difference, train, whole
 from tests.contract.test_state import PLACES
-from tests.covering import covering
+from tests.covering import covering, in_turn
 from tests.scripts import table as scripts
 from tests.scripts import test_scripts
 from tests.simulated_accelerator import build
@@ -111,8 +111,11 @@ def test_every_sample_once_in_the_global_order(world: tuple[int, str], data: str
     test_samples.test_every_sample_once_in_the_global_order(world, data, workers)
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)), ids=lambda number: " on ".join(map(str, PLACES[number])))
-@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+@pytest.mark.parametrize(
+    ("number", "back"),
+    in_turn(range(len(PLACES)), [False, True]),
+    ids=lambda given: ("there", "back")[given] if isinstance(given, bool) else " on ".join(map(str, PLACES[given])),
+)
 def test_a_checkpoint_goes_to_the_accelerator_and_back(number: int, back: bool, tmp_path: Path) -> None:
     """The other device and another place go on bit for bit, as one CPU would have."""
     first, second = (DEVICE, "cpu") if back else ("cpu", DEVICE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,15 +23,14 @@ from tests.contract.table import (
     train,
     whole,
 )
+from tests.covering import in_turn
 
 TOLERANCE = 1e-10
 PART = os.environ.get("CONTRACT_PART")
 
 
-@cache
 def reference(strategy: str, optimizer: str, case: Case, exact: bool) -> Any:
-    return worlds.run(
-        1,
+    return worlds.alone(
         train,
         strategy=strategy,
         optimizer=optimizer,
@@ -43,7 +41,7 @@ def reference(strategy: str, optimizer: str, case: Case, exact: bool) -> Any:
         channels_last=case.channels_last,
         batch_norm=case.batch_norm,
         reproducible=exact,
-    )[0]
+    )
 
 
 def check(case: Case) -> None:
@@ -131,18 +129,17 @@ REDUCED = {
 }
 
 
-@pytest.mark.parametrize("row", REDUCED)
-def test_reduced_precision_stays_within_what_is_stated(row: str) -> None:
+@pytest.mark.parametrize(("row", "devices"), in_turn(list(REDUCED), [3, 4]))
+def test_reduced_precision_stays_within_what_is_stated(row: str, devices: int) -> None:
     """Against one device in the same compute precision: the number of devices and the wire add no more than this."""
     specification, precision, tolerance = REDUCED[row]
     arguments = {"optimizer": OPTIMIZERS["sgd momentum"], "workers": 4, "precision": precision}
-    want = worlds.run(1, train, strategy="single", **arguments)[0][0]
-    for devices in (3, 4):
-        for got, _, _ in worlds.run(devices, train, strategy=specification, **arguments):
-            difference = largest_difference(got, want)
-            assert difference <= tolerance
-            if "wire" in row:
-                assert difference > 1e-6, "nothing was compressed"
+    want, *_ = worlds.alone(train, strategy="single", **arguments)
+    for got, _, _ in worlds.run(devices, train, strategy=specification, **arguments):
+        difference = largest_difference(got, want)
+        assert difference <= tolerance
+        if "wire" in row:
+            assert difference > 1e-6, "nothing was compressed"
 
 
 OVERFLOWING = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
