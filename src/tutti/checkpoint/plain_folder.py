@@ -54,7 +54,7 @@ class PlainFolder:
         self.records: Mapping[str, SliceRecord] = {name: file.records[name] for name, file in self._of.items()}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor's elements as unsigned integers of the same width, from the file that holds it.
+        """Return a copy of one tensor's elements as unsigned integers of the same width, in the tensor's shape.
 
         Bits are unchanged; ``records[name].dtype`` has the real dtype.
         """

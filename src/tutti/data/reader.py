@@ -68,7 +68,7 @@ class BatchReader(Protocol):
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
         Args:
-            epochs: the batch contract of every epoch, of those before the resume, too.
+            epochs: batch size, logical workers and their shares for every epoch, those before the resume included.
         """
 
     def state(self) -> Any:

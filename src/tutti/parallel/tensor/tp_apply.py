@@ -224,9 +224,10 @@ def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
 
 
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
-    """Return the names of the plan's blocks whose own forward runs on this rank's heads or features.
+    """Return the names of the modules, such as an attention block, whose unchanged forward computes this rank's share.
 
-    A graph trace must not go into them.
+    The forward is the user's code; the layers in it hold this rank's heads or features. A graph trace must treat such
+    a module as one operation.
     """
     return frozenset(entry.name for entry in plan if entry.role == "within")
 
