@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.forkserver import run
+from tutti.errors import PeerError
 
 ROOT = Path(__file__).parents[2]
 SAFETY_NET = 60
@@ -90,13 +94,20 @@ Path(f"told-{os.getpid()}.json").write_text(json.dumps(told))
 """
 
 
-def told(folder: Path, np: int, *options: str, faults: list[Any] = [], until: int = 0) -> list[dict[str, Any]]:  # noqa: B006
-    """What the ranks of the last generation wrote, by rank. Every one of them has ended with code 0."""
+def ended(
+    folder: Path, np: int, *options: str, faults: Sequence[Any] = (), until: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """The end of an elastic job, whatever it was."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     words = ["-m", "tutti", "run", "--horovod", "-np", str(np), *options, "train.py", json.dumps(faults), str(until)]
     outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = run(words, folder, outside | {"PYTHONPATH": str(ROOT / "src")}, SAFETY_NET)
+    return run(words, folder, outside | {"PYTHONPATH": str(ROOT / "src")}, SAFETY_NET)
+
+
+def told(folder: Path, np: int, *options: str, faults: Sequence[Any] = (), until: int = 0) -> list[dict[str, Any]]:
+    """What the ranks of the last generation wrote, by rank. Every one of them has ended with code 0."""
+    done = ended(folder, np, *options, faults=faults, until=until)
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("fault-*"))) == len(faults) == done.stderr.count("tutti: rank"), done.stderr
     found = [json.loads(path.read_text()) for path in folder.glob("told-*.json")]
@@ -149,3 +160,26 @@ def test_a_rank_joins_in_a_new_slot(tmp_path: Path, faults: list[Any]) -> None:
     limits = ("--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script))
     ranks = told(tmp_path, 2, *limits, "--blacklist-cooldown-range", "0.1", "0.2", faults=faults, until=3)
     assert len(ranks) == 3 and ranks[0]["sizes"][0] == 2, "rank 0 kept its process"
+
+
+def test_without_a_cooldown_the_slot_of_a_failed_rank_stays_empty(tmp_path: Path) -> None:
+    ranks = told(tmp_path, 3, "--min-np", "2", faults=[["step", 1, 3]])
+    assert len(ranks) == 2
+    assert ranks[0]["given"] == sorted(set(ranks[0]["given"])), "a sample twice"
+
+
+def test_a_job_ends_at_its_limit_of_resets(tmp_path: Path) -> None:
+    """One reset is allowed and made; the second failure ends the job, and its other ranks with it."""
+    faults = [["step", 1, 3], ["step", 0, 5]]
+    done = ended(tmp_path, 3, *REPLACED, "--reset-limit", "1", faults=faults)
+    assert done.returncode == PeerError.exit_code, done.stderr
+    assert "the job was ended because its resets exceeded --reset-limit 1" in done.stderr
+    assert not list(tmp_path.glob("told-*.json"))
+    here = [process.pid for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
+    assert not here
+
+
+def test_a_job_with_fewer_slots_than_it_needs_ends(tmp_path: Path) -> None:
+    done = ended(tmp_path, 2, "--min-np", "2", "--elastic-timeout", "1", faults=[["step", 1, 3]])
+    assert done.returncode == PeerError.exit_code, done.stderr
+    assert "1 of the 2 ranks that --min-np needs are left" in done.stderr, done.stderr

@@ -275,7 +275,7 @@ class ElasticDriver:
         if now - self._short_since < self._options.timeout:
             return None
         _say(
-            f"{there} ranks are left and {needed} are needed (--min-np); no slot became free within "
+            f"{there} of the {needed} ranks that --min-np needs are left; no slot became free within "
             f"{self._options.timeout:g} s (--elastic-timeout)"
         )
         return int(ExitCode.PEER)
