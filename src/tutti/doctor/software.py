@@ -164,7 +164,7 @@ def foreign_distributions(package: Path) -> Iterator[str]:
 
 
 def other_modules(package: Path) -> Iterator[Path]:
-    """Yield files that ``import tutti`` could find instead of this package, on the search path or in the current directory.
+    """Yield files that ``import tutti`` could find instead of this package, on the search path or the working folder.
 
     ``package``: the folder of this package.
     """
