@@ -35,6 +35,7 @@ from tutti.torch_compat import (
     GRADIENT_HOOK_ATTRIBUTES,
     IS_VIEW,
     MODULE_ATTRIBUTES,
+    MODULE_HOOK_TABLES,
     OPTIMIZER_ATTRIBUTES,
     VERSION_ATTRIBUTE,
     BatchNormBase,
@@ -112,6 +113,7 @@ from tutti.torch_compat import (
     tree_unflatten,
     uncompiled_call,
     version_counting_view,
+    view_base,
     write_event,
 )
 
@@ -391,6 +393,27 @@ def hooks_of_modules_are_noticed() -> None:
         assert not has(module)
 
 
+def views_know_their_base() -> None:
+    whole = torch.zeros(4, requires_grad=True)
+    assert view_base(whole) is None and view_base(whole + 1) is None and view_base(whole[:2][:1]) is whole
+
+
+def tables_of_hooks_hold_each_hook() -> None:
+    for register in (
+        nn.Module.register_forward_hook,
+        nn.Module.register_forward_pre_hook,
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+        nn.Module.register_state_dict_pre_hook,
+        nn.Module.register_load_state_dict_pre_hook,
+        nn.Module.register_load_state_dict_post_hook,
+    ):
+        module = nn.ReLU()
+        handle = register(module, tables_of_hooks_hold_each_hook)
+        [hook] = [vars(module)[name][handle.id] for name in MODULE_HOOK_TABLES if handle.id in vars(module)[name]]
+        assert hook.__module__ == __name__
+
+
 def hooks_of_fsdp_are_told_from_others() -> None:
     assert not is_hook_of_fsdp(print) and not is_hook_of_fsdp(partial(print)) and not is_hook_of_fsdp(nn.ReLU.forward)
     assert is_hook_of_fsdp(FSDPModule.reshard)
@@ -586,6 +609,8 @@ TOUCHED: dict[Callable[[], None], str] = {
     members_of_modules_are_tables: "module_parameters module_buffers non_persistent_buffers",
     members_are_put_in_order: "order_members",
     hooks_of_modules_are_noticed: "has_forward_hook has_backward_hook",
+    views_know_their_base: "view_base",
+    tables_of_hooks_hold_each_hook: "MODULE_HOOK_TABLES",
     hooks_of_fsdp_are_told_from_others: "is_hook_of_fsdp",
     options_of_layers_are_known: "draws_samples has_packed_projection FUSED_ACTIVATION",
     a_modules_own_attributes_are_known: "MODULE_ATTRIBUTES FX_CONSTANT",

@@ -36,6 +36,7 @@ __all__ = [
     "GRADIENT_HOOK_ATTRIBUTES",
     "IS_VIEW",
     "MODULE_ATTRIBUTES",
+    "MODULE_HOOK_TABLES",
     "OPTIMIZER_ATTRIBUTES",
     "VERSION_ATTRIBUTE",
     "BatchNormBase",
@@ -114,6 +115,7 @@ __all__ = [
     "tree_unflatten",
     "uncompiled_call",
     "version_counting_view",
+    "view_base",
     "write_event",
 ]
 
@@ -187,6 +189,12 @@ def storage_key(tensor: Tensor) -> int:
     """
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which ``tensor`` is a view, as autograd knows it; None for no view."""
+    base: Tensor | None = tensor._base
+    return base
 
 
 def sparse_indices(tensor: Tensor) -> Tensor:
@@ -426,6 +434,11 @@ def is_fake(value: Any) -> bool:
     The class is public in practice, as ``FakeTensorMode`` is.
     """
     return isinstance(value, FakeTensor)
+
+
+MODULE_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+"""Names of a module's tables of hooks, by id, and of the tables that tell how the hook of an id is called. Copies and
+pickles of a module have them all; no public function lists them."""
 
 
 def has_forward_hook(module: nn.Module) -> bool:

@@ -346,7 +346,7 @@ class Checks:
 
 
 class Hook:
-    """A hook of the model that does nothing in copies and pickles of the model."""
+    """A hook of the model that only looks; see ``leave_hooks_out_of_copies``."""
 
     def __init__(self, look: Callable[[nn.Module], None]) -> None:
         self._look = look
@@ -354,13 +354,6 @@ class Hook:
     def __call__(self, model: nn.Module, *rest: Any) -> None:
         """Look at the model."""
         self._look(model)
-
-    def __reduce__(self) -> Any:
-        return Hook, (_nothing,)
-
-
-def _nothing(model: nn.Module) -> None:
-    """Do nothing: the hook of a copy."""
 
 
 def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:

@@ -35,6 +35,7 @@ from tutti.train.model_conversion import cast_loss, convert_model
 from tutti.train.noise_probe import NoiseProbe
 from tutti.train.optimizers import factory
 from tutti.train.partial_reads import PartialReads
+from tutti.train.plain_copies import leave_hooks_out_of_copies
 from tutti.train.prepare_checks import CheckedRun, check_run
 from tutti.train.prepared_before import note
 from tutti.train.run import Run, RunSettings
@@ -255,6 +256,7 @@ def prepare_run(
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
     hooks.watch(replica.parts)
+    leave_hooks_out_of_copies(checked.model)
     reads.refuse()
 
     # Data.

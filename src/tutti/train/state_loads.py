@@ -189,7 +189,7 @@ class GivenState:
 
 
 class ModelHook:
-    """A hook of a model that does nothing in copies and pickles of the model."""
+    """A hook of a model; see ``leave_hooks_out_of_copies``."""
 
     def __init__(self, act: Callable[..., None]) -> None:
         self._act = act
@@ -197,13 +197,6 @@ class ModelHook:
     def __call__(self, *args: Any) -> None:
         """Act on the hook's arguments."""
         self._act(*args)
-
-    def __reduce__(self) -> Any:
-        return ModelHook, (_nothing,)
-
-
-def _nothing(*_: Any) -> None:
-    """Do nothing: the hook of a copy."""
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

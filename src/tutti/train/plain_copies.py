@@ -1,0 +1,60 @@
+"""Copies and pickles of a prepared model are those of the plain model: without tutti's hooks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+from weakref import ref
+
+from torch import nn
+
+from tutti.torch_compat import MODULE_HOOK_TABLES
+
+_ATTRIBUTE = "__reduce_ex__"
+
+
+def leave_hooks_out_of_copies(model: nn.Module) -> None:
+    """Make ``copy.deepcopy`` and pickles (``torch.save``) of a model and its modules leave tutti's hooks out.
+
+    A hook refers to the run and its communicators, which neither a copy nor a file can have; and a file that names
+    none of tutti's classes loads without tutti and with ``torch.load(weights_only=True)``. The script's own hooks stay.
+    """
+    for module in model.modules():
+        # Instance attributes take precedence over the class's, and PyTorch has no hook for pickles.
+        vars(module)[_ATTRIBUTE] = _PlainReduce(module)
+
+
+class _PlainReduce:
+    """The ``__reduce_ex__`` of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self, protocol: Any) -> Any:
+        """Reduce the module as its class does, without tutti's hooks in its state."""
+        module = self._module()
+        if module is None:
+            raise TypeError("the module of this method has been deleted")
+        reduced = type(module).__reduce_ex__(module, protocol)
+        if isinstance(reduced, str) or len(reduced) < 3:
+            return reduced
+        function, arguments, state, *rest = reduced
+        if isinstance(state, dict):
+            state = _plain(state)
+        return (function, arguments, state, *rest)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes without tutti's hooks and without its ``__reduce_ex__``."""
+    kept = {name: value for name, value in state.items() if name != _ATTRIBUTE}
+    own = {
+        key
+        for name in MODULE_HOOK_TABLES
+        for key, hook in (kept.get(name) or {}).items()
+        if str(getattr(hook, "__module__", "")).startswith("tutti.")
+    }
+    for name in MODULE_HOOK_TABLES:
+        table = kept.get(name)
+        if table and own & table.keys():
+            kept[name] = OrderedDict((key, value) for key, value in table.items() if key not in own)
+    return kept
