@@ -7,8 +7,7 @@ the same backward and optimizer calls in the same order, see the same parameters
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 from torch import nn
@@ -108,7 +107,7 @@ class BodyComparison:
                 micro-batch, or is another one than at this place for the rank's first micro-batch of the global batch.
         """
         if self.several:
-            if kind == "step" and _is_called_by(torch.amp.GradScaler.step):
+            if kind == "step" and _is_called_by_scaler():
                 raise UsageError(
                     "torch.amp.GradScaler with several micro-batches a rank",
                     where=f"step {self._run.clock + 1}, {script_line()}",
@@ -199,10 +198,10 @@ class BodyComparison:
             )
 
 
-def _is_called_by(function: Callable[..., Any]) -> bool:
-    """Return whether ``function`` is on the call stack."""
+def _is_called_by_scaler() -> bool:
+    """Return whether ``GradScaler.step`` of an enabled scaler is on the call stack; a disabled one only passes on."""
     frame = inspect.currentframe()
-    code = inspect.unwrap(function).__code__
+    code = inspect.unwrap(torch.amp.GradScaler.step).__code__
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())

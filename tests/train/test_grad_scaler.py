@@ -1,0 +1,46 @@
+"""``torch.amp.GradScaler`` in a custom loop whose body plays several logical workers: a disabled one only passes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import TensorDataset
+
+import tutti
+from tutti.errors import UsageError
+
+DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(5)), torch.zeros(24, 3))
+
+
+def trained(scaler: torch.amp.GradScaler | None) -> dict[str, Tensor]:
+    """A loop as scripts have it that take a scaler for float16 alone; or the same loop without one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, workers=2, batch_size=12)
+    for inputs, targets in run.microbatches(0):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        if scaler is None:
+            run.backward(loss)
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        else:
+            run.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in run.state().items()}
+
+
+def test_a_disabled_scaler_changes_nothing() -> None:
+    found = trained(torch.amp.GradScaler("cpu", enabled=False))
+    assert all(torch.equal(value, found[name]) for name, value in trained(None).items())
+
+
+def test_an_enabled_scaler_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"GradScaler.*test_grad_scaler.py:\d+.*--precision fp16"):
+        trained(torch.amp.GradScaler("cpu", init_scale=2.0**10))
