@@ -24,6 +24,7 @@ from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.parallel import Choice, check_custom_loop
 from tutti.train.body_comparison import BodyComparison
+from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
 from tutti.types import Batch, CustomLoopRunner, CustomLoopSync, LossSums, MicroBatch, StepStats, UpdateResult
 
@@ -68,6 +69,7 @@ class CustomLoop:
         self._micro_batch: MicroBatch | None = None
         self._begun = self._inside = self._final = self._accounted = False
         self._origin, self._bodies = GradientOrigin(run, optimizers), BodyComparison(run)
+        self._carried = CarriedState(run)
         self._started = False
         self._calls = 0
         self._busy: Sequence[int] = ()
@@ -176,6 +178,7 @@ class CustomLoop:
                 self._sync.add_gradients(carried)
             self._origin.remember()
         self._bodies.begin_body(final)
+        self._carried.begin_body(micro_batch, self._bodies.several)
         self._origin.watch()
         self._replica.begin(micro_batch)
         self._run._enter(Phase.COMPUTE)
