@@ -12,6 +12,7 @@ from tutti.comm.partition import sharers, workers_of
 from tutti.device import widest_float
 from tutti.nn.swap import BufferRef, buffers
 from tutti.parallel.ddp.buffer_handover import BufferHandover
+from tutti.torch_compat import tensor_version
 from tutti.types import RunContext, SavedState
 
 
@@ -40,6 +41,8 @@ class WorkerBuffers:
         if len(run_context.mine):
             self._own[run_context.mine[0]] = [slot.get() for slot in self._slots]
         self._inside = run_context.mine[0] if len(run_context.mine) else -1
+        self._learned, self._after_forwards = set[int](), True
+        self._marks = self._marked()
         self._handover: BufferHandover | None = None
         if run_context.sharers is not None:
             self._handover = BufferHandover(self._slots, run_context, in_turn)
@@ -56,11 +59,13 @@ class WorkerBuffers:
         """
         if self._handover is not None:
             self._handover.begin(step)
+        self._follow_writes()
         if worker != self._inside and self._slots:
             self._take_out()
             for slot, tensor in zip(self._slots, self._own[worker], strict=True):
                 slot.put(tensor)
             self._inside = worker
+        self._after_forwards, self._marks = False, self._marked()
 
     def pass_on(self) -> None:
         """Send the model's buffers to the next rank that shares the logical worker, after the step's last forward.
@@ -74,10 +79,12 @@ class WorkerBuffers:
         """Make a logical worker's buffers equal on all ranks that share the worker, before the update.
 
         All data ranks must call it: collective over them where forwards change buffers. Does nothing where ranks share
-        no worker.
+        no worker. What changes from now until the next ``enter`` is the script's, and no forward's.
         """
         if self._handover is not None:
             self._handover.finish()
+        self._follow_writes()
+        self._after_forwards = True
 
     def close(self) -> None:
         """Make a logical worker's buffers equal on all ranks that share the worker, after a step without backward.
@@ -122,11 +129,40 @@ class WorkerBuffers:
             for slot, tensor in zip(self._slots, row, strict=True):
                 source = ("workers", f"{worker}/{slot.name}") if same else ("model", slot.name)
                 tensor.copy_(saved.get(*source))
+        self._marks = self._marked()
 
     def _take_out(self) -> None:
         """Read the current worker's buffers from the model, because a module may have assigned new tensors."""
+        self._follow_writes()
         if self._inside >= 0:
             self._own[self._inside] = [slot.get() for slot in self._slots]
+
+    def _follow_writes(self) -> None:
+        """Give a buffer that the script has written between global batches to all workers of this rank.
+
+        Only a buffer that no forward and no body of a loop has written is every worker's alike, such as a temperature
+        that the script lowers in each epoch; the others, such as statistics, are each worker's own.
+        """
+        if len(self._own) < 2:
+            return
+        marks = self._marked()
+        changed = {
+            i
+            for i, ((before, version), (now, newer)) in enumerate(zip(self._marks, marks, strict=True))
+            if before is not now or version != newer
+        }
+        if not self._after_forwards:
+            self._learned |= changed
+        for i in changed - self._learned:
+            for worker, row in self._own.items():
+                row[i] = marks[i][0] if worker == self._inside else marks[i][0].clone()
+        self._marks = marks
+
+    def _marked(self) -> list[tuple[Tensor, int]]:
+        """Return each buffer in the model with its version counter, where several workers share this rank."""
+        if len(self._own) < 2:
+            return []
+        return [(slot.get(), tensor_version(slot.get())) for slot in self._slots]
 
     def replicated(self) -> dict[str, Tensor]:
         """Return the buffers that are equal on all data ranks, by name.

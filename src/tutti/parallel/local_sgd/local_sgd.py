@@ -171,6 +171,7 @@ class LocalSGDSync:
         Raises:
             MismatchError: ranks are in different steps.
         """
+        self._buffers.finish()
         if (reducer := self._jointly(step_context)) is not None:
             return self._together(reducer, step_context)
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()

@@ -254,6 +254,7 @@ class AsynchronousServerSync(RemoteGradients):
             where they had none); ``grad_norm``, the mean of their gradients' norms; ``stop``, true from the step on
             after which the first server has all workers stop.
         """
+        self._buffers.finish()
         loss_sums = self._counting.take()
         loss, count, *metrics = [self._loss, 0.0] if loss_sums is None else loss_sums.tolist()
         self._loss = loss / count if count else self._loss

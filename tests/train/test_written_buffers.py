@@ -1,0 +1,122 @@
+"""Buffers that a script writes between global batches reach every logical worker of a device, as in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+
+DATA = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+class Tempered(nn.Module):
+    """A layer with a temperature, and a count of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        return self.layer(inputs) * self.temperature
+
+
+def fill(model: Tempered, value: float) -> None:
+    model.temperature.fill_(value)
+
+
+def assign(model: Tempered, value: float) -> None:
+    model.temperature = torch.full_like(model.temperature, value)
+
+
+def multiply(model: Tempered, value: float) -> None:
+    model.temperature *= 0.5
+
+
+def mean(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    return (model(batch[0]) - 1).square().mean()
+
+
+WRITES = [fill, assign, multiply]
+
+
+def plain(write: Callable[[Tempered, float], None], when: str) -> dict[str, Tensor]:
+    model, optimizer = built()
+    for epoch in range(3):
+        if when == "epoch":
+            write(model, 0.5**epoch)
+        for inputs in DATA.tensors[0].split(4):
+            optimizer.zero_grad()
+            mean(model, (inputs,)).backward()
+            optimizer.step()
+            if when == "update":
+                write(model, 0.9**epoch)
+    return model.state_dict()
+
+
+def built() -> tuple[Tempered, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Tempered().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def trained(
+    write: Callable[[Tempered, float], None], when: str, strategy: str = "mirrored", workers: int = 2, loop: bool = True
+) -> dict[str, Tensor]:
+    model, optimizer = built()
+    options = {"workers": workers, "batch_size": 4, "shuffle": False, "strategy": strategy}
+    run = tutti.prepare(model, optimizer, DATA, mean, **options)  # type: ignore[arg-type]
+    for epoch in range(3):
+        if when == "epoch":
+            write(model, 0.5**epoch)
+        for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
+            if loop:
+                optimizer.zero_grad()
+                run.backward(mean(model, batch))
+                optimizer.step()
+            else:
+                run.step(batch)
+            if when == "update" and (run.stepped or not loop):
+                write(model, 0.9**epoch)
+    return {name: value.clone() for name, value in run.state().items()}
+
+
+def check(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name in ("layer.weight", "layer.bias", "temperature"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["epoch", "update"])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_worker_has_the_written_value(write: Callable[[Tempered, float], None], when: str) -> None:
+    wanted = plain(write, when)
+    for workers in (1, 2, 4):
+        for loop in (True, False):
+            found = trained(write, when, workers=workers, loop=loop)
+            check(found, wanted)
+            # Each worker counts its own samples.
+            assert float(found["seen"]) == 24 / workers
+
+
+def of_strategies() -> list[dict[str, Tensor]]:
+    return [trained(fill, "epoch", strategy, workers=4) for strategy in ("mirrored", "sharded", "central_storage")]
+
+
+def test_under_local_sgd() -> None:
+    """With plain SGD and a period of one step, the mean of the workers' parameters is that of their gradients."""
+    check(trained(fill, "epoch", "local_sgd:period=1", workers=4, loop=False), plain(fill, "epoch"))
+
+
+def test_on_two_devices() -> None:
+    wanted = plain(fill, "epoch")
+    for rank in worlds.run(2, of_strategies):
+        for found in rank:
+            check(found, wanted)
