@@ -186,7 +186,8 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
         raise UsageError(
             f"the {type(loader).__name__} has an __iter__ of its own",
             why="it may yield other batches than its data set and sampler say",
-            remedy="give a torch.utils.data.DataLoader, or the data set with batch_size and collate",
+            remedy="give a torch.utils.data.DataLoader (as it was before accelerator.prepare or another library took"
+            " it), or the data set with batch_size and collate",
         )
     if loader.batch_sampler is None:
         raise UsageError(

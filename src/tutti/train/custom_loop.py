@@ -25,7 +25,7 @@ from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.parallel import Choice, check_custom_loop
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
-from tutti.train.gradient_origin import GradientOrigin
+from tutti.train.gradient_origin import GradientOrigin, script_line
 from tutti.types import Batch, CustomLoopRunner, CustomLoopSync, LossSums, MicroBatch, StepStats, UpdateResult
 
 if TYPE_CHECKING:
@@ -229,7 +229,10 @@ class CustomLoop:
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
-                "run.backward needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+                "run.backward needs a batch of run.microbatches()",
+                where=script_line(),
+                why="only its batches have a weight in the global batch",
+                remedy="loop over run.microbatches(epoch), in place of the old loader",
             )
         self._follow_script()
         self._bodies.note("backward", 0)
@@ -424,7 +427,9 @@ class CustomLoop:
         run, micro_batch = self._run, self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
-                "optimizer.step() without a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+                "optimizer.step() without a batch of run.microbatches()",
+                where=script_line(),
+                remedy="loop over run.microbatches(epoch), in place of the old loader",
             )
         self._follow_script()
         self._sync.show_gradients()
@@ -457,7 +462,9 @@ class CustomLoop:
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
-                "run.reduce_gradients needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+                "run.reduce_gradients needs a batch of run.microbatches()",
+                where=script_line(),
+                remedy="loop over run.microbatches(epoch), in place of the old loader",
             )
         self._follow_script()
         self._sync.show_gradients()
@@ -545,7 +552,9 @@ class CustomLoop:
         run, micro_batch = self._run, self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
-                "optimizer.step() without a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+                "optimizer.step() without a batch of run.microbatches()",
+                where=script_line(),
+                remedy="loop over run.microbatches(epoch), in place of the old loader",
             )
         if self._bodies.several:
             raise UsageError(

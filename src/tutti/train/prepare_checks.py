@@ -113,6 +113,19 @@ class CheckedRun:
         ]
 
 
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raise UsageError if a part of the model reduces its gradients over ranks by itself."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                f"{name or 'the model'} is wrapped in DistributedDataParallel",
+                why="it sums gradients over ranks in every backward, and ranks may have unequal numbers of"
+                " micro-batches: a sum would mix different ones, or wait forever",
+                remedy="give tutti.prepare the model itself (.module), and leave DistributedDataParallel and"
+                " accelerator.prepare out",
+            )
+
+
 def check_run(
     model: Models,
     optimizer: Optimizers | OptimizerChoice | str,
@@ -148,6 +161,7 @@ def check_run(
         if imported:
             # Its rate is scaled as it is made.
             optimizer, optimizers, rule = imported, imported, NoRule()
+    _check_unwrapped(whole)
     check_earlier(whole, optimizers)
     world = context.init()
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]

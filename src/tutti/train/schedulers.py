@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.errors import CheckpointError, UsageError
+from tutti.train.gradient_origin import script_line
 
 Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 
@@ -68,6 +69,7 @@ class Schedulers:
             if not schedulers._stepping:
                 raise UsageError(
                     f"{kind.__name__}.step() of a scheduler that tutti.prepare was given",
+                    where=script_line(),
                     why=f"the run steps it once an {schedulers._every}, and the rate would change twice",
                     remedy="leave the call out, or leave scheduler out of tutti.prepare",
                 )
