@@ -19,15 +19,16 @@ from tutti.planning.conformal_band import (
     CellScores,
     CheckedPrediction,
     band_factor,
+    band_unit,
     collect_scores,
     read_residuals,
     shipped_residuals,
     write_residuals,
 )
-from tutti.planning.hardware_anchor import anchored_rate, shipped_anchors
+from tutti.planning.hardware_anchor import HardwareAnchor, anchored_rate, shipped_anchors
 from tutti.planning.law_fit import fit_law, fit_target
 from tutti.planning.measurement_table import read_tables
-from tutti.planning.scaling_laws import ALLREDUCE_LAW, DATA_PARALLEL_LAW
+from tutti.planning.scaling_laws import ALLREDUCE_LAW, ANCHORED_LAW, DATA_PARALLEL_LAW
 
 ROOT = Path(__file__).parents[2]
 DATA = os.environ.get("TUTTI_SCALING_DATA", "")
@@ -178,7 +179,8 @@ def test_a_sets_own_residuals_never_band_it() -> None:
     cell = "basis, at most 2 ×"
     wild, tame = band_factor(residuals, cell, "wild"), band_factor(residuals, cell, "tame")
     assert wild is not None and tame is not None
-    assert wild < 4 < 40 < tame
+    # 90 % of 0.1 and of 2.0, in the unit of a prediction without spread.
+    assert wild * band_unit(0.0) < 0.1 < 1.5 < tame * band_unit(0.0)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +307,49 @@ def test_fewer_points_than_constants_leave_the_prior_wide() -> None:
     fitted = fit_law(ALLREDUCE_LAW, one, np.array([1e-4]))
     _, sigma = fitted.predict({"ranks": np.array([8.0]), "bytes": np.array([1e9])})
     assert sigma[0] > 0.2
+
+
+def job(**changed: float) -> dict[str, float]:
+    """A job on sixteen devices of two nodes, as the law of published jobs reads it."""
+    plain = {"devices": 16, "per_node": 8, "split": 1, "tensor": 1, "wire": 2.5e10, "local": 2.3e11, "parameters": 7e9}
+    plain |= {"word": 2, "sharded": 1, "recompute": 0, "layers": 32, "hidden": 4096, "passes": 4, "call": 4096}
+    return plain | {"tokens": 2048, "global_batch": 128, "flops": 9e13} | changed
+
+
+def scaled(anchor: dict[str, float], asked: dict[str, float], seconds: float = 1.0) -> float:
+    both = asked | {f"a_{name}": value for name, value in (anchor | {"seconds": seconds}).items()}
+    inputs = {name: np.array([float(value)]) for name, value in both.items()}
+    constants = ANCHORED_LAW.centre(inputs, np.ones(1))
+    return float(ANCHORED_LAW.seconds(constants, inputs)[0])
+
+
+def test_a_measured_job_predicts_itself_whatever_its_communication() -> None:
+    for own in (job(), job(sharded=0, passes=1), job(tensor=8, split=8), job(parameters=7e12), job(global_batch=1)):
+        assert scaled(own, own, 0.5) == pytest.approx(0.5)
+
+
+def test_causes_of_communication_are_counted() -> None:
+    few = job(devices=8, global_batch=64)
+    more_gathered = scaled(job(passes=1, call=16384), job(passes=8, call=2048))
+    # A gradient's ring counts once a step, and gathered weights once a micro-batch.
+    assert more_gathered > scaled(job(passes=1, call=16384, sharded=0), job(passes=8, call=2048, sharded=0)) + 0.1
+    # Hops grow with devices, for each layer.
+    many = {
+        layers: scaled(few | {"layers": layers}, job(devices=1024, global_batch=8192, layers=layers))
+        for layers in (1, 80)
+    }
+    assert many[80] > many[1] + 0.1
+    slow, fast = (scaled(few, job(devices=64, global_batch=512, wire=wire)) for wire in (1e9, 2.5e10))
+    assert slow > fast + 0.1
+    # Tensor ranks all-reduce activations, between nodes over a slower link.
+    assert scaled(job(), job(split=8, tensor=8)) > 1.0
+    assert scaled(job(), job(split=16, tensor=16)) > scaled(job(), job(split=8, tensor=8))
+
+
+def test_wide_models_reach_more_of_the_peak_than_narrow_ones() -> None:
+    anchors = [HardwareAnchor("A100", 0, "16", 0.5, 0.1, 3, "s", "", 1600.0)]
+    narrow, same, wide, unknown = (anchored_rate("A100", "bf16", anchors, "", w)[0] for w in (400.0, 1600.0, 6400.0, 0))
+    assert narrow < same < wide < 1.25 * same and same == pytest.approx(unknown) == pytest.approx(0.5 * 312e12)
 
 
 def test_an_anchor_is_another_sets_and_never_the_data_sheet_alone() -> None:

@@ -75,7 +75,7 @@ def test_a_band_exists_only_where_the_back_test_has_a_cell() -> None:
     assert near.band is not None and near.band[0] < near.samples < near.band[1]
     assert middle.band is None and "no band" in middle.text
     assert far.band is None and "no band" in far.text
-    sets = {"a": CellScores((1.0,), 20), "b": CellScores((1.0,), 20)}
+    sets = {"a": CellScores((0.3,), 20), "b": CellScores((0.3,), 20)}
     cells = {"data to the target at smaller batches, at most 4 ×": sets}
     narrow = TargetData(MEASURED, None, cells).at(256)
     assert narrow.band is not None and narrow.band[1] < near.band[1]

@@ -70,9 +70,10 @@ class BacktestResult:
     def scores(self) -> dict[str, dict[str, CellScores]]:
         """Return the errors of all predictions in units of their own predicted standard deviations.
 
-        An error is |ln(measured ÷ predicted)|; it is divided by the standard deviation σ that the prediction states for
-        the logarithm, as √(σ² + 0.03²). The quantiles of these scores are the widths of the bands of later predictions
-        (split-conformal), and are shipped with the package (``conformal_band.write_residuals``).
+        An error is |ln(measured ÷ predicted)|; it is divided by a unit that grows with the standard deviation that the
+        prediction states for the logarithm (``conformal_band.band_unit``). The quantiles of these scores are the widths
+        of the bands of later predictions (split-conformal), and are shipped with the package
+        (``conformal_band.write_residuals``).
 
         Returns:
             Scores by cell (predictions with one basis and a similar extrapolation distance, named for example ``one

@@ -18,6 +18,7 @@ from tutti.planning.hardware_anchor import (
     peak_flops,
     precision_class,
     shipped_anchors,
+    usual_links,
 )
 from tutti.planning.law_fit import OTHER_SETS, FittedLaw, fit_law
 from tutti.planning.measurement_table import TableRow
@@ -249,6 +250,8 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
 _TOKENS = 512.0
 """Tokens that a sample of unknown length counts as, such as an image: a guess."""
+_LAYERS = 24.0
+"""Layers of a model whose table does not state them: a guess."""
 
 
 class _Job:
@@ -322,17 +325,34 @@ class _Job:
         Args:
             shaped: count FLOP from the model's shape; False: let computing be proportional to the tokens.
         """
-        number = self.row.number
-        wire = re.search(r"([\d.]+)\s*G(b|B)(?:it)?/?p?s", self.row.text.get("interconnect", ""))
-        per_node = number("per_node", 8.0)
-        rate = float(wire[1]) * 1e9 / (8 if wire[2] == "b" else 1) / per_node if wire else math.nan
+        number, text = self.row.number, self.row.text
+        hardware, per_node = self.row.label("hardware"), number("per_node", 8.0)
+        wire = re.search(r"([\d.]+)\s*G(b|B)(?:it)?/?p?s", text.get("interconnect", ""))
+        local, usual = usual_links(hardware)
+        stated = float(wire[1]) * 1e9 / (8 if wire[2] == "b" else 1) / per_node if wire else usual
         stages = number("pp", 1.0)
         bubble = 1 + (stages - 1) / self.passes / number("vpp", 1.0)
-        sharded = re.search(r"zero-?3|fsdp|full", self.row.text.get("sharding", "").lower()) is not None
+        how = text.get("sharding") or text.get("framework", "")
+        sharded = re.search(r"zero-?3|fsdp|full", how.lower()) is not None
+        wide = precision_class(self.row.label("precision")) in ("32", "tf32")
         known = {"devices": self.devices, "per_node": per_node, "split": self.split, "sharded": float(sharded)}
-        known |= {"parameters": number("params_b", 0.0) * 1e9, "passes": self.passes, "bytes_per_s": rate}
+        known |= {"parameters": number("params_b", 0.0) * 1e9, "passes": self.passes, "word": 4.0 if wide else 2.0}
+        known |= {"wire": stated, "local": local, "tensor": number("tp", 1.0), "recompute": float(self.recompute)}
+        known |= {"layers": number("layers", _LAYERS), "hidden": number("hidden", 0.0), "tokens": self.tokens}
         flops = self.flops if shaped else self.tokens * (4 / 3 if self.recompute else 1.0)
         return known | {"call": self.call, "flops": flops * bubble, "global_batch": self.batch}
+
+
+def _job_guesses(jobs: Sequence[_Job]) -> str:
+    """Return what the rows of some jobs do not say and the predictions therefore guess; empty where nothing."""
+    guesses = {
+        "interconnect": "links of the servers in which the chip is usually sold",
+        "global_batch": "each device has one micro-batch, of 64 samples where that is not stated either",
+        "layers": f"{_LAYERS:g} of them",
+        "params_b": "no gradients are sent",
+    }
+    lacking = [role for role in guesses if any(role not in job.row.text for job in jobs)]
+    return "; ".join(f"{role} not stated: {guesses[role]}" for role in lacking)
 
 
 def _pairs(pairs: Sequence[tuple[_Job, _Job]]) -> dict[str, Array]:
@@ -431,8 +451,8 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
             for job in same
             if job.devices > _first(same).devices
         ]
-        reason = "" if anchored else "no series with two numbers of devices"
-        yield Asked(group, ANCHORED, _predict(fitted, anchored, ONE_ROW), reason)
+        alone, guess = "no series with two numbers of devices", _job_guesses(members)
+        yield Asked(group, ANCHORED, _predict(fitted, anchored, ONE_ROW), guess if anchored else alone)
         lengths = [
             (_middle(same), job)
             for same in grouped(members, lambda job: job.kind).values()
@@ -447,7 +467,7 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
             for job in same
             if (below := [other for other in same if other.devices <= job.devices / 2])
         ]
-        yield Asked(group, EXTRAPOLATED, _predict(fitted, near, SEVERAL_SIZES), "" if near else reason)
+        yield Asked(group, EXTRAPOLATED, _predict(fitted, near, SEVERAL_SIZES), guess if near else alone)
 
 
 def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: Sequence[HardwareAnchor]) -> Asked:
@@ -460,11 +480,19 @@ def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: 
             asked.reason = _NO_SHAPE
             continue
         text = job.row.label
-        rate, spread, reason = anchored_rate(text("hardware"), text("precision"), anchors, job.set_name)
+        rate, spread, reason = anchored_rate(
+            *(text("hardware"), text("precision"), anchors, job.set_name, job.row.number("hidden", 0.0))
+        )
         if reason:
             asked.reason = reason
             continue
-        there = job.columns() | {"devices": 1.0, "split": 1.0, "flops": job.flops, "seconds": job.flops / rate}
+        there = job.columns() | {
+            "devices": 1.0,
+            "split": 1.0,
+            "tensor": 1.0,
+            "flops": job.flops,
+            "seconds": job.flops / rate,
+        }
         there |= {"call": max(2048.0, min(job.call, 1e12))}
         pairs.append(job.columns() | {f"a_{name}": value for name, value in there.items()})
         kept.append((job, spread))
@@ -479,6 +507,11 @@ def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: 
             for (job, spread), value, wide in zip(kept, centre, sigma, strict=True)
         ]
     return asked
+
+
+def _median_width(jobs: Sequence[_Job]) -> float:
+    widths = [job.row.numbers["hidden"] for job in jobs if "hidden" in job.row.numbers]
+    return float(np.median(widths)) if widths else 0.0
 
 
 def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
@@ -510,7 +543,7 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
         found.append(
             HardwareAnchor(
                 *(chip[0], chip[1], precision, round(float(np.exp(np.median(logs))), 4), round(float(logs.std()), 4)),
-                *(len(same), name, ""),
+                *(len(same), name, "", _median_width(same)),
             )
         )
     return found

@@ -1,9 +1,11 @@
 """Bands around predictions, from the errors of earlier ones: split-conformal, by basis and distance of extrapolation.
 
-A prediction has a spread σ from draws of its law's constants. Its score is |log(measured/predicted)| / hypot(σ, 0.03),
-and a band is exp(±q·hypot(σ, 0.03)) with q the 90 % quantile of the scores of a cell (Vovk et al. 2005; Lei et al.
-2018, arXiv 1604.04173, §5.2, normalised residuals). A cell is a basis, such as one measured row, and a distance
-log₂(N/N_measured). Scores of the set that is predicted are never used.
+A prediction has a spread σ from draws of its law's constants. Its score is |log(measured/predicted)| / w(σ), and a
+band is exp(±q·w(σ)) with q the 90 % quantile of the scores of a cell (Vovk et al. 2005; Lei et al. 2018,
+arXiv 1604.04173, §5.2, normalised residuals). Any w gives bands that hold; w = (σ² + 0.05²)^¼ gives narrow ones: errors
+grow with σ, but less than in proportion, because a wide prior of constants is mostly caution, and a narrow posterior
+says nothing of the law's own error. A cell is a basis, such as one measured row, and a distance log₂(N/N_measured).
+Scores of the set that is predicted are never used.
 """
 
 from __future__ import annotations
@@ -25,8 +27,21 @@ _LEAST_SETS = 2
 """Other sets: one alone does not say how far sets differ."""
 FEW_POINTS = frozenset({"data to the target at smaller batches"})
 """Bases with so few published points that both near distances are one cell."""
-_FLOOR = 0.03
+_FLOOR = 0.05
+"""Relative error of a law with known constants: that at which `law_fit` begins to discount a row."""
 _KEPT = 60
+
+
+def band_unit(sigma: float) -> float:
+    """Return the unit of a prediction's error in its logarithm: (σ² + 0.05²)^¼.
+
+    Args:
+        sigma: standard deviation σ of the predicted value's natural logarithm, over draws of the law's constants.
+
+    >>> round(band_unit(0.0), 3), round(band_unit(0.8), 3)
+    (0.224, 0.895)
+    """
+    return float(np.sqrt(np.hypot(sigma, _FLOOR)))
 
 
 @dataclass(frozen=True)
@@ -65,12 +80,12 @@ class CheckedPrediction:
 
     @property
     def width(self) -> float:
-        """Unit in which the prediction's error is scored: √(σ² + 0.03²), for its standard deviation σ of the log."""
-        return float(np.hypot(self.sigma, _FLOOR))
+        """Unit in which the prediction's error is scored: ``band_unit`` of its standard deviation of the log."""
+        return band_unit(self.sigma)
 
     @property
     def score(self) -> float:
-        """Error |ln(measured ÷ predicted)| of the prediction, in units of its own predicted deviation ``width``."""
+        """Error |ln(measured ÷ predicted)| of the prediction, in units of its ``width``."""
         return float(abs(np.log(self.measured / self.predicted)) / self.width)
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from tutti.errors import UsageError
-from tutti.planning.conformal_band import Residuals, band_factor, distance_class
+from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
 from tutti.planning.recipe import TrainingRecipe
 from tutti.planning.scaling_laws import Array
@@ -25,7 +25,6 @@ WORTH = 1.5
 """A doubling of the devices is worth it if the time falls by this factor."""
 DATA_BASIS = "data to the target at smaller batches"
 """Basis of the back-test's cells for data to a target."""
-_FLOOR = 0.03
 _EVEN = 0.01
 """Two plans whose times differ by less than this are the same, whatever their draws say."""
 
@@ -157,7 +156,7 @@ class TargetData:
         factor = band_factor(self._residuals, cell, "")
         if factor is None:
             return DataDemand(samples, draws, None, f"{basis}; no band: nothing so far ({far:.3g} ×) was checked")
-        wide = math.exp(factor * math.hypot(sigma, _FLOOR))
+        wide = math.exp(factor * band_unit(sigma))
         text = f"{basis}; band: 90 % of checked predictions like this were within it ({cell})"
         return DataDemand(samples, draws, (samples / wide, samples * wide), text)
 

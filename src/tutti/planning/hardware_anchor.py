@@ -27,6 +27,19 @@ _PEAKS = {
 """Dense TFLOP/s by chip and class of precision, from the makers' data sheets: the unit of utilisation, never a
 prediction."""
 
+_LINKS = {
+    "P100": (6e10, 6.25e9),
+    "V100": (1.3e11, 6.25e9),
+    "T4": (1e10, 1.5e9),
+    "A100": (2.3e11, 2.5e10),
+    "H100": (3.6e11, 5e10),
+}
+"""Bytes/s of a collective within a node, and of a device's share of the node's network, by chip: those of the makers'
+own servers (NVLink of each generation at four fifths of its one-way rate; one adapter of 50, 200 or 400 Gbit/s a
+device; for the T4 PCIe 3 and a cloud server's 50 Gbit/s), where a table does not state a network."""
+_HALF_RATE_WIDTH = 400.0
+_LINKS_ELSEWHERE = (5e10, 6.25e9)
+
 
 @dataclass(frozen=True)
 class HardwareAnchor:
@@ -41,6 +54,7 @@ class HardwareAnchor:
         rows: number of jobs, which are rows of the source.
         set_name: name of the source's set of measurements.
         source: where it was published.
+        width: median of the models' hidden size; 0 where the source does not say.
     """
 
     chip: str
@@ -51,6 +65,7 @@ class HardwareAnchor:
     rows: int
     set_name: str
     source: str
+    width: float = 0.0
 
 
 def chip_of(hardware: str) -> tuple[str, int]:
@@ -95,6 +110,18 @@ def peak_flops(hardware: str, precision: str) -> float:
     return _PEAKS.get(chip_of(hardware)[0], {}).get(precision_class(precision), math.nan) * 1e12
 
 
+def usual_links(hardware: str) -> tuple[float, float]:
+    """Return bytes/s of a device within and between the nodes in which a chip is usually sold.
+
+    Args:
+        hardware: name of the hardware as people write it; an unknown one has links of a middling server, a guess.
+
+    >>> usual_links("A100-SXM4-80GB"), usual_links("abacus")
+    ((230000000000.0, 25000000000.0), (50000000000.0, 6250000000.0))
+    """
+    return _LINKS.get(chip_of(hardware)[0], _LINKS_ELSEWHERE)
+
+
 @cache
 def shipped_anchors() -> tuple[HardwareAnchor, ...]:
     """Read the package's table of the utilisation (hardware FLOP/s over dense peak) of published jobs; cached.
@@ -116,13 +143,21 @@ def write_anchors(anchors: Sequence[HardwareAnchor]) -> str:
     return json.dumps({"version": 1, "anchors": [asdict(each) for each in anchors]}, indent=1) + "\n"
 
 
+def _narrowness(published: float, width: float) -> float:
+    """Return the rate of a transformer of some width over that of a published one; 1 where a width is not known."""
+    known = published > 0 and width > 0
+    return (1 + _HALF_RATE_WIDTH / published) / (1 + _HALF_RATE_WIDTH / width) if known else 1.0
+
+
 def anchored_rate(
-    hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str
+    hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str, width: float = 0.0
 ) -> tuple[float, float, str]:
     """Estimate the hardware FLOP/s that training reaches on a chip, from published training jobs on it.
 
     It is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of precision;
-    where some of them have the same memory, over these alone.
+    where some of them have the same memory, over these alone. A transformer of hidden size h has products of h² and
+    elementwise operators of h FLOP a token, which wait for memory: its rate is that of a wide one over 1 + 400/h, where
+    400 is a guess of the order of the words an elementwise operator moves times FLOP a word of memory bandwidth.
 
     Args:
         hardware: name of the hardware as people write it, such as ``A100-80GB``.
@@ -130,6 +165,7 @@ def anchored_rate(
         anchors: utilisations, one for each chip, memory, precision and published source.
         without: name of a source (`HardwareAnchor.set_name`) whose anchors must not be used, because it is the one to
             predict; empty to use all.
+        width: hidden size h of the model to predict; 0 if it is not known, as wide as the published models.
 
     Returns:
         FLOP/s of one device, the standard deviation of its natural logarithm, and an empty text; where no anchor
@@ -143,7 +179,7 @@ def anchored_rate(
         said = f"{hardware or 'hardware that is not stated'} in {precision or 'unstated precision'}"
         return math.nan, math.nan, f"no published row{' of another set' * bool(without)} on {said}"
     near = [each for each in same if memory and each.memory_gb == memory] or same
-    logs = np.log([each.utilisation for each in near])
+    logs = np.log([each.utilisation * _narrowness(each.width, width) for each in near])
     between = float(logs.std()) if len(near) > 1 else 0.25
     within = float(np.median([each.spread for each in near]))
     return peak * float(np.exp(np.median(logs))), float(np.hypot(between, within)), ""

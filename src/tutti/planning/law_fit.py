@@ -126,7 +126,7 @@ class TargetPosterior:
 
 
 _CRITICAL_FACTOR = 64.0
-_CRITICAL_SPREAD = 1.6
+_CRITICAL_SPREAD = 2.0
 _SEED = 0.03
 _FREEDOM = 3.0
 
@@ -138,7 +138,7 @@ def fit_target(
 
     The posterior of B_crit is computed on a grid; E_min is the best fit at each grid point. The likelihood is Student's
     t, since the spread between runs is unknown too. Without a noise scale the prior says that people measure at batches
-    well below the critical one: log B_crit ~ N(log 64·max B, 1.6²), a guess from published submissions. With one it is
+    well below the critical one: log B_crit ~ N(log 64·max B, 2²), a guess from published submissions. With one it is
     log B_crit ~ N(log B_simple, 0.7²).
 
     Args:

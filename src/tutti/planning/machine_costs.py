@@ -19,16 +19,15 @@ import numpy as np
 from tutti.comm.collective_schedules import Algorithm, LinkCost
 from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError
-from tutti.planning.hardware_anchor import anchored_rate, chip_of, shipped_anchors
+from tutti.planning.hardware_anchor import anchored_rate, chip_of, shipped_anchors, usual_links
 from tutti.planning.scaling_laws import Array
 from tutti.workload.machine_file import Curve, Machine, peak_name, read_machine
 from tutti.workload.workload_file import PassWork
 
 SAMPLES = 256
 _PUBLISHED = re.compile(r"(.+?)x(\d+)$")
-_HOST_LINK, _NODE_LINK = LinkCost(1e-5, 3e10), LinkCost(3e-5, 5e9)
-"""Guesses for published hardware: the prior medians of ``scaling_laws.ANCHORED_LAW`` for bytes a second, and latencies
-of that order."""
+_HOST_HOP, _NODE_HOP = 1e-5, 3e-5
+"""Latencies of a message within and between nodes of published hardware, in seconds: guesses."""
 _LAUNCH = 5e-6
 """Seconds in which a host launches an operator on an accelerator: a guess."""
 _SHORT = 1.35
@@ -576,7 +575,9 @@ class PublishedCosts:
         here, nodes = self.network.spread(ranks, apart)
         found = _ring_seconds(kind, here, size, self._within())
         if nodes > 1:
-            found += _ring_seconds(kind, nodes, size * min(apart, self.network.per_node), self._between())
+            found += _ring_seconds(
+                kind, nodes, size * min(apart, self.network.per_node), self._between(self.network.per_node)
+            )
         return np.full(SAMPLES, found)
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
@@ -622,17 +623,20 @@ class PublishedCosts:
         return slowest_factor(ranks, 0.02)
 
     def _within(self) -> LinkCost:
-        self.note(f"links within a node: {_HOST_LINK.alpha * 1e6:g} µs and {_HOST_LINK.beta / 1e9:g} GB/s")
-        return _HOST_LINK
+        local, _ = usual_links(self.hardware)
+        self.note(f"links within a node: {_HOST_HOP * 1e6:g} µs and {local / 1e9:g} GB/s")
+        return LinkCost(_HOST_HOP, local)
 
-    def _between(self) -> LinkCost:
+    def _between(self, adapters: int = 1) -> LinkCost:
+        """Return the link between nodes over which some adapters send together: one message, or a node's ring."""
         if self.network.between is not None:
             return self.network.between
+        wire = usual_links(self.hardware)[1]
         self.note(
-            f"links between nodes: {_NODE_LINK.alpha * 1e6:g} µs and {_NODE_LINK.beta / 1e9:g} GB/s; state them with "
+            f"links between nodes: {_NODE_HOP * 1e6:g} µs and {wire / 1e9:g} GB/s a device; state a node's with "
             "--network alpha=…,beta=…"
         )
-        return _NODE_LINK
+        return LinkCost(_NODE_HOP, wire * adapters)
 
     def note(self, text: str) -> None:
         """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""

@@ -184,52 +184,71 @@ def transformer_flops_per_token(
 def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     """Return how much longer training on many devices takes than computing alone: a factor on computing, and a summand.
 
-    A collective waits for the slowest of N devices, 1 + σ√(2 ln N) times as long as a typical one (Gumbel's extreme of
-    normal draws). Gradients, and weights where they are sharded, go round a ring within nodes and one between them,
-    mostly hidden: a fraction is exposed. A forward or backward over w tokens works at a saturating rate r∞·w/(w + w½).
+    The factor: a collective waits for the slowest of N devices, 1 + σ√(2 ln N) times as long as a typical one (Gumbel's
+    extreme of normal draws), and a forward or backward over w tokens works at a saturating rate r∞·w/(w + w½).
+
+    The summand: gradients go round a ring whose slowest link counts, a device's link within a node or its part of the
+    node's network; most of it is hidden or not. Sharded weights are gathered twice and their gradients scattered once
+    in each micro-batch, layer by layer, and each of these 3·L collectives waits for N − 1 hops. Tensor ranks all-reduce
+    activations 4 times a layer, 6 times with recomputation (Shoeybi et al. 2019, arXiv 1909.08053, §3). Each step has a
+    fixed cost, such as the optimizer's.
 
     Args:
-        constants: σ, bytes a second between and within nodes, exposed fraction, and w½ in tokens (``ANCHORED_LAW``).
-        inputs: arrays (n,) over jobs: ``devices``, ``per_node``, ``split`` (devices of a replica), ``bytes_per_s`` of a
-            device's link between nodes (NaN if not stated), ``parameters``, ``sharded`` (1 or 0), ``passes``
-            (micro-batches in a step), ``call`` (tokens of a micro-batch) and ``global_batch`` (samples).
+        constants: σ, exposed fractions of the gradients' ring and of gathering and scattering, w½ in tokens, seconds of
+            a hop, and fixed seconds of a step (``ANCHORED_LAW``).
+        inputs: arrays (n,) over jobs: ``devices``, ``per_node``, ``split`` (devices of a replica), ``tensor`` (tensor
+            ranks of these), ``wire`` and ``local`` (bytes/s of a device between and within nodes), ``parameters``,
+            ``word`` (bytes of an element that is sent), ``sharded`` and ``recompute`` (1 or 0), ``layers``, ``hidden``,
+            ``passes`` (micro-batches in a step), ``call`` (tokens of a micro-batch), ``tokens`` (of a sample) and
+            ``global_batch`` (samples).
 
     Returns:
-        The factor by which computing takes longer, and the exposed synchronisation in device-seconds a sample; both
-        (n,).
+        The factor by which computing takes longer, and the exposed communication and fixed costs in device-seconds a
+        sample; both (n,).
     """
-    sigma, between, within, exposed, half = constants
-    devices, per_node = inputs["devices"], inputs["per_node"]
-    split = inputs["split"]
-    nodes = np.maximum(1.0, devices / per_node)
-    each = np.minimum(devices, per_node)
-    wire = np.where(np.isnan(inputs["bytes_per_s"]), between, inputs["bytes_per_s"])
-    gradient = 4 * inputs["parameters"] / split * np.where(inputs["sharded"] > 0, 1.5 * inputs["passes"], 1.0)
-    sync = gradient * ((each - 1) / each / within + (nodes - 1) / nodes / wire)
-    sync = np.where(devices > split, exposed * sync, 0.0)
+    sigma, exposed, gathering, half, hop, fixed = constants
+    devices, split, layers = inputs["devices"], inputs["split"], inputs["layers"]
+    nodes = np.maximum(1.0, devices / inputs["per_node"])
+    each = np.minimum(devices, inputs["per_node"])
+    slowest_link = np.maximum((each - 1) / each / inputs["local"], (nodes - 1) / nodes / (inputs["wire"] * each))
+    once = inputs["word"] * inputs["parameters"] / split * slowest_link
+    hops = np.maximum(devices / split - 1, 0.0) * hop
+    rows = gathering * inputs["passes"] * 3 * (once + layers * hops)
+    sync = np.where(devices > split, np.where(inputs["sharded"] > 0, rows, 2 * exposed * once), 0.0)
+    tensor = inputs["tensor"]
+    link = np.where(tensor > inputs["per_node"], inputs["wire"], inputs["local"])
+    activations = layers * inputs["tokens"] * inputs["hidden"] * inputs["word"]
+    reduced = (4 + 2 * inputs["recompute"]) * 2 * (tensor - 1) * activations / link
     slowest = 1 + sigma * np.sqrt(2 * np.log(np.maximum(devices, 1.0)))
-    return np.asarray(slowest * (1 + half / inputs["call"])), np.asarray(sync * devices / inputs["global_batch"])
+    summand = (sync + fixed) * devices / inputs["global_batch"] + reduced
+    return np.asarray(slowest * (1 + half / inputs["call"])), np.asarray(summand)
 
 
 def _overhead_seconds(constants: Array, inputs: Inputs) -> Array:
-    """Device-seconds a sample of a job from an anchor of the same series."""
+    """Device-seconds a sample of a job from an anchor of the same series.
+
+    At least half of the anchor's time is computing: where the summand says less, it counts as that much smaller in both
+    jobs.
+    """
     there = {name[2:]: column for name, column in inputs.items() if name.startswith("a_")}
-    factor, sync = scaling_overhead(constants, inputs)
-    factor_there, sync_there = scaling_overhead(constants, there)
+    factor, summand = scaling_overhead(constants, inputs)
+    factor_there, summand_there = scaling_overhead(constants, there)
     measured = there["seconds"]
-    compute = np.maximum(measured - sync_there, 0.5 * measured) / factor_there
-    return np.asarray(compute * inputs["flops"] / there["flops"] * factor + sync)
+    kept = np.minimum(1.0, 0.5 * measured / np.maximum(summand_there, 1e-300))
+    compute = (measured - kept * summand_there) / factor_there
+    return np.asarray(compute * inputs["flops"] / there["flops"] * factor + kept * summand)
 
 
 def _overhead_centre(inputs: Inputs, seconds: Array) -> Array:
+    """Nothing of rings is hidden, a hop takes 2.5 µs, and a step 10 ms beside its passes: guesses of their order."""
     del inputs, seconds
-    return np.array([0.02, 5e9, 3e10, 0.05, 100.0])
+    return np.array([0.012, 1.0, 1.0, 200.0, 2.5e-6, 0.01])
 
 
 ANCHORED_LAW = ScalingLaw(
-    "one measured row, scaled by stragglers and rings",
-    ("straggler_sigma", "node_bytes_per_s", "local_bytes_per_s", "exposed", "half_rate_tokens"),
-    (0.7, 1.0, 0.7, 1.0, 1.0),
+    "one measured row, scaled by stragglers, rings and fixed costs",
+    ("straggler_sigma", "exposed_ring", "exposed_gathering", "half_rate_tokens", "hop_s", "step_s"),
+    (0.7, 1.0, 0.7, 1.0, 0.7, 1.0),
     _overhead_centre,
     _overhead_seconds,
 )

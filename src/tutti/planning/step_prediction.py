@@ -19,7 +19,7 @@ from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
 from tutti.parallel.pipeline.stage_partition import StagePartition
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
-from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, distance_class
+from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
 from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
 from tutti.planning.memory_plan import Facts, first_sample, memory_rows, model_facts, model_of, plan_memory
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
@@ -35,7 +35,6 @@ from tutti.workload.workload_file import REST, Workload
 from tutti.workload.workload_trace import TracedModel, trace_workload
 
 SIMULATED = "simulated step"
-_FLOOR = 0.03
 
 
 @dataclass(frozen=True)
@@ -357,10 +356,10 @@ def step_band(
 ) -> tuple[tuple[float, float] | None, str]:
     """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
-    The interval lies around the median of ``seconds``. On the logarithm, its half width is the standard deviation of
-    ``seconds`` (with 3 % added in quadrature) times the factor within which 90 % of earlier predictions of the same
-    cell were right. A cell holds predictions from the same kind of machine data (measured or published) to a similar
-    multiple of the devices of a measured node.
+    The interval lies around the median of ``seconds``. On the logarithm, its half width is the unit of errors for the
+    standard deviation of ``seconds`` (``band_unit``) times the factor within which 90 % of earlier predictions of the
+    same cell were right. A cell holds predictions from the same kind of machine data (measured or published) to a
+    similar multiple of the devices of a measured node.
 
     Args:
         seconds: (256,) predicted seconds of a step, one for each Monte Carlo draw of the machine's uncertain constants.
@@ -377,7 +376,7 @@ def step_band(
     if factor is None:
         return None, NO_BAND
     centre, sigma = float(np.median(seconds)), float(np.log(seconds).std())
-    wide = float(np.exp(factor * np.hypot(sigma, _FLOOR)))
+    wide = float(np.exp(factor * band_unit(sigma)))
     return (centre / wide, centre * wide), f"90 % of checked predictions like this were within it ({cell})"
 
 
