@@ -42,6 +42,8 @@ _PROTOCOLS: dict[str, Callable[[Sequence[TableRow]], Iterator[Asked]]] = {
 
 _TINY = 1e-30
 _WIDEST = 50.0
+_IMPLAUSIBLE = 1e9
+"""Prediction over measurement beyond which a number of the rows is a mistake of the table, not of the law."""
 
 JsonRow = dict[str, object]
 
@@ -128,7 +130,8 @@ def _merged(ours: Residuals, shipped: Residuals) -> dict[str, dict[str, CellScor
 
 
 def _finite(one: CheckedPrediction) -> bool:
-    return bool(np.isfinite(one.sigma)) and _TINY < one.predicted < 1 / _TINY and one.sigma < _WIDEST
+    sane = _TINY < one.predicted < 1 / _TINY and 1 / _IMPLAUSIBLE < one.predicted / one.measured < _IMPLAUSIBLE
+    return bool(np.isfinite(one.sigma)) and sane and one.sigma < _WIDEST
 
 
 def _summarise(result: BacktestResult, asked: Sequence[Asked], shipped: Residuals) -> None:
