@@ -42,7 +42,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--strategy", "parameter_server"), "copies between device and host"),
+        (("--strategy", "parameter_server:backup=1"), "backup workers cannot be simulated"),
         (("--sweep", "devices=8"), "write devices=8..1024"),
         (("--network", "alpha=1"), "seconds a message"),
         (("--machine", "old.json"), "has version 0"),

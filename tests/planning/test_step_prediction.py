@@ -182,9 +182,10 @@ def test_owners_add_up_the_gradients_of_a_node_in_its_memory() -> None:
     assert seconds_of(step, run("central_storage"), on_host(1)) == pytest.approx(0.096 + 4e-3)
     with pytest.raises(UsageError, match=r"for one node.*at most 2 devices"):
         seconds_of(step, run("central_storage", 4), on_host(2))
-    for strategy in ("central_storage", "parameter_server"):
-        with pytest.raises(UsageError, match="copies between device and host"):
-            seconds_of(step, run(strategy, 2), costs())
+    # Beside accelerators 16 MB cross to the host and back, at 12 GB/s and 10 µs a copy.
+    beside = costs()
+    assert seconds_of(step, run("central_storage", 2), beside) > 2 * (16e6 / 1.2e10 + 1e-5)
+    assert any("copies between device and host" in text for text in beside.guesses)
 
 
 def test_a_synchronous_server_serves_all_ranks_in_turn() -> None:

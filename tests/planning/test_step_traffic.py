@@ -198,6 +198,46 @@ def test_owners_read_the_gradients_that_the_communicator_counts(ranks: int, task
     assert worlds.run(ranks, counted, task=task, strategy="central_storage") == [want] * ranks
 
 
+def on_accelerators(devices: int) -> StepCosts:
+    prices = on_cpus(devices)
+    prices.overlaps = True
+    return prices
+
+
+def test_owners_of_accelerators_read_what_the_communicator_counts(task: str) -> None:
+    config = run("central_storage", 2, batch_size=BATCH)
+    program = program_of(task, config, on_accelerators(2))
+    want = {("links", str(k)): (2 * each.messages, 2 * each.bytes) for k, each in program.between_ranks.items()}
+    assert want
+    assert worlds.run_on(worlds.ACCELERATOR, 2, counted, task=task, strategy="central_storage") == [want] * 2
+
+
+@pytest.mark.parametrize("strategy", ["central_storage", "parameter_server", "parameter_server:mode=async,push=2"])
+def test_gradients_and_parameters_of_accelerators_cross_to_the_host_and_back(strategy: str, task: str) -> None:
+    config, prices = run(strategy, 2, batch_size=BATCH, optimizer="adam:lr=0.1"), on_accelerators(2)
+    host, device = program_of(task, config), program_of(task, config, prices)
+    assert host.between_ranks == device.between_ranks and host.flows == device.flows
+    size = sum(t.bytes for t in TaskSizes(task, config, ()).step(config).tensors)
+    periods = (2, 1) if "push" in strategy else (1, 1)
+    moved = sum(size / 1.2e10 / period for period in periods)
+    crossing = ("gradients to the host", "parameters to the device", "gradients written", "parameters read")
+    crossed = [float(a.seconds[0]) for a in device.actions if a.text in crossing]
+    # Servers hold flat vectors, whose pieces are padded.
+    assert len(crossed) == 2
+    assert sum(crossed) == pytest.approx(moved + sum(1e-5 / period for period in periods), rel=1e-3)
+    assert any("copies between device and host" in text for text in prices.guesses)
+    assert not any("copies between" in text for text in on_cpus(2).guesses)
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_accelerators_send_the_requests_that_the_client_counts(ranks: int, task: str) -> None:
+    strategy = "parameter_server:mode=sync,servers=2,transport=tcp"
+    program = program_of(task, run(strategy, ranks, batch_size=BATCH), on_accelerators(ranks))
+    want = flow_totals(program.flows, 2, tensors_in_messages=True)
+    answers = worlds.run_on(worlds.ACCELERATOR, ranks, requests, task=task, strategy=strategy, optimizer="sgd:lr=0.1")
+    assert [found for found, _ in answers] == [want] * ranks
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "checkpointing"),
     [

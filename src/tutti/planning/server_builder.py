@@ -24,8 +24,9 @@ from tutti.parallel.ddp.shared_memory_reducer import shared_buckets
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_flows, server_bytes, sync_step_flows
 from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
+from tutti.planning.host_prices import HostPrices
 from tutti.planning.machine_costs import SAMPLES
-from tutti.planning.replica_builder import ReplicaBuilder, copy_seconds
+from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_facts import TensorFacts
 from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram
@@ -130,25 +131,13 @@ def _small_optimizer(optimizer: str, named: Shapes) -> torch.optim.Optimizer:
 
 
 class ServerBuilder(ReplicaBuilder):
-    """Builds simulated training steps of central storage and of parameter servers on CPUs."""
-
-    def check_host(self) -> None:
-        """Raise UsageError if the simulated machine has accelerators: copies to host memory are not measured."""
-        if self.costs.overlaps:
-            name = self.config.strategy.partition(":")[0]
-            raise UsageError(
-                f"a step of {name} on accelerators cannot be simulated",
-                where=f"--strategy {self.config.strategy}",
-                why="gradients are summed and parameters updated in host memory, and nothing measures the copies "
-                "between device and host",
-                remedy="take --strategy mirrored or sharded, or a machine.json that was measured on CPUs",
-            )
+    """Builds simulated training steps of central storage and of parameter servers."""
 
     def central_storage(self, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of the strategy ``central_storage``, which sums gradients in shared memory.
 
         Each rank packs its gradients; each parameter's owner rank adds them up and updates the parameter. The owner of
-        most bytes sets the time.
+        most bytes sets the time. Accelerators copy gradients to the host, and updated parameters back.
 
         Args:
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
@@ -157,9 +146,8 @@ class ServerBuilder(ReplicaBuilder):
             The step of one rank, which stands for all.
 
         Raises:
-            UsageError: the devices are on several nodes, or are accelerators.
+            UsageError: the devices are on several nodes.
         """
-        self.check_host()
         program, tensors, ranks = StepProgram(), self.facts.tensors, self.shape["replica"]
         if self.costs.network.nodes(ranks) > 1:
             raise UsageError(
@@ -169,17 +157,25 @@ class ServerBuilder(ReplicaBuilder):
             )
         self.passes(program, [count for worker in parts for count in worker])
         last, elements = len(program.actions) - 1, sum(t.elements for t in tensors)
+        host, whole = HostPrices(self.costs), sum(t.bytes for t in tensors)
+        if host.apart:
+            last = self.message(program, host.moved(whole), (last,), "gradients to the host")
         if ranks > 1:
             self.costs.note("barriers in shared memory take no time besides the waiting for the slowest rank")
             program.between_ranks = central_links(tensors, ranks)
-            whole, owner = sum(t.bytes for t in tensors), owners([t.bytes for t in tensors], ranks)
+            owner = owners([t.bytes for t in tensors], ranks)
             owned = [[t for t, rank in zip(tensors, owner, strict=True) if rank == own] for own in range(ranks)]
             most = max(sum(t.bytes for t in own) for own in owned)
             elements = max(sum(t.elements for t in own) for own in owned)
-            last = self.message(program, copy_seconds(self.costs, whole, len(tensors)), (last,), "gradients packed")
-            added = (ranks - 1) * copy_seconds(self.costs, _READ_WRITE * most, 1, "other")
+            if not host.apart:
+                last = self.message(program, host.copied(whole, len(tensors)), (last,), "gradients packed")
+            added = (ranks - 1) * host.copied(_READ_WRITE * most, 1, "other")
             last = self.message(program, added, (last,), "gradients added up by their owners")
-        self.update(program, elements, [last])
+        if not host.apart:
+            self.update(program, elements, [last])
+            return program
+        last = self.message(program, host.updated(self.config.optimizer, elements), (last,), "update on the host")
+        self.message(program, host.moved(whole), (last,), "parameters to the device")
         return program
 
     def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
@@ -196,9 +192,8 @@ class ServerBuilder(ReplicaBuilder):
             The step of one rank, with the seconds that servers spend on all ranks.
 
         Raises:
-            UsageError: the devices are accelerators, or there are too few tensors for the servers.
+            UsageError: there are too few tensors for the servers.
         """
-        self.check_host()
         self.costs.note("parameter servers compute at the speed of a rank, whose cores they share")
         shared = exchange.transport != "tcp" and self.costs.network.nodes(self.shape["replica"]) == 1
         if not shared:
@@ -264,7 +259,8 @@ class _Service:
     """Seconds of what the busiest server does, and of a rank's copies, one element a draw.
 
     Attributes:
-        written, read: a rank's gradients into its send buffer, and parameters out of its receive buffer.
+        written, read: a rank's gradients into its send buffer, and parameters out of its receive buffer; from and to
+            the device, if it is an accelerator.
         transfer, transfer_back: gradients of one rank to the server; parameters to one rank.
         added: one rank's gradients added up.
         looked_at: norm and finiteness of the sum.
@@ -273,19 +269,23 @@ class _Service:
 
     def __init__(self, builder: ReplicaBuilder, plan: ServerPlan, servers: int, shared: bool) -> None:
         self._builder, self._devices = builder, int(builder.config.devices)
-        costs, sizes = builder.costs, [server_bytes(plan, server) for server in range(servers)]
+        costs, host, sizes = (
+            builder.costs,
+            HostPrices(builder.costs),
+            [server_bytes(plan, server) for server in range(servers)],
+        )
         most, whole = max(sizes), plan.size
         elements = max(sum(piece.end - piece.begin for piece in plan.pieces(server)) for server in range(servers))
-        self.written = copy_seconds(costs, whole, 1)
-        self.added = copy_seconds(costs, _READ_WRITE * most, 1, "other")
-        self.looked_at = copy_seconds(costs, most, 1, "other")
-        self.updated = np.asarray(costs.update(builder.config.optimizer, elements))
+        self.written = host.moved(whole) if host.apart else host.copied(whole)
+        self.added = host.copied(_READ_WRITE * most, 1, "other")
+        self.looked_at = host.copied(most, 1, "other")
+        self.updated = host.updated(builder.config.optimizer, elements)
         if shared:
-            self.transfer, self.read = np.zeros(SAMPLES), np.zeros(SAMPLES)
-            self.transfer_back = copy_seconds(costs, most, 1)
+            self.transfer, self.read = np.zeros(SAMPLES), host.moved(whole)
+            self.transfer_back = host.copied(most)
         else:
             self.transfer = self.transfer_back = costs.message(most, self._devices)
-            self.read = copy_seconds(costs, whole, 1)
+            self.read = host.moved(whole) if host.apart else host.copied(whole)
 
     def requests(self, flows: Sequence[ServerFlow], kind: str) -> Array:
         """Return the seconds of a rank's requests of one kind to all parameter servers at once, without their tensors.

@@ -1,0 +1,72 @@
+"""Seconds of copies and updates in host memory, for strategies that sum gradients or update parameters there.
+
+Where the simulated machine computes on CPUs, host memory is the devices' own and is measured. Beside accelerators
+nothing measures it, so that its rates are guesses, each of which the prediction names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tutti.planning.machine_costs import SAMPLES, StepCosts
+from tutti.planning.replica_builder import copy_seconds
+from tutti.planning.scaling_laws import Array
+
+_MEMORY_RATE = 1e10
+_DEVICE_LINK, _DEVICE_HOP = 1.2e10, 1e-5
+_UPDATE_BYTES = 28
+"""Bytes an element that an optimizer with two moments in float32 reads and writes: four reads and three writes."""
+
+
+class HostPrices:
+    """Prices of the host's part of a step, one element a Monte Carlo draw of the machine's constants.
+
+    Args:
+        costs: durations on the machine; its list of guesses names what is guessed.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._apart = costs.overlaps
+        if self._apart:
+            costs.note(
+                f"copies between device and host: {_DEVICE_HOP * 1e6:g} µs and {_DEVICE_LINK / 1e9:g} GB/s; "
+                f"host memory: {_MEMORY_RATE / 1e9:g} GB/s a process"
+            )
+
+    @property
+    def apart(self) -> bool:
+        """Whether devices have memory of their own, so that gradients are copied to the host and parameters back."""
+        return self._apart
+
+    def moved(self, size: float) -> Array:
+        """Return the seconds of a copy between device and host; zeros on CPUs, whose memory is the host's.
+
+        Args:
+            size: bytes.
+        """
+        return np.full(SAMPLES, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
+
+    def copied(self, size: float, calls: float = 1, kind: str = "copy") -> Array:
+        """Return the seconds in which a process copies or adds up bytes in host memory.
+
+        Args:
+            size: bytes that are copied, or read and written, by all operators together.
+            calls: number of operators.
+            kind: ``copy``, or ``other`` for elementwise operators.
+        """
+        if self._apart:
+            return np.full(SAMPLES, size / _MEMORY_RATE)
+        return copy_seconds(self._costs, size, calls, kind)
+
+    def updated(self, optimizer: str, elements: float) -> Array:
+        """Return the seconds of an optimizer step in host memory.
+
+        Args:
+            optimizer: text of ``--optimizer``.
+            elements: number of parameters that the step updates.
+        """
+        if not self._apart:
+            return np.asarray(self._costs.update(optimizer, elements))
+        self._costs.note(f"updates in host memory move {_UPDATE_BYTES} bytes an element, as Adam in float32 does")
+        return np.full(SAMPLES, _UPDATE_BYTES * elements / _MEMORY_RATE)
