@@ -114,6 +114,7 @@ from tutti.torch_compat import (
     uncompiled_call,
     version_counting_view,
     view_base,
+    without_dispatch_modes,
     write_event,
 )
 
@@ -569,6 +570,13 @@ def calls_of_modules_are_replaced() -> None:
     assert not is_fake(torch.ones(1)) and not is_fake(1)
 
 
+def modes_are_left_and_entered_again() -> None:
+    with FakeTensorMode():
+        with without_dispatch_modes():
+            assert not is_fake(torch.ones(1))
+        assert is_fake(torch.ones(1))
+
+
 def events_are_written_at_once() -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -625,6 +633,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
     calls_of_modules_are_replaced: "replace_call uncompiled_call is_fake",
+    modes_are_left_and_entered_again: "without_dispatch_modes",
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",
     modes_of_compiling_stand_for_options: "inductor_mode_options",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvBase
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.data._utils import worker
 
@@ -116,6 +116,7 @@ __all__ = [
     "uncompiled_call",
     "version_counting_view",
     "view_base",
+    "without_dispatch_modes",
     "write_event",
 ]
 
@@ -240,6 +241,14 @@ def accumulation_hooks(tensor: Tensor) -> dict[int, Any] | None:
 
 TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 """Context within which ``__torch_function__`` of tensor subclasses is off; PyTorch's documentation names it."""
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context within which no ``TorchDispatchMode`` is on, ``FakeTensorMode`` included; they return after it.
+
+    No public name does it for modes that a caller has entered.
+    """
+    return _disable_current_modes()
 
 
 def in_backward() -> bool:

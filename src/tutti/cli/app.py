@@ -64,7 +64,11 @@ def build_app() -> App:
     app.command(landscape, usage="Usage: tutti landscape RUN [OPTIONS]")
     app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
     app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
-    app.command(simulate_step, name="simulate", usage="Usage: tutti simulate TASK --machine FILE [OPTIONS]")
+    app.command(
+        simulate_step,
+        name="simulate",
+        usage="Usage: tutti simulate TASK --machine FILE [OPTIONS] [-- ARGUMENTS]",
+    )
     app.command(plan_devices, name="plan", usage="Usage: tutti plan TASK --runs DIR [OPTIONS]")
     app.command(report_runs, name="report", usage="Usage: tutti report RUN... [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")

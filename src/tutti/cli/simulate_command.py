@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -22,16 +22,27 @@ from tutti.tasks import task_registry
 
 if TYPE_CHECKING:
     from tutti.planning.machine_costs import StepCosts
+    from tutti.planning.script_task import ScriptTask
     from tutti.planning.step_prediction import StepPrediction
     from tutti.planning.step_program import StepTimes
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "strategy": "mirrored",
+    "batch_size": 64,
+    "optimizer": "adam:lr=0.001",
+    "precision": "fp32",
+    "activation_checkpointing": "none",
+}
+"""Options that neither the command line nor a script states."""
 
 
 def simulate_step(
     task: Annotated[str, Parameter(show=False)],
     /,
-    *,
+    *arguments: Annotated[str, Parameter(show=False)],
     machine: str,
-    strategy: str = "mirrored",
+    strategy: Annotated[str | None, Parameter(show_default=False)] = None,
     devices: int = 1,
     sweep: Annotated[str | None, Parameter(show_default=False)] = None,
     batch_size: Annotated[int | None, Parameter(show_default=False)] = None,
@@ -40,9 +51,9 @@ def simulate_step(
     workers: Annotated[int | None, Parameter(show_default=False)] = None,
     devices_per_node: Annotated[int | None, Parameter(show_default=False)] = None,
     network: Annotated[str | None, Parameter(show_default=False)] = None,
-    optimizer: str = "adam:lr=0.001",
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32",
-    activation_checkpointing: str = "none",
+    optimizer: Annotated[str | None, Parameter(show_default=False)] = None,
+    precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"] | None, Parameter(show_default=False)] = None,
+    activation_checkpointing: Annotated[str | None, Parameter(show_default=False)] = None,
     data: Annotated[str | None, Parameter(show_default=False)] = None,
     model: Annotated[str | None, Parameter(show_default=False)] = None,
     augment: Annotated[bool, Parameter(negative="", show_default=False)] = False,
@@ -54,18 +65,21 @@ def simulate_step(
 
     Example: tutti simulate text --machine a100x8 --devices 64 --device-batch 8
 
+    TASK is a task of tutti train, or a script that calls tutti.prepare, which
+    runs up to its first loss; its own arguments follow --.
+
     Parameters
     ----------
     machine:
         machine.json of tutti bench, or a chip and devices a node: a100x8
     strategy:
-        any strategy of tutti train, with options
+        any strategy of tutti train, with options; default: the script's, or mirrored
     devices:
         devices of the run
     sweep:
         devices=8..1024: predict for each doubling
     batch_size:
-        samples of a global batch; default: 64
+        samples of a global batch; default: the script's, or 64
     device_batch:
         samples a device, in place of the global batch
     micro_batch:
@@ -77,9 +91,9 @@ def simulate_step(
     network:
         link between nodes: alpha=SECONDS,beta=BYTES-A-SECOND
     optimizer:
-        as in tutti train
+        as in tutti train; default: the script's, or adam:lr=0.001
     precision:
-        as in tutti train
+        as in tutti train; default: the script's, or fp32
     activation_checkpointing:
         as in tutti train
     data:
@@ -95,8 +109,15 @@ def simulate_step(
     as_json:
         print JSON
     """
-    task_registry.check_task(task, data=data, model=model, augment=augment)
-    check_optimizer(optimizer)
+    script = task.endswith(".py")
+    if script and (data is not None or model is not None or augment):
+        raise UsageError("a script makes its own model and data", remedy="leave out --data, --model and --augment")
+    if not script:
+        task_registry.check_task(task, data=data, model=model, augment=augment)
+        if arguments:
+            raise UsageError(f"a task takes no argument '{arguments[0]}'", remedy="give options as --NAME VALUE")
+    if optimizer is not None:
+        check_optimizer(optimizer)
     counts = _counts(sweep, devices)
     if svg is not None and sweep is None:
         raise UsageError("--svg draws a sweep", remedy="add --sweep devices=1..64, or take --timeline FILE.svg")
@@ -112,42 +133,54 @@ def simulate_step(
         if value is not None and value < 1:
             raise UsageError(f"{flag} is {value}", remedy="give a whole number of at least 1")
 
+    given: dict[str, Any] = {
+        "strategy": strategy,
+        "micro_batch": micro_batch,
+        "workers": workers,
+        "optimizer": optimizer,
+        "precision": precision,
+        "activation_checkpointing": activation_checkpointing,
+    }
+    loaded = _script(task, arguments) if script else None
+    subject = task if loaded is None else loaded.task
+    chosen = {
+        **_DEFAULTS,
+        **({} if loaded is None else loaded.options),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    whole = chosen.pop("batch_size")
+
     def run_of(count: int) -> TrainConfig:
-        return TrainConfig(
-            strategy=strategy,
-            devices=str(count),
-            batch_size=batch_size or (device_batch or 0) * count or 64,
-            micro_batch=micro_batch,
-            workers=workers,
-            optimizer=optimizer,
-            precision=precision,
-            activation_checkpointing=activation_checkpointing,
-            data=data,
-            model=model,
-            augment=augment,
-        )
+        samples = batch_size or (device_batch or 0) * count or whole
+        return TrainConfig(devices=str(count), batch_size=samples, data=data, model=model, augment=augment, **chosen)
 
     from tutti.planning.conformal_band import shipped_residuals
     from tutti.planning.machine_costs import open_machine
     from tutti.planning.step_prediction import gather_sizes, predict_step, prediction_json
 
-    costs = open_machine(machine, precision, devices_per_node, parse_link(network))
+    costs = open_machine(machine, chosen["precision"], devices_per_node, parse_link(network))
     residuals = shipped_residuals()
     found: list[StepPrediction] = []
     sizes, cut = None, None
     for count in counts:
         config = run_of(count)
         parts = _parts(config)
+        if loaded is not None and loaded.own_loop and parts[0] > 1:
+            raise UsageError(
+                "a loop of its own cannot run in stages",
+                where=f"{task}, --strategy {config.strategy}",
+                remedy="give the loss to tutti.prepare(model, optimizer, data, loss), and call run.step(batch)",
+            )
         if sizes is None or parts != cut:
-            sizes, cut = gather_sizes(task, config), parts
-        prediction, times = predict_step(task, sizes, config, costs, residuals)
+            sizes, cut = gather_sizes(subject, config), parts
+        prediction, times = predict_step(subject, sizes, config, costs, residuals)
         found.append(prediction)
         if timeline is not None:
-            _draw(times, f"predicted: {task}, {strategy}, {count} devices of {costs.name}", timeline)
+            _draw(times, f"predicted: {task}, {config.strategy}, {count} devices of {costs.name}", timeline)
     if svg is not None:
         from tutti.planning.sweep_figure import write_sweep_figure
 
-        write_sweep_figure(found, f"{task}, {strategy}, {costs.name}", svg)
+        write_sweep_figure(found, f"{task}, {found[0].strategy}, {costs.name}", svg)
     if as_json:
         print(json_text(prediction_json(found, costs, task), sys.stdout))
     else:
@@ -156,6 +189,13 @@ def simulate_step(
             if path is not None:
                 print(f"drawn into {path}")
     return ExitCode.DONE
+
+
+def _script(script: str, arguments: Sequence[str]) -> ScriptTask:
+    """Return a script's model, loss and data as a task, and the options that it states."""
+    from tutti.planning.script_task import load_script
+
+    return load_script(script, arguments)
 
 
 def _parts(config: TrainConfig) -> tuple[int, int]:

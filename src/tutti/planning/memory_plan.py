@@ -63,20 +63,32 @@ class Facts:
     activations: float | None
 
 
-def model_facts(name: str, config: TrainConfig) -> Facts:
+def resolve_task(task: str | Task, config: TrainConfig) -> Task:
+    """Return a task; one that is given by its name is loaded with the run's data, model and augmentation.
+
+    Args:
+        task: the task, or its name.
+        config: the run.
+    """
+    if isinstance(task, Task):
+        return task
+    return task_registry.load_task(task, data=config.data, model=config.model, augment=config.augment)
+
+
+def model_facts(name: str | Task, config: TrainConfig) -> Facts:
     """Return the bytes of a task's parameters, buffers, optimizer state and activations before any split over devices.
 
     They come from shapes, on fake tensors: nothing is allocated or computed. The exception are the activations of a
     model or loss that depends on values (``.item()``, boolean indexing): they are measured on a few real samples.
 
     Args:
-        name: name of the task.
+        name: the task, or its name.
         config: the run: model, batch, precision, optimizer, strategy, and a number of devices.
 
     Returns:
         The sizes; activations are those of the largest forward of the run, None where the task reads a stream.
     """
-    task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
+    task = resolve_task(name, config)
     choice = parallel.parse_strategy(config.strategy)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(task, config)

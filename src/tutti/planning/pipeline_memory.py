@@ -22,7 +22,7 @@ from tutti.parallel import Choice
 from tutti.parallel.pipeline.graph_trace import UntraceableError
 from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition, observe_blocks
-from tutti.planning.memory_plan import Facts, backward, batch_of, first_sample, model_of, summing
+from tutti.planning.memory_plan import Facts, backward, batch_of, first_sample, model_of, resolve_task, summing
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
@@ -103,13 +103,13 @@ def alone(config: TrainConfig) -> TrainConfig:
     return replace(config, strategy="single", devices="1", workers=workers, micro_batch=micro)
 
 
-def observe_stages(name: str, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
+def observe_stages(name: str | Task, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
     """Partition the model into pipeline stages as a run would, and observe the memory of the stages' blocks.
 
     The model is built and run on fake tensors, or with few real samples if it reads values.
 
     Args:
-        name: name of the task.
+        name: the task, or its name.
         config: the run.
         seconds: measured time of each module by its name; empty to partition by parameters.
 
@@ -119,7 +119,7 @@ def observe_stages(name: str, config: TrainConfig, seconds: Mapping[str, float])
     Raises:
         UsageError: the model cannot be partitioned.
     """
-    task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
+    task = resolve_task(name, config)
     samples = MicroBatchSizes.of(config).samples
     try:
         return _look(task, config, seconds, samples, FakeTensorMode(allow_non_fake_inputs=True))

@@ -21,14 +21,22 @@ from tutti.parallel.pipeline.stage_partition import StagePartition
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
 from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
-from tutti.planning.memory_plan import Facts, first_sample, memory_rows, model_facts, model_of, plan_memory
+from tutti.planning.memory_plan import (
+    Facts,
+    first_sample,
+    memory_rows,
+    model_facts,
+    model_of,
+    plan_memory,
+    resolve_task,
+)
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups, pipeline_layout
 from tutti.planning.step_program import StepTimes, evaluate_program
 from tutti.planning.tensor_split import TensorSplit
-from tutti.tasks import task_registry
+from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
 from tutti.workload.message_log import GroupMessage, MessageLog
 from tutti.workload.workload_file import REST, Workload
@@ -87,7 +95,7 @@ class TaskSizes:
     """Traces of a task's model and loss on fake tensors, each made once for many plans; nothing is computed.
 
     Args:
-        task_name: name of the task.
+        task: the task, or its name.
         config: a run, for its data, model and precision.
         choices: activation checkpointing that plans may choose; a choice that finds nothing to recompute is left out.
 
@@ -95,14 +103,14 @@ class TaskSizes:
         UsageError: the task reads a stream.
     """
 
-    def __init__(self, task_name: str, config: TrainConfig, choices: Sequence[str] = ()) -> None:
-        self._name, self._choices = task_name, tuple(dict.fromkeys(("none", *choices)))
-        self._task = task_registry.load_task(task_name, data=config.data, model=config.model, augment=config.augment)
+    def __init__(self, task: str | Task, config: TrainConfig, choices: Sequence[str] = ()) -> None:
+        self._task, self._choices = resolve_task(task, config), tuple(dict.fromkeys(("none", *choices)))
+        self._name = task if isinstance(task, str) else task.name
         self._sample = first_sample(self._task)
         if self._sample is None:
             raise UsageError(
                 "the task reads a stream, whose samples are not known before it is read",
-                where=task_name,
+                where=self._name,
                 remedy="simulate a task with a data set",
             )
         self._config = config
@@ -157,7 +165,7 @@ class TaskSizes:
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
-            self._memory[choice] = model_facts(self._name, config)
+            self._memory[choice] = model_facts(self._task, config)
         return self._memory[choice]
 
     def device_bytes(self, config: TrainConfig) -> float:
@@ -172,7 +180,7 @@ class TaskSizes:
         # The parts of a stage on its tensor ranks count as even ones.
         key = (*self._key(config)[:-1], config.activation_checkpointing)
         if key not in self._observed:
-            self._observed[key] = observe_stages(self._name, config, {})
+            self._observed[key] = observe_stages(self._task, config, {})
         return max(plan.total for plan in plan_stage_memory(facts, self._observed[key], config))
 
     @staticmethod
@@ -284,28 +292,28 @@ def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[st
     return StageFacts(groups, held, crossing_groups(called, partition.bounds))
 
 
-def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
+def gather_sizes(task: str | Task, config: TrainConfig) -> ModelSizes:
     """Trace what a training step computes, sends and keeps in memory, on fake tensors; nothing is computed.
 
     Args:
-        task_name: name of the task.
+        task: the task, or its name.
         config: a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
     Raises:
         UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
     """
     check_buildable(config)
-    sizes = TaskSizes(task_name, config, (config.activation_checkpointing,))
+    sizes = TaskSizes(task, config, (config.activation_checkpointing,))
     return ModelSizes(sizes.step(config), sizes.memory(config))
 
 
 def predict_step(
-    task_name: str, sizes: ModelSizes, config: TrainConfig, costs: StepCosts, residuals: Residuals
+    task: str | Task, sizes: ModelSizes, config: TrainConfig, costs: StepCosts, residuals: Residuals
 ) -> tuple[StepPrediction, StepTimes]:
     """Predict time, memory and messages of a training step by simulating it.
 
     Args:
-        task_name: name of the task.
+        task: the task, or its name.
         sizes: of its model, from ``gather_sizes``.
         config: the run, with a number of devices.
         costs: durations on the machine.
@@ -345,7 +353,7 @@ def predict_step(
         shares=step_shares(times, slow, program.devices > 1),
         samples_per_second=config.batch_size / seconds,
         efficiency=(config.batch_size / seconds / devices) / (baseline.batch_size / single),
-        memory=_memory(task_name, sizes.memory, config),
+        memory=_memory(task, sizes.memory, config),
         messages={"vectors": len(program.vectors), "bytes": sum(vector.bytes for vector in program.vectors)},
     )
     return prediction, times
@@ -456,9 +464,9 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
     }
 
 
-def _memory(task_name: str, facts: Facts, config: TrainConfig) -> Mapping[str, float]:
+def _memory(task: str | Task, facts: Facts, config: TrainConfig) -> Mapping[str, float]:
     choice = parallel.parse_strategy(config.strategy)
     if choice.shape(int(config.devices))["stage"] > 1:
-        plans = plan_stage_memory(facts, observe_stages(task_name, config, {}), config)
+        plans = plan_stage_memory(facts, observe_stages(task, config, {}), config)
         return memory_rows(max(plans, key=lambda plan: plan.total))
     return memory_rows(plan_memory(facts, config))

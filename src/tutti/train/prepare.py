@@ -37,6 +37,7 @@ from tutti.train.optimizers import factory
 from tutti.train.partial_reads import PartialReads
 from tutti.train.plain_copies import leave_hooks_out_of_copies
 from tutti.train.prepare_checks import CheckedRun, check_run
+from tutti.train.prepare_interception import prepare_handler
 from tutti.train.prepared_before import note
 from tutti.train.run import Run, RunSettings
 from tutti.train.run_options import Models, Optimizers, RunOptions
@@ -187,6 +188,10 @@ def prepare(
         scheduler_every=scheduler_every,
         callbacks=callbacks,
     )
+    handler = prepare_handler()
+    if handler is not None:
+        run: Run = handler(model, optimizer, dataset, loss_fn, options)
+        return run
     return prepare_run(model, optimizer, dataset, loss_fn, options)
 
 

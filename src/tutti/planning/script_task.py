@@ -1,0 +1,294 @@
+"""Take model, loss and data of a training script that calls ``tutti.prepare``, without training.
+
+The script runs up to ``tutti.prepare``. If it gives its loss there, this is all. If it has a loop of its own, each
+forward and backward that is traced runs the script again, with the traced model in place of its own, up to its first
+``run.backward(loss)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.config.optimizer_config import OPTIMIZERS
+from tutti.data.adapt import adapt_training
+from tutti.errors import TuttiError, UsageError
+from tutti.launcher.launch import check_script
+from tutti.tasks.task import Task
+from tutti.torch_compat import without_dispatch_modes
+from tutti.train.prepare_interception import PrepareHandler, intercept_prepare
+from tutti.train.run_options import RunOptions
+from tutti.train.strategy_spec import strategy_text
+from tutti.train.training_data import choose_sampling
+
+_LOOP_AFTER = "a loop of its own is followed up to its first run.backward(loss) alone"
+
+
+@dataclass(frozen=True)
+class ScriptTask:
+    """A script's model, loss and data as a task, and the options that the script gives to ``tutti.prepare``.
+
+    Attributes:
+        task: model, loss and training data.
+        options: values by field of ``TrainConfig``; what the script does not say is absent.
+        own_loop: whether the loss exists in the script's own loop alone.
+    """
+
+    task: Task
+    options: Mapping[str, Any] = field(default_factory=dict)
+    own_loop: bool = False
+
+
+def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
+    """Run a training script up to ``tutti.prepare``, and return what it gives there as a task.
+
+    The model is built for real in this process, and the script's output goes to stderr. Nothing is trained.
+
+    Args:
+        script: path of the script.
+        arguments: its command-line arguments.
+
+    Returns:
+        The task, whose model is a copy of the script's at each call, and the script's options.
+
+    Raises:
+        UsageError: the script does not exist, raises, or ends before ``tutti.prepare``; or what it gives there cannot
+            be simulated. The message names the script's line.
+    """
+    check_script(script)
+
+    def capture(model: Any, optimizer: Any, dataset: Any, loss: Any, options: RunOptions) -> Any:
+        raise _Reached((model, optimizer, dataset, loss, options))
+
+    model, optimizer, dataset, loss, options = _run_until(script, arguments, capture, "tutti.prepare")
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "the script prepares several models",
+            where=script,
+            remedy="simulate one that trains alone: a task file.py:function with its model and loss",
+        )
+    sampling = choose_sampling(dataset, options)
+    task = Task(
+        name=Path(script).name,
+        model=lambda: copy_model(model),
+        loss=loss if loss is not None else _LoopLoss(script, tuple(arguments)),
+        train=adapt_training(sampling.dataset, sampling.collate, sampling.drop_last),
+    )
+    stated = {
+        "strategy": strategy_text(options.strategy, model),
+        "workers": options.workers,
+        "batch_size": sampling.batch_size,
+        "micro_batch": options.micro_batch,
+        "precision": options.precision or _dtype_precision(model),
+        "activation_checkpointing": _checkpointing_text(options, script),
+        "optimizer": optimizer_text(optimizer, script),
+    }
+    return ScriptTask(task, {name: value for name, value in stated.items() if value is not None}, loss is None)
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are made under the current modes.
+
+    Under ``FakeTensorMode`` they are fake and take no memory; otherwise they are copies of the values. Tied parameters
+    stay tied.
+
+    Args:
+        model: a model with real tensors, which stays as it is.
+    """
+    made: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        fresh = tensor.detach().clone()
+        made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+    # Attributes that are tensors and no buffers keep their values, which a loss may read.
+    with without_dispatch_modes():
+        return copy.deepcopy(model, made)
+
+
+def optimizer_text(optimizer: Any, script: str) -> str | None:
+    """Return an optimizer as text of ``--optimizer``; None where it is not a single one.
+
+    Args:
+        optimizer: text, or an instance of an optimizer.
+        script: path of the script, for messages.
+
+    >>> optimizer_text(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9), "train.py")
+    'sgd:lr=0.5,momentum=0.9'
+    """
+    if isinstance(optimizer, str):
+        return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    kind, rate = type(optimizer), float(optimizer.defaults.get("lr", 0.001))
+    name = kind.__name__.lower()
+    if name not in OPTIMIZERS or kind.__module__.partition(".")[0] not in ("torch", "tutti"):
+        return f"{kind.__module__}:{kind.__name__}:lr={rate:g}"
+    momentum = optimizer.defaults.get("momentum", 0.0) if name == "sgd" else 0.0
+    return f"{name}:lr={rate:g}" + (f",momentum={momentum:g}" if momentum else "")
+
+
+class _Reached(BaseException):
+    """The place up to which a script runs; a script's ``except Exception`` does not catch it."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+class _LoopLoss:
+    """The loss of a script with a loop of its own, as ``loss(model, batch)``: the script runs up to its first backward.
+
+    Args:
+        script: path of the script.
+        arguments: its command-line arguments.
+    """
+
+    def __init__(self, script: str, arguments: Sequence[str]) -> None:
+        self._script, self._arguments = script, arguments
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        with ExitStack() as outside:
+            # Building the script's model and data is no part of the step that is traced.
+            outside.enter_context(without_dispatch_modes())
+
+            def begin(own: Any, optimizer: Any, dataset: Any, loss: Any, options: RunOptions) -> Any:
+                del optimizer, dataset, loss, options
+                outside.close()
+                _act_as(own, model)
+                return _LoopRun(batch, self._script)
+
+            return _run_until(self._script, self._arguments, begin, "run.backward(loss)")
+
+
+class _LoopRun:
+    """What ``tutti.prepare`` returns to a script with its own loop: one epoch of one micro-batch, and no training.
+
+    Args:
+        batch: the micro-batch.
+        script: path of the script, for messages.
+    """
+
+    stepped = False
+
+    def __init__(self, batch: Any, script: str) -> None:
+        self._batch, self._script = batch, script
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"the script uses run.{name} before its first backward",
+            where=self._script,
+            why=_LOOP_AFTER,
+            remedy="give the loss to tutti.prepare(model, optimizer, data, loss), or move this behind the loop",
+        )
+
+    def epochs(self, *_: Any, **__: Any) -> Iterator[int]:
+        """Yield the first epoch."""
+        yield 0
+
+    def microbatches(self, *_: Any, **__: Any) -> Iterator[Any]:
+        """Yield the micro-batch that is traced."""
+        yield self._batch
+
+    def stopping(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
+        """Return a context in which nothing stops."""
+        return nullcontext()
+
+    def restore(self, *_: Any, **__: Any) -> None:
+        """Restore nothing: a run that begins."""
+
+    def backward(self, loss: Any, *_: Any, **__: Any) -> None:
+        """End the script with its loss."""
+        if not isinstance(loss, Tensor | tuple):
+            raise UsageError(f"run.backward got a {type(loss).__name__}", where=self._script, remedy="give the loss")
+        raise _Reached(loss)
+
+
+def _act_as(own: nn.Module, model: nn.Module) -> None:
+    """Give the modules of a script's model the tensors, submodules and hooks of the same modules of another one.
+
+    The script's model has just been built and is thrown away with the script's run.
+    """
+    theirs = dict(model.named_modules())
+    for name, module in list(own.named_modules()):
+        # The script has defined its classes anew, so that equal ones have equal names alone.
+        if name in theirs and type(theirs[name]).__qualname__ == type(module).__qualname__:
+            module.__dict__ = theirs[name].__dict__
+
+
+def _run_until(script: str, arguments: Sequence[str], handler: PrepareHandler, place: str) -> Any:
+    """Run a script as ``__main__`` and return what it has reached; raise UsageError where it ends or raises before."""
+    try:
+        with _as_main(script, arguments), redirect_stdout(sys.stderr), intercept_prepare(handler):
+            runpy.run_path(script, run_name="__main__")
+    except _Reached as reached:
+        return reached.found
+    except TuttiError:
+        raise
+    except SystemExit as end:
+        raise UsageError(
+            f"the script exits with {end.code!r} before {place}",
+            where=_line_of(script, end),
+            remedy="give its own arguments after --, as in: tutti simulate train.py --machine a100x8 -- --epochs 3",
+        ) from end
+    except Exception as error:
+        if place != "tutti.prepare":
+            # The tracer names the line, and whether fake tensors are the reason.
+            raise
+        raise UsageError(
+            f"the script raises before {place}",
+            where=_line_of(script, error),
+            why=f"{type(error).__name__}: {error}",
+            remedy="make it run with python first; its own arguments follow --",
+        ) from error
+    raise UsageError(
+        f"the script ends without {place}",
+        where=script,
+        remedy="call tutti.prepare(model, optimizer, data, loss) in it, or give a task file.py:function"
+        if place == "tutti.prepare"
+        else f"{_LOOP_AFTER}: call it in the loop over run.microbatches(epoch)",
+    )
+
+
+@contextmanager
+def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Set ``sys.argv`` and ``sys.path`` within the block as ``python script …`` does."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _line_of(script: str, error: BaseException) -> str:
+    """Return the script's innermost line in a traceback, as ``train.py, line 7: text``; else the script's path."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == script]
+    return f"{script}, line {frames[-1].lineno}: {frames[-1].line}" if frames else script
+
+
+def _dtype_precision(model: nn.Module) -> str | None:
+    """Return the precision of a model without autocast; None for one of float32, or without parameters."""
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+
+
+def _checkpointing_text(options: RunOptions, script: str) -> str | None:
+    """Return the script's activation checkpointing as text; None for none."""
+    given = options.activation_checkpointing
+    if isinstance(given, str):
+        return None if given == "none" else given
+    raise UsageError(
+        "activation checkpointing of named modules cannot be simulated",
+        where=script,
+        remedy="give activation_checkpointing='blocks' to tutti.prepare",
+    )

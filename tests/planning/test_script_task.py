@@ -1,0 +1,205 @@
+"""Training scripts as people write them are simulated as the task with the same model and loss would be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faults.commands import tutti
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+from tutti.planning.conformal_band import shipped_residuals
+from tutti.planning.machine_costs import Network, PublishedCosts
+from tutti.planning.script_task import copy_model, load_script
+from tutti.planning.step_prediction import ModelSizes, gather_sizes, predict_step
+from tutti.torch_compat import FakeTensorMode, is_fake
+
+HEAD = """\
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import tutti
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden):
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(50, 16), nn.ModuleList(Block(16) for _ in range(4))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        hidden = self.words(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+print("noise of the script")
+text = torch.randint(0, 50, (100, 9))
+model = Net()
+"""
+# The loss is given, data come from a loader, and the run's options are stated.
+STEPS = """
+def loss_fn(model, words):
+    return functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(text, batch_size=32, shuffle=True)
+run = tutti.prepare(model, optimizer, loader, loss_fn, strategy="sharded", precision="bf16", micro_batch=4)
+for epoch in range(2):
+    for batch in run.epoch(epoch):
+        run.step(batch)
+"""
+# A loop of its own, whose loss exists only in its body.
+LOOP = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+blocks = list(model.blocks)
+run = tutti.prepare(model, optimizer, text, batch_size=32)
+saved = run.restore("checkpoints")
+with run.stopping() as reason:
+    for epoch in run.epochs(2):
+        for words in run.microbatches(epoch):
+            hidden = model.words(words[:, :-1])
+            for block in blocks:
+                hidden = block(hidden)
+            loss = functional.cross_entropy(model.head(hidden).flatten(0, 1), words[:, 1:].flatten())
+            run.backward(loss)
+            optimizer.step()
+            print(run.stats.loss, loss.item())
+"""
+
+
+def script(folder: Path, body: str, head: str = HEAD) -> str:
+    path = folder / "train.py"
+    path.write_text(head + body, encoding="utf-8")
+    return str(path)
+
+
+def sizes(folder: Path, body: str, strategy: str, devices: int = 4) -> ModelSizes:
+    config = TrainConfig(strategy=strategy, devices=str(devices), batch_size=32, micro_batch=4)
+    return gather_sizes(load_script(script(folder, body)).task, config)
+
+
+def test_options_are_those_that_the_script_states(tmp_path: Path) -> None:
+    found = load_script(script(tmp_path, STEPS)).options
+    assert found == {
+        "strategy": "sharded",
+        "batch_size": 32,
+        "micro_batch": 4,
+        "precision": "bf16",
+        "optimizer": "sgd:lr=0.1,momentum=0.9",
+    }
+    loop = load_script(script(tmp_path, LOOP)).options
+    assert loop == {"strategy": "mirrored", "batch_size": 32, "optimizer": "adamw:lr=0.001"}
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=3"])
+def test_a_loop_of_its_own_is_traced_as_the_same_loss(strategy: str, tmp_path: Path) -> None:
+    given, own = (sizes(tmp_path, body, strategy) for body in (STEPS, LOOP))
+    assert given.memory == own.memory and given.memory.parameters == 50 * 16 + 4 * (2 * 64 * 16 + 64 + 3 * 16)
+    assert given.step.tensors == own.step.tensors
+
+    def flop(found: ModelSizes) -> dict[str, Any]:
+        groups = found.step.workload.groups
+        return {g.name: (g.parameters, g.backward, g.ready) for g in groups if g.name.startswith("blocks")}
+
+    assert flop(given) == flop(own) and len(flop(given)) == 4
+    assert found_flop(given) == pytest.approx(found_flop(own)) and found_flop(own) > 0
+
+
+def found_flop(found: ModelSizes) -> float:
+    return found.step.workload.model_flop(1) - found.step.workload.model_flop(0)
+
+
+def test_tied_weights_are_one_parameter_and_the_scripts_model_stays(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.BatchNorm1d(3), layer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = copy_model(model)
+    assert made[0].weight is made[2].weight and all(map(is_fake, (*made.parameters(), *made.buffers())))
+    real = copy_model(model)
+    with torch.no_grad():
+        real[0].weight.zero_()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", ["pipeline:micro_batches=2", "tensor"])
+def test_scripts_are_cut_and_split_as_tasks_are(strategy: str, tmp_path: Path) -> None:
+    loaded = load_script(script(tmp_path, STEPS))
+    config = TrainConfig(strategy=strategy, devices="2", batch_size=32)
+    costs = PublishedCosts("a100", "bf16", Network(8))
+    found, times = predict_step(loaded.task, gather_sizes(loaded.task, config), config, costs, shipped_residuals())
+    assert found.seconds > 0 and len(times.seconds) == 256 and found.memory["total"] > 0
+    assert sum(found.shares.values()) == pytest.approx(1)
+
+
+REFUSED = {
+    "ends without tutti.prepare": "print(model)",
+    "line 38: raise ValueError": "\nraise ValueError('no data')",
+    "exits with 3 before tutti.prepare": "sys.exit(3)",
+    "prepares several models": "tutti.prepare([model, Net()], 'adam', text)",
+}
+
+
+@pytest.mark.parametrize(("message", "body"), REFUSED.items())
+def test_scripts_that_cannot_be_read_are_refused_with_their_line(message: str, body: str, tmp_path: Path) -> None:
+    argv, path = sys.argv, list(sys.path)
+    with pytest.raises(UsageError) as caught:
+        load_script(script(tmp_path, body))
+    assert message in str(caught.value) and "train.py" in str(caught.value) and caught.value.remedy
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            LOOP.partition("            optimizer.step")[0].replace("run.backward(loss)", "pass"),
+            "ends without run.backward(loss)",
+        ),
+        (LOOP.replace("run.backward(loss)", "run.step(words)"), "uses run.step before its first backward"),
+        (LOOP.replace("run.backward(loss)", "run.backward(1.0)"), "run.backward got a float"),
+        (LOOP.replace("loss = func", "scale = float(hidden.sum())\n            loss = func"), "float(hidden.sum())"),
+    ],
+    ids=["no backward", "another call", "no tensor", "reads values"],
+)
+def test_loops_that_cannot_be_followed_are_refused(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        sizes(tmp_path, body, "mirrored")
+    assert message in str(caught.value) and "train.py" in str(caught.value) and caught.value.remedy
+
+
+def test_the_command_predicts_a_script_with_its_arguments(tmp_path: Path) -> None:
+    head = HEAD.replace("range(4)", "range(int(sys.argv[1]))")
+    path = script(tmp_path, STEPS, head)
+    shown = tutti(tmp_path, "simulate", path, "--machine", "a100x8", "--devices", "2", "--", "6")
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith("sharded on a100") and "noise of the script" not in shown.out
+    for words, message in ((("--devices", "2"), "list index out of range"), (("--model", "gpt"), "Leave out --data")):
+        refused = tutti(tmp_path, "simulate", path, "--machine", "a100x8", *words)
+        assert refused.code == 2 and message in refused.err and "Traceback" not in refused.err, refused.err
+    looping = script(tmp_path, LOOP)
+    words = ("--machine", "a100x8", "--precision", "bf16", "--strategy", "pipeline", "--devices", "2")
+    staged = tutti(tmp_path, "simulate", looping, *words)
+    assert staged.code == 2 and "loop of its own" in staged.err
