@@ -11,6 +11,7 @@ import tutti
 from tests import worlds
 from tests.planning.test_step_prediction import LINK, line, machine, run
 from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
 from tutti.parallel.parameter_server.server_flows import flow_totals
 from tutti.planning.machine_costs import MeasuredCosts, Network, StepCosts, open_machine
 from tutti.planning.step_builders import build_step
@@ -283,6 +284,37 @@ def test_tensor_ranks_make_the_collectives_that_the_communicator_counts(
             program, 2 - first, stage
         )
     assert any(axis == "tensor" for axis, _ in predicted(program, 2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("hybrid:shards=2", 2),
+        ("hybrid:shards=2,stage=3", 2),
+        ("hybrid:shards=2,tensor=2,least=0", 4),
+        ("hybrid:shards=2,replicas=2,stage=2", 4),
+    ],
+)
+def test_shards_of_a_hybrid_make_the_collectives_that_the_communicator_counts(
+    strategy: str, ranks: int, words: str
+) -> None:
+    config = run(strategy, ranks, batch_size=BATCH, micro_batch=3)
+    want = predicted(program_of(words, config), 2)
+    assert any(axis == "shard" for axis, _ in want) and (("model", "all_reduce") in want) == ("tensor" in strategy)
+    for place, found in enumerate(worlds.run(ranks, counted, task=words, strategy=strategy, micro_batch=3)):
+        if ("replica", "all_reduce") in want and place % 2:
+            # The first of two shards, which the program is of, may have more rows to sum over copies.
+            found["replica", "all_reduce"] = want["replica", "all_reduce"]
+        assert found == want
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"),
+    [("hybrid:shards=2,tensor=2,stage=3", "stage=1"), ("hybrid:shards=2,stages=2", "stages=1")],
+)
+def test_shards_whose_rows_are_not_in_the_program_are_refused(strategy: str, remedy: str, words: str) -> None:
+    with pytest.raises(UsageError, match=remedy):
+        program_of(words, run(strategy, 4, batch_size=BATCH))
 
 
 def requests(task: str, strategy: str, optimizer: str) -> Any:

@@ -228,6 +228,8 @@ class ReplicaBuilder:
         for number, size in enumerate(sizes):
             last = self._rows(program, "reduce_scatter", size, (last,), f"gradients {number}")
         last = self._totals(program, tensors, last)
+        # The squares of all rows have been summed: one number is left.
+        self.count_norm(program, squares=1)
         last = self.update(program, sum(t.padded(shards) for t in tensors) / shards, [last])
         for number, size in enumerate(sizes):
             last = self._rows(program, "all_gather", size, (last,), f"parameters {number}")
@@ -360,14 +362,18 @@ class ReplicaBuilder:
         seconds = times * message_seconds(self.prices, sent, self.shape["tensor"])
         return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
 
-    def count_norm(self, program: StepProgram) -> None:
+    def count_norm(self, program: StepProgram, squares: int | None = None) -> None:
         """Add to a simulated step the all-reduces of the gradient norm over the devices of one replica, for 0 s.
 
         One for each pipeline stage is added to ``program.collectives``, and none for replicas of one device.
+
+        Args:
+            program: the step.
+            squares: number of squared norms in the message; None: one for each device of the replica.
         """
         ranks = self.shape["stage"] * self.shape["tensor"]
         if ranks > 1:
-            size = 8 * (ranks + 1 + DIGESTS)
+            size = 8 * ((ranks if squares is None else squares) + 1 + DIGESTS)
             program.collectives += [
                 PeriodicCollective("all_reduce", size, axis="model", stage=stage)
                 for stage in range(self.shape["stage"])

@@ -168,12 +168,19 @@ def check_split(choice: Any, config: TrainConfig) -> None:
     if not isinstance(layout, TensorConfig):
         return
     where = f"--strategy {config.strategy}"
-    if shape["shard"] > 1:
+    if shape["shard"] > 1 and shape["stage"] > 1:
         raise UsageError(
-            "shards of a model that is split over tensor ranks cannot be simulated",
+            "shards of pipeline stages cannot be simulated",
             where=where,
-            why="the rows of slices of its layers are not in the program",
-            remedy="leave out shards",
+            why="the rows of a stage's parameters are not in the program",
+            remedy="leave out shards, or take stages=1",
+        )
+    if shape["shard"] > 1 and shape["tensor"] > 1 and choice.exchange.zero_stage > 1:
+        raise UsageError(
+            "shards of the gradients or parameters of split layers cannot be simulated",
+            where=where,
+            why="FSDP gathers what split layers return, and these all-gathers are not in the program",
+            remedy="take stage=1, which shards the optimizer state, or tensor=1",
         )
     if shape["tensor"] == 1:
         return
