@@ -169,8 +169,9 @@ class _MeasuredStep:
 
     def __init__(self, replica: ReplicaRunner, own: OwnGradients, apart: bool, step_context: StepContext) -> None:
         self._replica, self._own, self._apart, self._step_context = replica, own, apart, step_context
-        self._weights = _inverse_scales(own)
-        self.has_scale = self._weights is not None
+        self._roots = _inverse_roots(own)
+        self._products: list[Tensor] = []
+        self.has_scale = self._roots is not None
         self.squares = self.scaled = 0.0
         self.parts = 0
         if own.take_squares is not None:
@@ -201,8 +202,7 @@ class _MeasuredStep:
             below = count * self._step_context.loss_scale**2
             self.squares += square / below
             self.parts += 1
-            if self._weights is not None:
-                self.scaled += _weighted_square(own, self._weights) / below
+            self.scaled += self._weighted_square(own) / below
         for p, earlier in zip(parameters, before, strict=True):
             if earlier is not None:
                 p.grad = earlier if p.grad is None else earlier.add_(p.grad)
@@ -214,25 +214,28 @@ class _MeasuredStep:
 
     def scaled_square(self) -> float:
         """Return the square of this rank's part of the preconditioned gradient of the whole batch, after reduction."""
-        if self._weights is None:
+        return self._weighted_square([p.grad for p in self._own.parameters])
+
+    @torch.no_grad()
+    def _weighted_square(self, gradients: Sequence[Tensor | None]) -> float:
+        """Return Σ g²/(√v̂ + ε); 0 without second moments.
+
+        The products are written to the same memory for each part: fresh memory would cost more than the arithmetic.
+        """
+        if self._roots is None:
             return 0.0
-        return _weighted_square([p.grad for p in self._own.parameters], self._weights)
+        if not self._products:
+            self._products = [
+                torch.empty_like(root, dtype=torch.promote_types(p.dtype, root.dtype))
+                for p, root in zip(self._own.parameters, self._roots, strict=True)
+            ]
+        rows = zip(gradients, self._roots, self._products, strict=True)
+        return sum(squares_of([torch.mul(g, root, out=product) for g, root, product in rows if g is not None]))
 
 
 @torch.no_grad()
-def _weighted_square(gradients: Sequence[Tensor | None], weights: Sequence[Tensor | None]) -> float:
-    """Return Σ w·g², in float64 over tensors."""
-    found = [
-        (gradient.detach().square() * weight).sum(dtype=torch.float64)
-        for gradient, weight in zip(gradients, weights, strict=True)
-        if gradient is not None and weight is not None
-    ]
-    return float(torch.stack(found).sum()) if found else 0.0
-
-
-@torch.no_grad()
-def _inverse_scales(own: OwnGradients) -> list[Tensor | None] | None:
-    """Return 1/(√v̂ + ε) of each parameter from Adam's second moments; None where any has none.
+def _inverse_roots(own: OwnGradients) -> list[Tensor] | None:
+    """Return (√v̂ + ε)^(-1/2) of each parameter from Adam's second moments; None where any has none.
 
     The state's ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``step``, and the group's ``betas`` and ``eps``.
     """
@@ -248,7 +251,7 @@ def _inverse_scales(own: OwnGradients) -> list[Tensor | None] | None:
                     if not isinstance(moment, Tensor) or moment.shape != parameter.shape or "betas" not in group:
                         continue
                     correction = 1 - group["betas"][1] ** float(state["step"]) if "step" in state else 1.0
-                    scales[parameter] = (moment / correction).sqrt_().add_(group["eps"]).reciprocal_()
+                    scales[parameter] = (moment / correction).sqrt_().add_(group["eps"]).rsqrt_()
     if not own.optimizers or any(p not in scales for p in own.parameters):
         return None
     return [scales[p] for p in own.parameters]
