@@ -115,7 +115,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         ([str(tmp_path / "nothing")], "there is no run directory"),
         ([str(tmp_path / "empty")], "cannot read the run"),
         ([str(path), "--last", "0"], "--last is 0"),
-        ([str(path), "--recipe", str(tmp_path / "r.json")], "noise alone fixes no number of samples"),
+        ([str(path), "--recipe", str(tmp_path / "r.json")], "noise and branches alone fix no number of samples"),
     ):
         assert main(["noise", *arguments]) == 2
         assert words in capsys.readouterr().err

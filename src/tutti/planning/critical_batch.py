@@ -1,7 +1,8 @@
 """Critical batch size from the metrics of runs: from their gradient noise, and from their samples to a target.
 
-McCandlish et al. 2018, arXiv 1812.06162; Shallue et al. 2018, arXiv 1811.03600. The noise scale is the prior, samples
-to the target at measured batch sizes decide.
+Three ways, dearer and surer: gradient noise (McCandlish et al. 2018, arXiv 1812.06162), branches of a checkpoint at
+multiples of its batch (Merrill et al. 2025, arXiv 2505.23971), and samples to a target at several batch sizes (Shallue
+et al. 2018, arXiv 1811.03600). Noise and branches are the prior, samples to the target decide.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tutti.errors import UsageError
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
-from tutti.planning.recipe import TrainingRecipe
+from tutti.planning.branch_fit import BranchFit
+from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
 
 _DRAWS = 256
+_NOISE_SPREAD = 0.7
+_BRANCH_SPREAD = 0.35
+"""Standard deviation of log B_crit given the noise scale, from the back-test, and given branches: half of it, a
+guess."""
 _RECORD = "train again with --noise-every, such as tutti train TASK --workers 8 --noise-every 10"
 
 
@@ -54,6 +60,8 @@ class CriticalBatch:
         band: 5 % and 95 % quantile of the critical batch.
         critical_batch: the estimate in samples.
         basis: what it rests on.
+        ways: the estimate by each way alone.
+        branches: the fit to branches of a checkpoint; None without.
     """
 
     noise: NoiseBand | None
@@ -63,6 +71,8 @@ class CriticalBatch:
     band: tuple[float, float]
     critical_batch: float
     basis: str
+    ways: tuple[CriticalBatchWay, ...] = ()
+    branches: BranchFit | None = None
 
 
 def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
@@ -98,16 +108,19 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
     )
 
 
-def critical_batch(runs: Sequence[NoiseEvidence], optimizer_noise: bool = False) -> CriticalBatch:
+def critical_batch(
+    runs: Sequence[NoiseEvidence], optimizer_noise: bool = False, branches: BranchFit | None = None
+) -> CriticalBatch:
     """Estimate the critical batch size, at which training needs twice the least data, from runs of one task.
 
-    Where no run reached a target, it is the gradient noise scale with its band. Otherwise it is the median of the
-    posterior of B_crit in E(B) = E_min(1 + B/B_crit), fitted to the samples to the target, with the noise scale as
-    prior.
+    Where no run reached a target, it is that of the branches, else the gradient noise scale, with its band. Otherwise
+    it is the median of the posterior of B_crit in E(B) = E_min(1 + B/B_crit), fitted to the samples to the target, with
+    noise scale and branches as prior.
 
     Args:
         runs: evidence of one or more runs (``noise_evidence``).
         optimizer_noise: take the noise scale of Adam's preconditioned gradient instead of the simple one.
+        branches: the fit to branches of one of the runs (``fit_branches``); None without.
 
     Returns:
         The critical batch in samples, its 5 % and 95 % quantiles, and the data that it rests on.
@@ -128,43 +141,78 @@ def critical_batch(runs: Sequence[NoiseEvidence], optimizer_noise: bool = False)
     known = prior is not None and math.isfinite(prior.scale) and prior.scale > 0
     batches = _batches(runs)
     where = ", ".join(str(run.path) for run in runs)
-    if not batches and prior is None:
+    if not batches and prior is None and branches is None:
         raise UsageError("no run has recorded gradient noise", where=where, remedy=_RECORD)
-    if not batches and prior is not None:
-        return _from_noise(noise, scaled, prior)
-    if len(batches) + known < 2:
+    ways = []
+    if prior is not None and known:
+        ways.append(CriticalBatchWay("noise", prior.scale, prior.low, prior.high, "gradient noise alone"))
+    if branches is not None:
+        largest = max(branch.multiple for branch in branches.branches)
+        words = f"branches at up to {largest} × the batch alone"
+        ways.append(CriticalBatchWay("branches", branches.critical_batch, branches.low, branches.high, words))
+    if not batches:
+        if not ways and prior is not None:
+            _refuse_noise(prior)
+        best = ways[-1]
+        if best.low <= 0 and math.isinf(best.high):
+            raise UsageError(
+                f"{best.basis} bound the critical batch neither from below nor from above",
+                where=where,
+                remedy="measure more steps (a smaller --noise-every), or branch at larger multiples with more --seeds",
+            )
+        band = (best.low, best.high)
+        return CriticalBatch(noise, scaled, (), None, band, best.critical_batch, best.basis, tuple(ways), branches)
+    if len(batches) + known + (branches is not None) < 2:
         raise UsageError(
             "one batch size with a target does not fix the two constants E_min and B_crit",
             where=where,
             remedy="add a run at another --batch-size, or one with --noise-every",
         )
-    return _from_target(runs, batches, noise, scaled, prior if known else None)
+    return _from_target(runs, CriticalBatch(noise, scaled, batches, None, (0, 0), 0, "", tuple(ways), branches))
 
 
-def _from_noise(noise: NoiseBand | None, scaled: NoiseBand | None, prior: NoiseBand) -> CriticalBatch:
-    """Return the noise scale as critical batch. Raises UsageError where the data do not bound it from above."""
-    if not math.isfinite(prior.scale) or prior.scale <= 0:
-        raise UsageError(
-            "the gradient is lost in its noise, or has none: its noise scale is neither finite nor above 0",
-            why=f"its 90 % band is {prior.low:.3g} to {prior.high:.3g}",
-            remedy="measure more steps (a smaller --noise-every, a longer run), or larger batches",
-        )
-    return CriticalBatch(noise, scaled, (), None, (prior.low, prior.high), prior.scale, "gradient noise alone")
+def _refuse_noise(noise: NoiseBand) -> None:
+    """Raise UsageError: the noise scale is neither finite nor above 0."""
+    raise UsageError(
+        "the gradient is lost in its noise, or has none: its noise scale is neither finite nor above 0",
+        why=f"its 90 % band is {noise.low:.3g} to {noise.high:.3g}",
+        remedy="measure more steps (a smaller --noise-every, a longer run), or larger batches",
+    )
 
 
-def _from_target(
-    runs: Sequence[NoiseEvidence],
-    batches: tuple[tuple[int, float, int], ...],
-    noise: NoiseBand | None,
-    scaled: NoiseBand | None,
-    prior: NoiseBand | None,
-) -> CriticalBatch:
+def _prior(known: CriticalBatch) -> tuple[float, float] | None:
+    """Return mean and standard deviation of log B_crit by noise and branches together; None without either."""
+    found = []
+    for way in known.ways:
+        if way.name == "noise":
+            found.append((math.log(way.critical_batch), _NOISE_SPREAD))
+        elif known.branches is not None:
+            found.append((known.branches.centre, math.hypot(known.branches.spread, _BRANCH_SPREAD)))
+    if not found:
+        return None
+    precision = sum(spread**-2 for _, spread in found)
+    return sum(mean * spread**-2 for mean, spread in found) / precision, precision**-0.5
+
+
+def _from_target(runs: Sequence[NoiseEvidence], known: CriticalBatch) -> CriticalBatch:
+    """Return the posterior from samples to the target, with what is known by other ways as prior."""
     import numpy as np
 
     from tutti.planning.law_fit import fit_target
 
-    sizes, samples, counts = (np.array(column, dtype=float) for column in zip(*batches, strict=True))
-    posterior = fit_target(sizes, samples, counts, None if prior is None else prior.scale)
+    sizes, samples, counts = (np.array(column, dtype=float) for column in zip(*known.batches, strict=True))
+    prior = _prior(known)
+    posterior = (
+        fit_target(sizes, samples, counts)
+        if prior is None
+        else fit_target(sizes, samples, counts, math.exp(prior[0]), prior[1])
+    )
+    ways = list(known.ways)
+    words = f"samples to the target at {len(sizes)} batch size{'s' * (len(sizes) > 1)}"
+    if len(sizes) > 1:
+        alone = fit_target(sizes, samples, counts)
+        ends = np.exp(np.interp((0.05, 0.5, 0.95), np.cumsum(alone.weights), alone.log_critical)).tolist()
+        ways.append(CriticalBatchWay("target", ends[1], ends[0], ends[2], words + " alone"))
     generator = np.random.default_rng(0)
     chosen = generator.choice(len(posterior.weights), size=_DRAWS, p=posterior.weights)
     least = posterior.log_least[chosen] + posterior.seed * generator.standard_normal(_DRAWS)
@@ -172,10 +220,10 @@ def _from_target(
     draws = tuple(zip(np.exp(least).tolist(), critical.tolist(), strict=True))
     target = next(run.target for run in runs if run.target is not None)
     low, middle, high = np.quantile(critical, (0.05, 0.5, 0.95)).tolist()
-    words = f"samples to the target at {len(batches)} batch size{'s' * (len(batches) > 1)}"
-    basis = words + (", and gradient noise" if prior is not None else "")
-    recipe = TrainingRecipe(*target, float(np.median(np.exp(least))), middle, draws, basis)
-    return CriticalBatch(noise, scaled, batches, recipe, (low, high), middle, basis)
+    named = {"noise": "gradient noise", "branches": "branches of a checkpoint"}
+    basis = ", and ".join([words, *(named[way.name] for way in known.ways)])
+    recipe = TrainingRecipe(*target, float(np.median(np.exp(least))), middle, draws, basis, tuple(ways))
+    return replace(known, recipe=recipe, band=(low, high), critical_batch=middle, basis=basis, ways=tuple(ways))
 
 
 def _batches(runs: Sequence[NoiseEvidence]) -> tuple[tuple[int, float, int], ...]:

@@ -1,23 +1,29 @@
-"""Draw the noise of runs over their measured steps, and samples to the target over the batch size, as an SVG."""
+"""Draw the critical batch size by every way that was measured, and what each rests on, as an SVG."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError
 from tutti.optim.noise_scale import mean_noise
+from tutti.planning.branch_fit import BranchFit
 from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence
+from tutti.planning.recipe import TrainingRecipe
 
 _GROUPS = 12
+_NAMES = {"noise": "gradient noise", "branches": "branches", "target": "samples to the target"}
 
 
 def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path: Path) -> None:
-    """Draw an SVG of runs' gradient noise scale over their measured steps, with the critical batch size and its band.
+    """Draw an SVG with a panel for each way to the critical batch size that was measured, and one with all of them.
 
-    Where runs reached a target, a second panel has the samples to it over the batch size, measured and fitted.
+    Panels: runs' gradient noise scale over their measured steps; losses of branches over multiples of the batch;
+    samples to the target over the batch size, measured and fitted; and, of two or more ways, the estimates with their
+    bands.
 
     Args:
         runs: the runs, each a line of its noise scale.
@@ -32,29 +38,68 @@ def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path
         raise UsageError("--svg needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")
     from matplotlib.figure import Figure as Canvas
 
-    panels = 2 if found.recipe is not None else 1
-    canvas = Canvas(figsize=(6 * panels, 4.6), layout="constrained")
-    noise, *rest = canvas.subplots(1, panels, squeeze=False)[0]
-    for run in runs:
-        size = max(-(-len(run.estimates) // _GROUPS), 1)
-        groups = [run.estimates[start : start + size] for start in range(0, len(run.estimates), size)]
-        scales = [mean_noise(group).band().scale if group else None for group in groups]
-        noise.plot([size * (n + 1) for n in range(len(groups))], scales, "o-", label=f"{run.path.name}, {run.batch}")
-    noise.axhspan(found.band[0], min(found.band[1], 1e3 * found.critical_batch), alpha=0.15, label="90 % band")
-    noise.axhline(found.critical_batch, color="#888888", linestyle="--", label="critical batch")
-    noise.set(xlabel="measured steps that count", ylabel="samples", yscale="log", title="gradient noise scale")
-    noise.legend(fontsize="small")
-    for panel in rest:
-        if found.recipe is None:
-            continue
-        largest = 4 * max(found.critical_batch, *(batch for batch, _, _ in found.batches))
-        sizes = [largest * 2 ** (-n / 8) for n in range(80)]
-        panel.plot(sizes, [found.recipe.samples_at(size) for size in sizes], label="E(B) = E_min(1 + B/B_crit)")
-        panel.plot([row[0] for row in found.batches], [row[1] for row in found.batches], "o", label="measured")
-        panel.set(xscale="log", yscale="log", xlabel="batch size", ylabel="samples to the target")
-        panel.set_title(f"{found.recipe.metric} {found.recipe.value:g}")
-        panel.legend(fontsize="small")
+    panels: list[Callable[[Any], None]] = []
+    if any(run.estimates for run in runs):
+        panels.append(lambda axes: _draw_noise(axes, runs, found))
+    branches, recipe = found.branches, found.recipe
+    if branches is not None:
+        panels.append(lambda axes: _draw_branches(axes, branches))
+    if recipe is not None:
+        panels.append(lambda axes: _draw_target(axes, recipe, found))
+    if len(found.ways) > 1 or not panels:
+        panels.append(lambda axes: _draw_ways(axes, found))
+    canvas = Canvas(figsize=(6 * len(panels), 4.6), layout="constrained")
+    for draw, axes in zip(panels, canvas.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        draw(axes)
     try:
         canvas.savefig(path, format="svg")
     except OSError as error:
         raise DiskError("cannot write the figure", where=str(path), why=error.strerror) from error
+
+
+def _draw_noise(axes: Any, runs: Sequence[NoiseEvidence], found: CriticalBatch) -> None:
+    for run in runs:
+        size = max(-(-len(run.estimates) // _GROUPS), 1)
+        groups = [run.estimates[start : start + size] for start in range(0, len(run.estimates), size)]
+        scales = [mean_noise(group).band().scale if group else None for group in groups]
+        axes.plot([size * (n + 1) for n in range(len(groups))], scales, "o-", label=f"{run.path.name}, {run.batch}")
+    axes.axhspan(found.band[0], min(found.band[1], 1e3 * found.critical_batch), alpha=0.15, label="90 % band")
+    axes.axhline(found.critical_batch, color="#888888", linestyle="--", label="critical batch")
+    axes.set(xlabel="measured steps that count", ylabel="samples", yscale="log", title="gradient noise scale")
+    axes.legend(fontsize="small")
+
+
+def _draw_branches(axes: Any, branches: BranchFit) -> None:
+    means = branches.means()
+    largest = max(means)
+    multiples = [largest ** (n / 60) for n in range(61)]
+    axes.plot(multiples, [branches.loss_at(multiple) for multiple in multiples], label="fitted")
+    axes.plot(
+        [each.multiple for each in branches.branches], [each.loss for each in branches.branches], "o", label="runs"
+    )
+    axes.axhspan(means[1], means[1] + branches.tolerance, alpha=0.15, label=f"within {branches.tolerance:g}")
+    axes.axvline(branches.within, color="#888888", linestyle="--", label=f"within the band: {branches.within} ×")
+    axes.set(xscale="log", xlabel=f"batch ÷ {branches.batch}", ylabel="held-out loss", title="branches of a checkpoint")
+    axes.legend(fontsize="small")
+
+
+def _draw_target(axes: Any, recipe: TrainingRecipe, found: CriticalBatch) -> None:
+    largest = 4 * max(found.critical_batch, *(batch for batch, _, _ in found.batches))
+    sizes = [largest * 2 ** (-n / 8) for n in range(80)]
+    axes.plot(sizes, [recipe.samples_at(size) for size in sizes], label="E(B) = E_min(1 + B/B_crit)")
+    axes.plot([row[0] for row in found.batches], [row[1] for row in found.batches], "o", label="measured")
+    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="samples to the target")
+    axes.set_title(f"{recipe.metric} {recipe.value:g}")
+    axes.legend(fontsize="small")
+
+
+def _draw_ways(axes: Any, found: CriticalBatch) -> None:
+    rows = [(_NAMES.get(way.name, way.name), way.critical_batch, way.low, way.high) for way in found.ways]
+    rows.append(("all that count", found.critical_batch, *found.band))
+    widest = 100 * max(row[1] for row in rows)
+    for place, (name, middle, low, high) in enumerate(reversed(rows)):
+        axes.plot([max(low, middle / 100), min(high, widest)], [place, place], "-", linewidth=2)
+        axes.plot([middle], [place], "o", color="#333333")
+        axes.annotate(name, (middle, place), textcoords="offset points", xytext=(0, 7), ha="center", fontsize="small")
+    axes.set(xscale="log", xlabel="samples", yticks=[], title="critical batch by each way, with 90 % band")
+    axes.set_ylim(-0.6, len(rows) - 0.4)

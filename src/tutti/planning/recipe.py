@@ -14,6 +14,29 @@ RECIPE_FORMAT = 1
 
 
 @dataclass(frozen=True)
+class CriticalBatchWay:
+    """The critical batch size by one way of measuring it alone.
+
+    Attributes:
+        name: ``noise``, ``branches`` or ``target``.
+        critical_batch: B_crit, in samples.
+        low, high: ends of its 90 % band; 0 and ∞ where the data do not bound it.
+        basis: the measurements, in words.
+    """
+
+    name: str
+    critical_batch: float
+    low: float
+    high: float
+    basis: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as a JSON object, for ``recipe.json``; an end of the band that is not bounded is null."""
+        band = [self.low, self.high if math.isfinite(self.high) else None]
+        return {"name": self.name, "critical_batch": self.critical_batch, "band": band, "basis": self.basis}
+
+
+@dataclass(frozen=True)
 class TrainingRecipe:
     """What is known of the data that a batch needs to a target (McCandlish et al. 2018, arXiv 1812.06162, eq. 2.11).
 
@@ -24,6 +47,7 @@ class TrainingRecipe:
         critical_batch: B_crit, samples, in the median.
         draws: draws of (E_min, B_crit) from their posterior.
         basis: what they rest on, in words.
+        ways: the critical batch size by each way alone that was measured.
     """
 
     metric: str
@@ -32,6 +56,7 @@ class TrainingRecipe:
     critical_batch: float
     draws: tuple[tuple[float, float], ...]
     basis: str
+    ways: tuple[CriticalBatchWay, ...] = ()
 
     def samples_at(self, batch: float) -> float:
         """Return the median number of samples that training needs to the target at a batch size, E_min(1 + B/B_crit).
@@ -49,7 +74,7 @@ def recipe_text(recipe: TrainingRecipe) -> str:
     """Return the JSON text of ``recipe.json``: target metric, E_min and critical batch B_crit, both in samples.
 
     E(B) = E_min(1 + B/B_crit) are the samples to the target at batch B. Draws of both from their posterior are
-    included.
+    included, and B_crit by each way of measuring it alone.
     """
     value = {
         "format": RECIPE_FORMAT,
@@ -58,6 +83,7 @@ def recipe_text(recipe: TrainingRecipe) -> str:
         "critical_batch": recipe.critical_batch,
         "draws": [list(draw) for draw in recipe.draws],
         "basis": recipe.basis,
+        "ways": [way.as_json() for way in recipe.ways],
     }
     return json.dumps(value, indent=1) + "\n"
 
@@ -108,11 +134,23 @@ def read_recipe(path: Path) -> TrainingRecipe:
             critical_batch=_positive(stored["critical_batch"], "critical_batch"),
             draws=tuple((_positive(least, "draws"), _positive(batch, "draws")) for least, batch in stored["draws"]),
             basis=str(stored["basis"]),
+            ways=tuple(_way(each) for each in stored.get("ways", ())),
         )
     except KeyError as error:
         raise UsageError(f"the recipe has no {error}", where=str(path), remedy=remedy) from error
     except (TypeError, ValueError) as error:
         raise UsageError("the recipe is invalid", where=str(path), why=str(error), remedy=remedy) from error
+
+
+def _way(stored: Any) -> CriticalBatchWay:
+    low, high = stored["band"]
+    return CriticalBatchWay(
+        name=str(stored["name"]),
+        critical_batch=_positive(stored["critical_batch"], "critical_batch of a way"),
+        low=_finite_number(low, "band of a way"),
+        high=math.inf if high is None else _positive(high, "band of a way"),
+        basis=str(stored["basis"]),
+    )
 
 
 def _finite_number(value: Any, name: str) -> float:

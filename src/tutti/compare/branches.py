@@ -1,0 +1,249 @@
+"""Branch a run: train on from one of its checkpoints at multiples of its batch size, each in a directory of its own.
+
+Merrill et al. 2025, arXiv 2505.23971. A branch is a resumed run: it has the checkpoint's weights and optimizer state,
+another batch size, learning rate and order of samples, and a constant rate from there on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tutti.compare.runs import Trial
+from tutti.config.dotted import changed_fields
+from tutti.config.optimizer_config import MuonConfig, SGDConfig
+from tutti.config.settings import read_file
+from tutti.config.train_config import TrainConfig
+from tutti.errors import DiskError, UsageError
+from tutti.metrics.records import config_sha256, config_toml, read_summary
+
+if TYPE_CHECKING:
+    from tutti.checkpoint.manifest import Manifest
+
+RateRule = Literal["sqrt", "linear", "none"]
+_FEWEST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """The checkpoint of a run that is branched.
+
+    Attributes:
+        run: the run directory.
+        task: name of its task.
+        checkpoint: directory of the checkpoint.
+        config: the run's configuration, with the number of its workers.
+        step: steps until the checkpoint.
+        epoch: epochs until the checkpoint.
+        samples: training samples of an epoch.
+        loss: held-out loss at the checkpoint.
+        factor: schedule's factor on the learning rate in the checkpoint's last step.
+    """
+
+    run: Path
+    task: str
+    checkpoint: Path
+    config: TrainConfig
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    factor: float
+
+
+def branch_point(run: Path, step: int | None = None) -> BranchPoint:
+    """Find the checkpoint of a run to branch: the newest at the end of an epoch, or that of a step.
+
+    Args:
+        run: directory of a run of ``tutti train``.
+        step: steps until the checkpoint; None for the newest at an epoch's end.
+
+    Raises:
+        UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, or the
+            run's batch or rate depends on the run itself.
+    """
+    from tutti.checkpoint.folder import scan
+
+    values = read_file(run / "config.toml")
+    task = str(values.pop("task", ""))
+    config = TrainConfig(**{**values, "resume": None, "change": None})
+    if config.growth is not None or config.lr_rule.adaptive or config.regime_batch is not None:
+        raise UsageError(
+            "a run whose batch or rate adapts during training cannot be branched",
+            where=str(run),
+            remedy="branch a run without --batch-growth, --regime-batch and --lr-scale adascale",
+        )
+    found = _chosen(run, scan(run / "checkpoints"), step)
+    facts = found.facts
+    lines = _records(run / "metrics.jsonl", int(facts["step"]))
+    held_out = next((line["loss"] for line in lines if line.get("group") == "eval"), None)
+    rate = next((line["lr"] for line in lines if line.get("group") == "train" and line.get("lr") is not None), None)
+    if held_out is None or rate is None:
+        raise UsageError(
+            f"the run has no evaluation at step {facts['step']}, at which its checkpoint was saved",
+            where=str(run),
+            remedy="train it with --eval-every 1ep --checkpoint-every 1ep",
+        )
+    own = config.optimizer_choice.options.lr * config.lr_rule.factor(config.batch_size)
+    factor = float(rate) / own
+    if factor < 1e-3:
+        raise UsageError(
+            f"the schedule has lowered the learning rate to {factor:.2g} of its value at the checkpoint",
+            where=str(found.path),
+            why="training on at this rate changes nothing, at any batch size",
+            remedy="branch an earlier checkpoint: --step N, of a run with --keep",
+        )
+    return BranchPoint(
+        run=run,
+        task=task,
+        checkpoint=found.path,
+        config=dataclasses.replace(config, workers=int(facts["workers"])),
+        step=int(facts["step"]),
+        epoch=int(facts["position"]["epoch"]),
+        samples=int(facts["training_samples"]),
+        loss=float(held_out),
+        factor=factor,
+    )
+
+
+def _chosen(run: Path, manifests: Sequence[Manifest], step: int | None) -> Manifest:
+    between = [each for each in manifests if not each.facts["position"]["batch"]]
+    for each in between:
+        if step is None or each.facts["step"] == step:
+            return each
+    kept = ", ".join(str(each.facts["step"]) for each in between)
+    raise UsageError(
+        "the run has no checkpoint at the end of an epoch" + (f" at step {step}" if step is not None else ""),
+        where=str(run),
+        why=f"at the ends of epochs it has checkpoints of steps {kept}" if kept else None,
+        remedy="train it with --checkpoint-every 1ep; the batch size can change only between two epochs",
+    )
+
+
+def _records(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the records of a step, the newest first."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
+    found = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("step") == step:
+            found.append(record)
+    return found[::-1]
+
+
+def branch_trials(
+    point: BranchPoint, multiples: Sequence[int], seeds: int, window: int, rule: RateRule | None
+) -> list[Trial]:
+    """Return the runs that branch a checkpoint at multiples of its batch size; nothing is started.
+
+    Micro-batches keep their size, so that batch norm sees as many samples in each branch. The rate is that of the
+    checkpoint's last step, times the rule's factor of the multiple, and constant.
+
+    Args:
+        point: the checkpoint.
+        multiples: multiples of its batch; one times the batch is added.
+        seeds: branches of each multiple, with orders of samples of their own.
+        window: epochs of each branch.
+        rule: rule for the learning rate where the run has none; None: ``linear`` for SGD, else ``sqrt``.
+
+    Raises:
+        UsageError: a multiple is below 1, or its batch makes fewer than two steps in the window.
+    """
+    base = point.config
+    chosen = base.optimizer_choice.options
+    rule = rule or ("linear" if isinstance(chosen, SGDConfig) else "sqrt")
+    changes = [f"optimizer.lr={chosen.lr * point.factor:.17g}"]
+    if isinstance(chosen, MuonConfig):
+        changes.append(f"optimizer.adam_lr={chosen.adam_lr * point.factor:.17g}")
+    scale = base.lr_scale
+    if scale == "none" and rule != "none":
+        scale = f"{rule}:base_batch={base.batch_size}"
+    found = []
+    for multiple in multiples:
+        if multiple < 1:
+            raise UsageError(f"--branch is {multiple}", remedy="give whole multiples of at least 1")
+        batch = multiple * base.batch_size
+        if window * point.samples < _FEWEST_STEPS * batch:
+            raise UsageError(
+                f"--branch is {multiple}",
+                why=f"{window} epochs of {point.samples} samples are fewer than two steps of {batch}",
+                remedy="give smaller multiples, or a longer --window",
+            )
+    for seed in range(seeds):
+        for multiple in sorted({1, *multiples}):
+            batch = multiple * base.batch_size
+            config = dataclasses.replace(
+                base,
+                batch_size=batch,
+                micro_batch=base.micro_batch or -(-base.batch_size // (base.workers or 1)),
+                optimizer=changed_fields({"optimizer": base.optimizer}, changes)["optimizer"],
+                schedule="constant",
+                lr_scale=scale,
+                seed=base.seed + 1 + seed,
+                epochs=float(point.epoch + window),
+                steps=None,
+                samples=None,
+                duration=None,
+                until=None,
+                patience=None,
+                noise_every=None,
+                keep_best=None,
+                eval_every="none",
+                checkpoint_every="none",
+            )
+            name = f"step-{point.step}-x{multiple}-seed-{config.seed}-{config_sha256(config)[:8]}"
+            found.append(Trial(f"{multiple} × the batch", config.seed, config, point.run / "branches" / name))
+    return found
+
+
+def prepare_branch(point: BranchPoint, trial: Trial) -> None:
+    """Make a branch's directory, with its configuration and the checkpoint, so that ``run_trial`` resumes it.
+
+    Nothing happens where the directory has a checkpoint already.
+
+    Args:
+        point: the checkpoint.
+        trial: the branch, of ``branch_trials``.
+
+    Raises:
+        DiskError: the directory cannot be written.
+    """
+    folder = trial.directory / "checkpoints"
+    if folder.is_dir():
+        return
+    names = ["batch_size", "lr", "lr_scale", "schedule", "seed"]
+    if isinstance(trial.config.optimizer_choice.options, MuonConfig):
+        names.append("adam_lr")
+    directory = str(trial.directory)
+    config = dataclasses.replace(trial.config, out=directory, resume=directory, change=",".join(names))
+    unfinished = folder.with_name("checkpoints.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        trial.directory.mkdir(parents=True, exist_ok=True)
+        (trial.directory / "config.toml").write_text(config_toml(config, point.task), encoding="utf-8")
+        shutil.copytree(point.checkpoint, unfinished / point.checkpoint.name)
+        os.replace(unfinished, folder)
+    except OSError as error:
+        raise DiskError("cannot make the branch", where=directory, why=error.strerror) from error
+
+
+def branch_loss(trial: Trial) -> float:
+    """Return the held-out loss at the end of a finished branch, and delete its copy of the checkpoint.
+
+    NaN if the loss is not finite.
+    """
+    shutil.rmtree(trial.directory / "checkpoints", ignore_errors=True)
+    loss = (read_summary(trial.directory).get("eval") or {}).get("loss")
+    return float(loss) if isinstance(loss, int | float) else float("nan")

@@ -1,0 +1,177 @@
+"""Critical batch size from branches: a checkpoint that is trained further at multiples of its batch size.
+
+Merrill et al. 2025, arXiv 2505.23971. All branches take the same number of samples; the held-out loss at their ends
+says what a multiple of the batch costs. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.errors import UsageError
+from tutti.optim.noise_scale import student_t
+
+_GRID = 801
+_REACH = 256.0
+"""The grid of critical batches ends this many times below and above the measured batches."""
+
+_BOUNDED = 0.15
+"""Density at an end of the grid, of its maximum, from which on the data do not bound that end (likelihood ratio)."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch: training from the checkpoint on at a multiple of its batch.
+
+    Attributes:
+        multiple: k; the branch's global batch is k times the checkpoint's.
+        seed: seed of its order of samples.
+        loss: held-out loss at its end.
+    """
+
+    multiple: int
+    seed: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class BranchFit:
+    """What branches of a checkpoint say of the critical batch size.
+
+    Attributes:
+        batch: global batch of the checkpoint's run, in samples.
+        start: held-out loss at the checkpoint.
+        branches: all branches.
+        tolerance: loss by which a branch may exceed that at one times the batch.
+        within: largest multiple up to which no branch leaves the band, which is the tolerance and the chance of seeds.
+        critical_batch: B_crit of E(B) = E_min(1 + B/B_crit), in samples, from the progress within the window.
+        low, high: its 5 % and 95 % quantiles; 0 and ∞ where the branches do not bound it.
+        centre, spread: mean and standard deviation of its logarithm.
+        progress: fall of the loss at one times the batch, as fitted.
+    """
+
+    batch: int
+    start: float
+    branches: tuple[Branch, ...]
+    tolerance: float
+    within: int
+    critical_batch: float
+    low: float
+    high: float
+    centre: float
+    spread: float
+    progress: float
+
+    def means(self) -> dict[int, float]:
+        """Return the mean held-out loss at the ends of the branches, by multiple of the batch."""
+        return {multiple: sum(losses) / len(losses) for multiple, losses in _by_multiple(self.branches).items()}
+
+    def loss_at(self, multiple: float) -> float:
+        """Return the fitted held-out loss at the end of a branch at a multiple of the batch."""
+        small = self.batch / self.critical_batch
+        return self.start - self.progress * (1 + small) / (1 + multiple * small)
+
+
+def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance: float = 0.01) -> BranchFit:
+    """Estimate the critical batch size from the losses of branches at multiples of a batch size.
+
+    Two answers. ``within`` is Merrill's: the largest multiple whose loss stays within a tolerance. It depends on the
+    tolerance and on the length of the branches. ``critical_batch`` is that of E(B) = E_min(1 + B/B_crit): samples are
+    worth 1/(1 + B/B_crit) each, so the loss falls by P(1 + B/B_crit)/(1 + kB/B_crit) in the window, to first order. P
+    is marginalised, the prior of log B_crit is flat, and the spread over seeds is unknown (Student's t).
+
+    Args:
+        batch: global batch at the checkpoint, in samples.
+        start: held-out loss at the checkpoint.
+        branches: at one times the batch and at two or more multiples, or at one multiple with two seeds each.
+        tolerance: loss by which a branch may exceed that at one times the batch; Merrill et al. take 0.01.
+
+    Returns:
+        Both answers, with the 90 % band of the second.
+
+    Raises:
+        UsageError: a loss is not finite, the branches do not suffice, or training at one times the batch made no
+            progress.
+    """
+    import numpy as np
+
+    losses = _by_multiple(branches)
+    _check(start, losses)
+    multiples = np.array([branch.multiple for branch in branches], dtype=float)
+    falls = start - np.array([branch.loss for branch in branches])
+    first, last = math.log(batch * multiples.min() / _REACH), math.log(batch * multiples.max() * _REACH)
+    grid = np.linspace(first, last, _GRID)
+    small = batch / np.exp(grid)[:, None]
+    worth = (1 + small) / (1 + multiples[None] * small)
+    norm = (worth**2).sum(1)
+    progress = (worth * falls).sum(1) / norm
+    square = ((falls - progress[:, None] * worth) ** 2).sum(1)
+    freedom = len(branches) - 1
+    # The floor stands for what the loss itself resolves.
+    floor = len(branches) * (1e-6 * max(abs(start), 1e-6)) ** 2
+    log_density = -0.5 * freedom * np.log(square + floor) - 0.5 * np.log(norm)
+    density = np.exp(log_density - log_density.max())
+    weights = density / density.sum()
+    cumulative = np.cumsum(weights)
+    low, middle, high = (float(np.exp(grid[np.searchsorted(cumulative, q)])) for q in (0.05, 0.5, 0.95))
+    centre = float(weights @ grid)
+    return BranchFit(
+        batch=batch,
+        start=start,
+        branches=tuple(branches),
+        tolerance=tolerance,
+        within=_within(losses, tolerance),
+        critical_batch=middle,
+        low=0.0 if density[0] > _BOUNDED else low,
+        high=math.inf if density[-1] > _BOUNDED else high,
+        centre=centre,
+        spread=float(np.sqrt(weights @ (grid - centre) ** 2)),
+        progress=float(np.interp(math.log(middle), grid, progress)),
+    )
+
+
+def _by_multiple(branches: Sequence[Branch]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for branch in sorted(branches, key=lambda each: (each.multiple, each.seed)):
+        found.setdefault(branch.multiple, []).append(branch.loss)
+    return found
+
+
+def _check(start: float, losses: dict[int, list[float]]) -> None:
+    for multiple, found in losses.items():
+        if not all(map(math.isfinite, (start, *found))):
+            raise UsageError(
+                f"the branch at {multiple} × the batch diverged",
+                why="its held-out loss is not finite",
+                remedy="leave this multiple out, or take a rule that raises the learning rate less (--rule sqrt, none)",
+            )
+    if 1 not in losses or len(losses) < 2 or sum(map(len, losses.values())) < 3:
+        raise UsageError(
+            "branches at one times the batch and at one multiple, three runs in all, are the least",
+            remedy="give --branch 2 4 8, or --seeds 2",
+        )
+    if sum(losses[1]) / len(losses[1]) >= start:
+        raise UsageError(
+            "training on from the checkpoint did not lower the held-out loss, so no multiple can be worse",
+            why=f"it was {start:.6g} at the checkpoint, and {sum(losses[1]) / len(losses[1]):.6g} after the window",
+            remedy="branch an earlier checkpoint (--step), or train longer branches (--window)",
+        )
+
+
+def _within(losses: dict[int, list[float]], tolerance: float) -> int:
+    """Return the largest multiple before the first whose mean loss exceeds the band of one times the batch."""
+    counts = {multiple: len(found) for multiple, found in losses.items()}
+    means = {multiple: sum(found) / counts[multiple] for multiple, found in losses.items()}
+    freedom = sum(counts.values()) - len(counts)
+    scatter = sum((loss - means[multiple]) ** 2 for multiple, found in losses.items() for loss in found)
+    kept = 1
+    for multiple in sorted(losses):
+        chance = 0.0
+        if freedom > 0:
+            chance = student_t(freedom) * math.sqrt(scatter / freedom * (1 / counts[1] + 1 / counts[multiple]))
+        if means[multiple] > means[1] + tolerance + chance:
+            break
+        kept = multiple
+    return kept
