@@ -1,4 +1,4 @@
-"""Write the first training images of CIFAR-10, and all held-out ones, as a folder that ``--data`` takes.
+"""Write the first training images of CIFAR-10, and all or the first held-out ones, as a folder that ``--data`` takes.
 
     python benchmarks/cifar_subset.py data/cifar10 data/cifar10-10000 --images 10000
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from pyarrow import parquet
 
 
-def write_subset(source: Path, target: Path, images: int) -> None:
-    """Copy both splits of a folder in hub layout, the training split cut to its first ``images`` rows."""
-    for split, most in (("train", images), ("test", None)):
+def write_subset(source: Path, target: Path, images: int, held_out: int | None = None) -> None:
+    """Copy both splits of a folder in hub layout, cut to their first ``images`` and ``held_out`` rows; None for all."""
+    for split, most in (("train", images), ("test", held_out)):
         files = sorted(source.glob(f"**/{split}-*.parquet"))
         if len(files) != 1:
             raise SystemExit(f"{source} has {len(files)} files {split}-*.parquet, and not one")
@@ -29,8 +29,9 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--held-out", type=int, help="default: all")
     given = parser.parse_args()
-    write_subset(given.source, given.target, given.images)
+    write_subset(given.source, given.target, given.images, given.held_out)
 
 
 if __name__ == "__main__":
