@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.commands import tutti
 from tutti.compare import tuned_batches
+from tutti.compare.branches import BranchPoint, RateRule, branch_trials
 from tutti.compare.runs import Progress, Trial
 from tutti.config.train_config import TrainConfig
 from tutti.errors import ExitCode, TargetError, UsageError
@@ -70,6 +71,40 @@ def test_branches_follow_the_known_course(tmp_path: Path, rule: str, power: floa
     again = tutti(tmp_path, *words, "--rule", rule)
     assert again.out == done.out
     assert "seed" not in again.err
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "own", "rule", "scale", "rate"),
+    [
+        ("sgd:lr=0.1,momentum=0.9", "none", None, "linear:base_batch=32", 0.05),
+        ("adam:lr=0.002", "none", None, "sqrt:base_batch=32", 0.001),
+        ("adam:lr=0.002", "sqrt:base_batch=8", "linear", "sqrt:base_batch=8", 0.001),
+        ("adam:lr=0.002", "none", "none", "none", 0.001),
+    ],
+)
+def test_a_branch_has_the_rate_in_force_and_the_micro_batch(
+    tmp_path: Path, optimizer: str, own: str, rule: RateRule | None, scale: str, rate: float
+) -> None:
+    config = TrainConfig(
+        batch_size=32, workers=4, optimizer=optimizer, lr_scale=own, schedule="cosine", epochs=9.0, until="loss=0.1"
+    )
+    # The schedule has halved the rate at the checkpoint.
+    point = BranchPoint(tmp_path, "own", tmp_path / "c", config, 10, 5, 640, 1.0, 0.5)
+    for trial in branch_trials(point, (2, 4), 2, 3, rule):
+        made = trial.config
+        assert made.batch_size in (32, 64, 128) and made.micro_batch == 8 and made.workers == 4
+        assert made.optimizer_choice.options.lr == pytest.approx(rate) and made.lr_scale == scale
+        assert made.schedule == "constant" and made.length.value == 8 and made.until is None
+        assert made.seed in (1, 2)
+    assert len({trial.directory for trial in branch_trials(point, (2, 4), 2, 3, rule)}) == 6
+
+
+def test_a_branch_of_a_pipeline_has_more_micro_batches(tmp_path: Path) -> None:
+    config = TrainConfig(batch_size=32, workers=1, strategy="pipeline:stages=2,micro_batches=4")
+    point = BranchPoint(tmp_path, "own", tmp_path / "c", config, 10, 5, 640, 1.0, 1.0)
+    made = {trial.config.batch_size: trial.config for trial in branch_trials(point, (4,), 1, 1, None)}
+    assert made[32].strategy == config.strategy and made[128].micro_batch is None
+    assert made[128].strategy == "pipeline:stages=2,micro_batches=16"
 
 
 def write_fake(least: float, critical: float, best_rate: float) -> Any:

@@ -19,6 +19,7 @@ from tutti.compare.runs import Trial
 from tutti.config.dotted import changed_fields
 from tutti.config.optimizer_config import MuonConfig, SGDConfig
 from tutti.config.settings import read_file
+from tutti.config.spec import Spec
 from tutti.config.train_config import TrainConfig
 from tutti.errors import DiskError, UsageError
 from tutti.metrics.records import config_sha256, config_toml, read_summary
@@ -187,7 +188,7 @@ def branch_trials(
             config = dataclasses.replace(
                 base,
                 batch_size=batch,
-                micro_batch=base.micro_batch or -(-base.batch_size // (base.workers or 1)),
+                **_micro_batches(base, multiple),
                 optimizer=changed_fields({"optimizer": base.optimizer}, changes)["optimizer"],
                 schedule="constant",
                 lr_scale=scale,
@@ -206,6 +207,15 @@ def branch_trials(
             name = f"step-{point.step}-x{multiple}-seed-{config.seed}-{config_sha256(config)[:8]}"
             found.append(Trial(f"{multiple} × the batch", config.seed, config, point.run / "branches" / name))
     return found
+
+
+def _micro_batches(base: TrainConfig, multiple: int) -> dict[str, Any]:
+    """Return the options that keep the size of a micro-batch at a multiple of the batch."""
+    number = Spec.parse(base.strategy, "--strategy").options.get("micro_batches")
+    if number is None:
+        return {"micro_batch": base.micro_batch or -(-base.batch_size // (base.workers or 1))}
+    more = [f"strategy.micro_batches={int(number) * multiple}"]
+    return {"strategy": changed_fields({"strategy": base.strategy}, more)["strategy"]}
 
 
 def prepare_branch(point: BranchPoint, trial: Trial) -> None:
