@@ -58,10 +58,10 @@ def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path
 
 
 def _draw_noise(axes: Any, runs: Sequence[NoiseEvidence], found: CriticalBatch) -> None:
-    for run in runs:
+    for run in (run for run in runs if run.estimates):
         size = max(-(-len(run.estimates) // _GROUPS), 1)
         groups = [run.estimates[start : start + size] for start in range(0, len(run.estimates), size)]
-        scales = [mean_noise(group).band().scale if group else None for group in groups]
+        scales = [mean_noise(group).band().scale for group in groups]
         axes.plot([size * (n + 1) for n in range(len(groups))], scales, "o-", label=f"{run.path.name}, {run.batch}")
     axes.axhspan(found.band[0], min(found.band[1], 1e3 * found.critical_batch), alpha=0.15, label="90 % band")
     axes.axhline(found.critical_batch, color="#888888", linestyle="--", label="critical batch")
@@ -80,6 +80,8 @@ def _draw_branches(axes: Any, branches: BranchFit) -> None:
     axes.axhspan(means[1], means[1] + branches.tolerance, alpha=0.15, label=f"within {branches.tolerance:g}")
     axes.axvline(branches.within, color="#888888", linestyle="--", label=f"within the band: {branches.within} ×")
     axes.set(xscale="log", xlabel=f"batch ÷ {branches.batch}", ylabel="held-out loss", title="branches of a checkpoint")
+    axes.minorticks_off()
+    axes.set_xticks(list(means), labels=[f"{multiple} ×" for multiple in means])
     axes.legend(fontsize="small")
 
 
