@@ -38,7 +38,7 @@ def test_a_series_of_the_law_gives_its_critical_batch(benchmark: Any) -> None:
     ]
     found = benchmark.studied([*rows(points), *odd])
     assert found["batches"] == found["submissions"] == 5 and found["critical_batch"] == pytest.approx(1000, rel=0.05)
-    assert found["critical_low"] < 1000 < found["critical_high"] and found["worst_error"] < 0.01
+    assert found["critical_low"] < 1000 < found["critical_high"] and found["worst_error"] < 0.02
     assert found["data_fall"] == found["steps_grow"] == 0
     assert found["data_largest_over_smallest"] == pytest.approx(law(1600) / law(100))
 
