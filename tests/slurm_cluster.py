@@ -19,6 +19,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "si
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
 REASON = f"Slurm is not installed: there is no {', '.join(MISSING)}"
 
+CREDENTIAL_SECONDS = 5
+"""How long a node refuses to start a job again."""
+
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -26,7 +29,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge,cred_expire=5
+AuthInfo=socket={folder}/munge,cred_expire={credential}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/controller.pid
@@ -68,7 +71,9 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         nodes = ["n1", "n2"]
-        text = _CONFIGURATION.format(host=host, port=_free_port(), user=user, folder=self.folder)
+        text = _CONFIGURATION.format(
+            host=host, port=_free_port(), user=user, folder=self.folder, credential=CREDENTIAL_SECONDS
+        )
         for name in nodes:
             (self.folder / name).mkdir()
             text += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=1 RealMemory=512 "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launching import SOURCE, until
-from tests.slurm_cluster import MISSING, REASON, SlurmCluster, slurm_cluster
+from tests.slurm_cluster import CREDENTIAL_SECONDS, MISSING, REASON, SlurmCluster, slurm_cluster
 from tutti.cli.app import main
 from tutti.config.engine_config import SlurmEngineConfig
 from tutti.launcher.slurm_job import batch_file
@@ -85,8 +86,12 @@ def job(folder: Path) -> str:
 
 
 def begin_again(cluster: SlurmCluster, number: str) -> None:
-    """Wait until a job is back in the queue, and let it start now: Slurm itself waits a while."""
+    """Wait until a job is back in the queue, and let it start sooner than Slurm, which waits a while, would.
+
+    A node refuses a job ("credential revoked") until the credential of its last start has expired.
+    """
     until(lambda: cluster.ask("squeue", "--noheader", "--format=%T") == "PENDING")
+    time.sleep(CREDENTIAL_SECONDS + 2)
     cluster.ask("scontrol", "update", f"jobid={number}", "starttime=now")
 
 
