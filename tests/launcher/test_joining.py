@@ -180,6 +180,42 @@ def test_mpich_with_a_script_and_three_ranks_in_shells(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == [f"rank {rank} of 3 {rank} 1" for rank in range(3)]
 
 
+MPI_LAUNCHERS = [path for path in os.environ.get("MPI_LAUNCHERS", "").split(":") if path]
+"""Other installations, such as Open MPI 5 and Intel MPI from pip: paths of their mpirun or mpiexec."""
+
+AS_ROOT = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}
+
+
+@pytest.mark.engines
+@pytest.mark.skipif(not MPI_LAUNCHERS, reason="MPI_LAUNCHERS names no mpirun")
+@pytest.mark.parametrize("launcher", MPI_LAUNCHERS)
+def test_other_mpi(launcher: str, launched: dict[str, Any], tmp_path: Path) -> None:
+    command = [launcher, "-n", "2", *TUTTI]
+    if "Open MPI" in subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout:
+        command[1:1] = ["--oversubscribe", "--bind-to", "none"]
+    check(summary(finished(start(command, tmp_path, **AS_ROOT))), launched, tmp_path)
+
+
+DIES = SCRIPT.replace("    run.step(batch)", "    if tutti.rank() == 1:\n        END\n    run.step(batch)")
+ENDS = {"exception": "raise ValueError('of rank 1')", "kill": "import os; os.kill(os.getpid(), 9)"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_dies_under_a_foreign_launcher_leaves_no_native_frames(end: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DIES.replace("END", ENDS[end]))
+    ranks = started_as(HYDRA, 2, [sys.executable, "script.py"], tmp_path)
+    try:
+        shown = [rank.communicate(timeout=SAFETY_NET)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 5, shown[0]
+    assert ranks[1].returncode == {"exception": 1, "kill": -9}[end], shown[1]
+    assert "tutti.errors.PeerError" in shown[0] and "failed (rank 0): " in shown[0], shown[0]
+    for text in shown:
+        assert not [word for word in ("frame #", "terminate called", ".cc:", ".cpp:", "GLHF") if word in text], text
+
+
 def test_the_ranks_of_a_launcher_that_is_not_understood_begin_no_runs_of_their_own(tmp_path: Path) -> None:
     for environ in ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}):
         process = start(TUTTI, tmp_path, **environ)

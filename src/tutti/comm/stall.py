@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ _POLL = timedelta(seconds=0.5)
 _STALE = 6 * _POLL.total_seconds()
 # The beat of a rank that has given up. Its note stays, so that ranks that time out later do not report it as missing.
 _GAVE_UP = -1
+_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,16 @@ class _Notes:
         return {rank: call for rank, (call, first, latest, _) in self._seen.items() if latest > first}
 
 
+def _reason(error: RuntimeError) -> str:
+    """Return the reason of a broken connection without the native source line in front and the advice behind.
+
+    >>> _reason(RuntimeError("[/src/pair.cc:537] Read error [::1]:2: Connection reset by peer. This is typically …"))
+    'Read error [::1]:2: Connection reset by peer'
+    """
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return _SOURCE_LINE.sub("", text).partition(". This is typically")[0]
+
+
 class StallInspector:
     """Waits for the collectives of one process.
 
@@ -115,7 +127,8 @@ class StallInspector:
             except RuntimeError as error:
                 if _is_timeout(error):
                     return False
-                raise self._broken(call, error) from error
+                # The traceback of the native error names lines of a foreign build and no cause.
+                raise self._broken(call, error) from None
             return True
 
         self.poll(done, call)
@@ -219,7 +232,7 @@ class StallInspector:
         return PeerError(
             f"{call.text} failed",
             where=f"rank {self._rank}",
-            why=str(error).splitlines()[0],
+            why=_reason(error),
             remedy="another rank ended or the network broke: look for the first error in the other ranks' logs",
         )
 
