@@ -48,8 +48,9 @@ DEVICE ?= cpu
 contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=simgpu for the simulated accelerator, DEVICE=cuda for GPUs
 	TEST_DEVICE=$(DEVICE) CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
 
-engines: $(READY)  ## runs on Ray and Slurm whose nodes are lost and added; needs the extra ray and Slurm's daemons, else skipped
-	$(BIN)/pytest -q -n 0 -m engines tests/launcher
+# MPI_LAUNCHERS=/a/bin/mpirun:/b/bin/mpiexec adds other installations of MPI.
+engines: $(READY)  ## runs on Ray, Slurm, MPI and other engines; those that are not installed are skipped with the reason
+	$(BIN)/pytest -q -n 0 -rs -m engines tests/launcher tests/docs/test_clusters_page.py
 
 MODELS_RECORD = $(if $(filter 1/1,$(PART)),benchmarks/results/$(shell date -u +%F)-models.jsonl,.models-record.jsonl)
 
