@@ -7,20 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.launching import SOURCE, until
+from tutti.checkpoint.folder import last_step
 
 ray = pytest.importorskip("ray", reason="the package ray is not installed")
 
+STEPS = 400
 OPTIONS = (
-    *("--workers", "4", "--batch-size", "16", "--steps", "400", "--checkpoint-every", "20st", "--eval-every", "none"),
+    *("--workers", "4", "--batch-size", "16", "--checkpoint-every", "20st", "--eval-every", "none"),
     *("--reproducible", "--wait", "0s", "--optimizer", "adam:lr=0.01", "--overwrite", "--log-every", "10"),
 )
 # Without the second variable Ray takes the machine's public address for 127.0.0.1.
@@ -41,14 +43,34 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def started(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+    """Start a command; a training run takes 400 steps unless its words say otherwise."""
+    if words[0] == "train" and "--steps" not in words:
+        words = (*words, "--steps", str(STEPS))
     return subprocess.Popen(
         [sys.executable, "-m", "tutti", *words],
         cwd=folder,
-        env=environment(**more),
+        env=marked(folder, **more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def marked(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a command whose ranks on every node can be told from those of other runs by its folder."""
+    told = environment(**more)
+    return {**told, "PYTHONPATH": f"{told['PYTHONPATH']}:{folder}"}
+
+
+def ranks(folder: Path) -> list[psutil.Process]:
+    """The ranks of the runs of a folder, with their watchdogs, on every node."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            told = process.environ()
+            if "WORLD_SIZE" in told and str(folder) in told.get("PYTHONPATH", "").split(":"):
+                found.append(process)
+    return found
 
 
 def digest(folder: Path) -> str:
@@ -94,6 +116,9 @@ class Nodes:
     def kill(self) -> None:
         self.cluster.remove_node(self.others.pop(), allow_graceful=False)
 
+    def kill_head(self) -> None:
+        self.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+
 
 @pytest.fixture
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
@@ -105,9 +130,10 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
         made.cluster.shutdown()
 
 
-def at_step(folder: Path, step: int) -> None:
-    """Wait until the run has saved a checkpoint of ``step`` or later."""
-    until(lambda: any(int(path.name[5:]) >= step for path in (folder / "checkpoints").glob("step-????????")))
+def at_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Wait until a run has saved a checkpoint of ``step`` or later."""
+    until(lambda: last_step(folder / "checkpoints") >= step or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[1]
 
 
 @pytest.mark.engines
@@ -132,7 +158,7 @@ def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
 def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strategy: str, tmp_path: Path) -> None:
     on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--strategy", strategy, "--out", "run")
     process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
-    at_step(tmp_path / "run", 40)
+    at_step(process, tmp_path / "run", 40)
     nodes.kill()
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
@@ -146,7 +172,7 @@ def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strat
 def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_path: Path) -> None:
     on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--out", "run")
     process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
-    at_step(tmp_path / "run", 40)
+    at_step(process, tmp_path / "run", 40)
     nodes.add()
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
@@ -161,10 +187,25 @@ def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_pat
 def test_a_signal_ends_every_rank(nodes: Nodes, end: int, code: int, tmp_path: Path) -> None:
     on = ("--on", f"ray:address={nodes.address}", "--devices", "2", "--out", "run")
     process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
-    at_step(tmp_path / "run", 20)
+    at_step(process, tmp_path / "run", 20)
     process.send_signal(end)
-    process.communicate(timeout=300)
-    assert process.returncode in (code, 75)
-    time.sleep(1)
-    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert not [line for line in shown.splitlines() if "engine_rank" in line and str(tmp_path) in line]
+    _, err = process.communicate(timeout=300)
+    assert process.returncode in (code, 75), err
+    until(lambda: not ranks(tmp_path))
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_a_killed_head_ends_the_run_with_a_reason(nodes: Nodes, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "1:2", "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, "--steps", "4000", *on)
+    at_step(process, tmp_path / "run", 40)
+    assert len(ranks(tmp_path)) >= 2
+    nodes.kill_head()
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 5, err
+    assert "the head of the Ray cluster does not answer any more" in err and "--resume" in err, err
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["exit_code"] == 5 and found["attempts"]
+    until(lambda: not ranks(tmp_path))

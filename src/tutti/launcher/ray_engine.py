@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 _PLACE = 30.0
 _ANSWER = 30.0
-_HEAD = 40.0
+# Ray itself aborts this process, with exit code 1, 60 seconds after the head's last answer.
+_HEAD = 30.0
 _RELEASE = 30.0
 _PACE = 0.25
 _EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
@@ -242,7 +243,16 @@ class RayEngine:
             time.sleep(2)
 
     def _ask(self, question: Callable[[], T], seconds: float = _HEAD) -> T:
-        """Return the head's answer, from a thread, because Ray waits for a lost head without a limit."""
+        """Return the head's answer, from a thread, because Ray waits for a lost head without a limit.
+
+        Args:
+            question: called in the thread.
+            seconds: how long the answer may take while the head answers to ``_listen``.
+
+        Raises:
+            EngineGone: no answer in time, or the head has answered nobody for a while; a second question to a lost head
+                costs no second wait.
+        """
         answers: list[T] = []
         errors: list[Exception] = []
 
@@ -254,7 +264,9 @@ class RayEngine:
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        thread.join(seconds)
+        end = time.monotonic() + seconds
+        while thread.is_alive() and time.monotonic() < min(end, self._answered + _HEAD):
+            thread.join(_PACE)
         if not answers:
             raise EngineGone("the head of the Ray cluster does not answer any more") from next(iter(errors), None)
         return answers[0]
