@@ -19,7 +19,7 @@ from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, StepCosts, curve_seconds, open_machine
-from tutti.planning.step_builders import build_step
+from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import StepProgram, evaluate_program
@@ -417,3 +417,53 @@ def test_tensor_ranks_are_compared_with_the_whole_model_on_one_device() -> None:
     whole = gather_sizes("text", run("mirrored", 1, model="gpt:layers=2")).step
     assert split.alone().tensors == whole.tensors != split.tensors
     assert split.alone().alone() is split.alone() and whole.alone() is whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("single", 1),
+        ("mirrored:algorithm=ring", 2),
+        ("sharded:stage=1", 2),
+        ("sharded:stage=3", 2),
+        ("local_sgd:period=4", 2),
+    ],
+)
+def test_all_wait_for_a_delayed_rank(strategy: str, devices: int) -> None:
+    step = facts(4)
+    plain = seconds_of(step, run(strategy, devices), costs())
+    for slow, more in (("ms=50", 0.05), ("factor=3", 2 * 0.096), ("factor=2,ms=10", 0.096 + 0.01)):
+        config = run(strategy, devices, slow=f"rank={devices - 1},{slow}")
+        # Gathering ahead of the computing hides a message of stage 3 behind the delay.
+        assert seconds_of(step, config, costs()) == pytest.approx(
+            plain + more, rel=2e-3 if "stage=3" in strategy else 1e-9
+        )
+    # The longest delay of a rank counts, and not the sum over ranks.
+    both = run(strategy, devices, slow="rank=0,ms=30" + (";rank=1,ms=50" if devices > 1 else ""))
+    assert seconds_of(step, both, costs()) == pytest.approx(plain + (0.05 if devices > 1 else 0.03), rel=2e-3)
+
+
+def test_delays_of_the_logical_workers_of_a_device_add_up() -> None:
+    step, plain = facts(4), seconds_of(facts(4), run("mirrored:algorithm=ring", 2, workers=4), costs())
+    for slow, more in (("worker=1,ms=20", 0.02), ("worker=0+1,ms=20", 0.04), ("worker=1+2,ms=20", 0.02)):
+        config = run("mirrored:algorithm=ring", 2, workers=4, slow=slow)
+        assert seconds_of(step, config, costs()) == pytest.approx(plain + more, rel=1e-9)
+
+
+def test_a_delayed_stage_delays_the_pipeline() -> None:
+    step, strategy = facts(2), "pipeline:schedule=gpipe,micro_batches=4"
+    plain = seconds_of(step, run(strategy, 2), costs())
+    # The first stage ends last; the other one has the time of the bubble to be late in.
+    first, last = (seconds_of(step, run(strategy, 2, slow=f"rank={rank},ms=50"), costs()) for rank in (0, 1))
+    assert first == pytest.approx(plain + 0.05, rel=1e-9)
+    assert plain <= last <= first
+
+
+def test_delays_that_cannot_be_simulated_are_refused() -> None:
+    for strategy, slow, said in (
+        ("mirrored", "rank=5,ms=20", "rank 5"),
+        ("mirrored", "worker=2,ms=20", "worker 2"),
+        ("parameter_server:mode=async", "rank=0,ms=20", "asynchronous workers"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_buildable(run(strategy, 2, slow=slow))

@@ -54,6 +54,7 @@ def simulate_step(
     optimizer: Annotated[str | None, Parameter(show_default=False)] = None,
     precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"] | None, Parameter(show_default=False)] = None,
     activation_checkpointing: Annotated[str | None, Parameter(show_default=False)] = None,
+    slow: Annotated[str | None, Parameter(show_default=False)] = None,
     data: Annotated[str | None, Parameter(show_default=False)] = None,
     model: Annotated[str | None, Parameter(show_default=False)] = None,
     augment: Annotated[bool, Parameter(negative="", show_default=False)] = False,
@@ -96,6 +97,8 @@ def simulate_step(
         as in tutti train; default: the script's, or fp32
     activation_checkpointing:
         as in tutti train
+    slow:
+        delay ranks or workers: rank=1,factor=3 or worker=1+2,ms=20
     data:
         folder, file or hub name that the task reads
     model:
@@ -140,6 +143,7 @@ def simulate_step(
         "optimizer": optimizer,
         "precision": precision,
         "activation_checkpointing": activation_checkpointing,
+        "slow": slow,
     }
     loaded = _script(task, arguments) if script else None
     subject = task if loaded is None else loaded.task
@@ -259,7 +263,8 @@ def _draw(times: StepTimes, title: str, path: Path) -> None:
 def _show(found: Sequence[StepPrediction], costs: StepCosts) -> None:
     """Print the table, and what it rests on."""
     names = [name for name in ("compute", "communication", "bubble", "idling") if any(name in f.shares for f in found)]
-    print(f"{found[0].strategy} on {costs.name}\n")
+    slowed = f", slowed: {'; '.join(found[0].delays)}" if found[0].delays else ""
+    print(f"{found[0].strategy} on {costs.name}{slowed}\n")
     heads = ["devices", "batch", "step", "draws 5–95 %", "band 90 %", "samples/s", "efficiency", *names, "memory"]
     rows = [
         [

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
-from tutti.planning.pass_prices import Pass, PassPrices
+from tutti.planning.machine_costs import SAMPLES
+from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known
 from tutti.planning.scaling_laws import Array
+from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors
 from tutti.planning.step_program import StepAction, StepProgram
 from tutti.workload.workload_file import LOSS, REST
@@ -100,14 +104,16 @@ class PipelineBuilder(ReplicaBuilder):
         if facts is None:
             raise UsageError("the stages of this pipeline are not known", remedy="take --strategy mirrored")
         program = StepProgram(devices=stages)
-        for worker in parts:
+        delays = [worker_delays(self.config, self._computing(facts, parts, device), device) for device in range(stages)]
+        for number, worker in enumerate(parts):
             order = make_order(layout.schedule, stages, len(worker), layout.chunks)
             self._play(program, order, facts, worker)
+            for device in range(stages):
+                self.delay(program, [delays[device][number]], device, (self._last(program, device),))
         for device in range(stages):
             held = [i for virtual in range(device, order.stages, stages) for i in facts.tensors[virtual]]
             tensors = [self.facts.tensors[i] for i in held]
-            last = max(i for i, action in enumerate(program.actions) if action.device == device)
-            needs = [last]
+            needs = [self._last(program, device)]
             if replicas > 1:
                 vectors = gradient_vectors(tensors, choice.exchange.wire, choice.exchange.bucket_mb)
                 program.vectors += vectors
@@ -117,6 +123,22 @@ class PipelineBuilder(ReplicaBuilder):
             self.update(program, sum(t.elements for t in tensors), needs, device)
         self.count_norm(program)
         return program
+
+    @staticmethod
+    def _last(program: StepProgram, device: int) -> int:
+        """Return the index of a device's last action."""
+        return max(i for i, action in enumerate(program.actions) if action.device == device)
+
+    def _computing(self, facts: StageFacts, parts: Sequence[Sequence[int]], device: int) -> list[Array]:
+        """Return (256,) seconds of forward and backward of each logical worker on a device's stages."""
+        checkpointing, found = self.config.activation_checkpointing, list[Array]()
+        for worker in parts:
+            total = np.zeros(SAMPLES)
+            for passed, (count, number) in product(PASSES, Counter(worker).items()):
+                stages = stage_passes(self.prices, facts, passed, count, checkpointing)
+                total += number * stages[device :: self.shape["stage"]].sum(axis=0)
+            found.append(total * self.slow)
+        return found
 
     def _play(self, program: StepProgram, order: Order, facts: StageFacts, samples: Sequence[int]) -> None:
         """Append one worker's micro-batches in the order of the schedule."""

@@ -16,6 +16,7 @@ from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.planning.machine_costs import SAMPLES, StepCosts, schedule_seconds
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.scaling_laws import Array
+from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import (
     StepFacts,
     TensorFacts,
@@ -28,7 +29,7 @@ from tutti.planning.step_facts import (
     totals_bytes,
     unwrapped_tensors,
 )
-from tutti.planning.step_program import COMMUNICATION, UPDATE, PeriodicCollective, StepAction, StepProgram
+from tutti.planning.step_program import COMMUNICATION, IDLE, UPDATE, PeriodicCollective, StepAction, StepProgram
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork
 
 _SHOWN = 64
@@ -173,8 +174,7 @@ class ReplicaBuilder:
             The step of one replica, which stands for all.
         """
         program = StepProgram()
-        samples = [count for worker in parts for count in worker]
-        ends = self.passes(program, samples)
+        ends = self.passes(program, parts)
         needs = [len(program.actions) - 1]
         if ranks > 1:
             program.vectors += gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
@@ -195,7 +195,7 @@ class ReplicaBuilder:
             ranks: number of data ranks.
         """
         program, tensors = StepProgram(), self.facts.tensors
-        self.passes(program, [count for worker in parts for count in worker])
+        self.passes(program, parts)
         elements = sum(t.elements for t in tensors)
         last = len(program.actions) - 1
         for _ in parts:
@@ -222,7 +222,7 @@ class ReplicaBuilder:
             The step of one rank, which stands for all.
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
-        self.passes(program, [count for worker in parts for count in worker])
+        self.passes(program, parts)
         sizes = row_bytes(tensors, shards)
         last = len(program.actions) - 1
         for number, size in enumerate(sizes):
@@ -252,7 +252,8 @@ class ReplicaBuilder:
         groups = {group.name: group for group in self.facts.workload.groups}
         gathered, reduced = module_bytes(self.facts, shards, frozen=True), module_bytes(self.facts, shards)
         names = [name for name in groups if name not in (REST, LOSS)]
-        last = -1
+        *earlier, after = self.delays(parts)
+        last = self.delay(program, earlier)
         for samples in (count for worker in parts for count in worker):
             order = [REST, *names, LOSS]
             computed = [last]
@@ -278,6 +279,7 @@ class ReplicaBuilder:
                     sent = self._rows(program, "reduce_scatter", reduced[name], (last,), name)
                     last = last if self.costs.overlaps else sent
             last = max(last, sent)
+        last = self.delay(program, [after])
         rest = unwrapped_tensors(self.facts)
         sizes = row_bytes(rest, shards)
         for number, size in enumerate(sizes):
@@ -288,26 +290,33 @@ class ReplicaBuilder:
             last = self._rows(program, "all_gather", size, (last,), f"parameters {number}")
         return program
 
-    def passes(self, program: StepProgram, samples: Sequence[int]) -> dict[str, int]:
-        """Append the forwards and backwards of a rank's micro-batches to a simulated step.
+    def passes(
+        self, program: StepProgram, parts: Sequence[Sequence[int]], delays: Sequence[Array] | None = None
+    ) -> dict[str, int]:
+        """Append the forwards and backwards of a rank's micro-batches to a simulated step, and delays of ``--slow``.
 
         Collectives over the tensor ranks are included.
 
         Args:
             program: the step, to which actions are added.
-            samples: number of samples in each micro-batch, in order.
+            parts: number of samples in each micro-batch, one list for each logical worker.
+            delays: (256,) seconds of the delay of each worker; None for those of the most delayed data rank.
 
         Returns:
             By name of each module group, the index in ``program.actions`` of the last action of its backward in the
             last micro-batch.
         """
         groups = {group.name: group for group in self.facts.workload.groups}
+        samples = [count for worker in parts for count in worker]
+        *earlier, after = self.delays(parts) if delays is None else delays
+        # What overlaps the last worker's backward cannot overlap the delays of the workers before it.
+        self.delay(program, earlier)
         order = self._backward_order()
         ends: dict[str, int] = {}
         shown = samples
         if len(samples) > _SHOWN:
             # Many accumulated micro-batches, which nothing interrupts, are one forward and one backward.
-            before, shown, last = Counter(samples[:-1]), samples[-1:], -1
+            before, shown, last = Counter(samples[:-1]), samples[-1:], len(program.actions) - 1
             for phase in PASSES:
                 seconds = np.zeros(SAMPLES)
                 for (count, number), group in product(before.items(), groups.values()):
@@ -324,7 +333,40 @@ class ReplicaBuilder:
                 seconds = self._group(groups[name], "backward", count)
                 last = program.add(StepAction(0, "backward", seconds, known(last), text=name))
                 last = ends[name] = self.tensor_messages(program, "backward", count, (name,), (last,))
+        self.delay(program, [after])
         return ends
+
+    def delays(self, parts: Sequence[Sequence[int]]) -> list[Array]:
+        """Return (256,) seconds by which ``--slow`` delays each logical worker of the most delayed data rank.
+
+        Args:
+            parts: number of samples in each micro-batch, one list for each logical worker.
+        """
+        choice = self.config.activation_checkpointing
+        computing = [
+            sum((self.prices.total(p, n, choice) for p, n in product(PASSES, worker)), np.zeros(SAMPLES)) * self.slow
+            for worker in parts
+        ]
+        return worker_delays(self.config, computing)
+
+    def delay(
+        self, program: StepProgram, delays: Sequence[Array], device: int = 0, needs: tuple[int, ...] | None = None
+    ) -> int:
+        """Append delays to a simulated step as one idle action, if there are any.
+
+        Args:
+            program: the step.
+            delays: (256,) seconds of each.
+            device: index of the device in the program.
+            needs: indices of the actions before it; None for the last action of the step.
+
+        Returns:
+            Index of the last action of the step; -1 for a step without actions.
+        """
+        seconds, last = sum(delays, np.zeros(SAMPLES)), len(program.actions) - 1
+        if not seconds.any():
+            return last
+        return program.add(StepAction(device, IDLE, seconds, known(last) if needs is None else needs, text="delay"))
 
     def tensor_messages(
         self,

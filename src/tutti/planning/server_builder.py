@@ -155,7 +155,7 @@ class ServerBuilder(ReplicaBuilder):
                 where="--devices",
                 remedy=f"take at most {self.costs.network.per_node} devices, or --strategy mirrored",
             )
-        self.passes(program, [count for worker in parts for count in worker])
+        self.passes(program, parts)
         last, elements = len(program.actions) - 1, sum(t.elements for t in tensors)
         host, whole = HostPrices(self.costs), sum(t.bytes for t in tensors)
         if host.apart:
@@ -214,7 +214,7 @@ class ServerBuilder(ReplicaBuilder):
     ) -> StepProgram:
         program, ranks = StepProgram(), self.shape["replica"]
         program.flows += flows
-        self.passes(program, [count for worker in parts for count in worker])
+        self.passes(program, parts)
         last = len(program.actions) - 1
         for text, seconds in (
             ("gradients written", service.written),
@@ -242,9 +242,9 @@ class ServerBuilder(ReplicaBuilder):
         program, ranks = StepProgram(), self.shape["replica"]
         busy = (service.transfer + service.looked_at + service.updated) / exchange.push
         busy = busy + service.transfer_back / exchange.fetch + service.requests(flows, "push")
-        for worker in parts:
+        for worker, delay in zip(parts, self.delays(parts), strict=True):
             program.flows += flows
-            self.passes(program, worker)
+            self.passes(program, [worker], [delay])
             last = len(program.actions) - 1
             if ranks > 1:
                 others = (ranks - 1) * busy

@@ -26,6 +26,7 @@ from tutti.planning.pipeline_builder import PipelineBuilder
 from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.server_builder import ServerBuilder, is_elementwise
+from tutti.planning.step_delays import check_delays
 from tutti.planning.step_facts import StepFacts, pipeline_layout
 from tutti.planning.step_program import StepProgram
 
@@ -59,6 +60,7 @@ def check_buildable(config: TrainConfig) -> None:
     where = f"--strategy {config.strategy}"
     exchange = choice.exchange
     check_split(choice, config)
+    check_delays(config)
     if isinstance(exchange, AllReduceConfig) and exchange.algorithm == "shared_memory":
         raise UsageError(
             "sums in shared memory cannot be simulated",

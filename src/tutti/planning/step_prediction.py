@@ -74,6 +74,7 @@ class StepPrediction:
         efficiency: samples a second and device, over those of one device.
         memory: bytes on the fullest device, by kind.
         messages: ``vectors``, the number of vectors that are added up over data ranks in a step, and ``bytes``, theirs.
+        delays: of ranks or logical workers (``--slow``), in words.
     """
 
     strategy: str
@@ -89,6 +90,7 @@ class StepPrediction:
     efficiency: float
     memory: Mapping[str, float]
     messages: Mapping[str, int]
+    delays: tuple[str, ...] = ()
 
 
 class TaskSizes:
@@ -355,6 +357,7 @@ def predict_step(
         efficiency=(config.batch_size / seconds / devices) / (baseline.batch_size / single),
         memory=_memory(task, sizes.memory, config),
         messages={"vectors": len(program.vectors), "bytes": sum(vector.bytes for vector in program.vectors)},
+        delays=tuple(map(str, config.slowness)),
     )
     return prediction, times
 
@@ -391,6 +394,8 @@ def step_band(
 def alone_config(config: TrainConfig) -> TrainConfig:
     """Return a run's configuration changed to one device: the same global batch, in micro-batches of the same size.
 
+    Nothing delays it.
+
     Args:
         config: the run, with a number of devices.
 
@@ -398,7 +403,7 @@ def alone_config(config: TrainConfig) -> TrainConfig:
     16
     """
     most = max(count for worker in rank_micro_batches(config) for count in worker)
-    return replace(config, strategy="single", devices="1", workers=None, micro_batch=most)
+    return replace(config, strategy="single", devices="1", workers=None, micro_batch=most, slow=None)
 
 
 def note_partition(choice: Any, costs: StepCosts) -> None:
@@ -451,16 +456,18 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
         pipeline: whether idling of devices is the bubble of a pipeline.
 
     Returns:
-        Fractions ``compute``, ``communication``, ``idling``, and for a pipeline ``bubble``, which sum to 1.
+        Fractions ``compute``, ``communication``, ``idling`` (with the delays of ``--slow``), and for a pipeline
+        ``bubble``, which sum to 1.
     """
     found = times.shares()
     factor = float(np.median(slow))
     waiting = found["compute"] * (1 - 1 / factor)
     shares = {"compute": found["compute"] - waiting, "communication": found["communication"]}
+    delayed = min(times.delayed(), found["idling"])
     return {
         **shares,
-        **({"bubble": found["idling"]} if pipeline else {}),
-        "idling": waiting + (0 if pipeline else found["idling"]),
+        **({"bubble": found["idling"] - delayed} if pipeline else {}),
+        "idling": waiting + (delayed if pipeline else found["idling"]),
     }
 
 

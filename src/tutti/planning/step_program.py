@@ -21,6 +21,8 @@ from tutti.planning.scaling_laws import Array
 
 COMMUNICATION = "communication"
 UPDATE = "update"
+IDLE = "idle"
+"""Delays of ``--slow``."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class StepAction:
 
     Attributes:
         device: place of the representative device.
-        phase: forward, backward, weight, update or communication, as in a timeline.
+        phase: forward, backward, weight, update, idle or communication, as in a timeline.
         seconds: duration, one element a sample.
         needs: places of the actions that end before this one begins.
         link: whether the action occupies the device's link, and not its compute units.
@@ -214,6 +216,13 @@ class StepTimes:
     def median_sample(self) -> int:
         """Index of the Monte Carlo draw in which the simulated step's seconds are nearest to their median."""
         return int(np.argmin(np.abs(self.seconds - np.median(self.seconds))))
+
+    def delayed(self) -> float:
+        """Return the fraction of all devices' time in delays of ``--slow``, in the median Monte Carlo draw."""
+        place = self.median_sample
+        spent = sum(float(a.seconds[place]) for a in self.program.actions if a.phase == IDLE)
+        whole = float(self.seconds[place]) * self.program.devices
+        return spent / whole if whole else 0.0
 
     def rows(self) -> list[list[TimelineSegment]]:
         """Return the simulated step's timeline in the median draw: for each device its segments by start time.

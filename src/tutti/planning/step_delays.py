@@ -1,0 +1,78 @@
+"""Simulated delays of ranks and logical workers (``--slow``) in a predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tutti import parallel
+from tutti.comm.partition import workers_of
+from tutti.config.sync_config import ParameterServerConfig
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+from tutti.planning.machine_costs import SAMPLES, median_draw
+from tutti.planning.scaling_laws import Array
+
+
+def check_delays(config: TrainConfig) -> None:
+    """Raise UsageError if a run's ``--slow`` names a rank or worker that does not exist, or cannot be simulated.
+
+    Args:
+        config: the run, with a number of devices.
+    """
+    if not config.slowness:
+        return
+    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
+    for slow in config.slowness:
+        slow.check(devices, config.workers or choice.data_ranks(devices))
+    if isinstance(choice.exchange, ParameterServerConfig) and choice.exchange.mode == "async":
+        raise UsageError(
+            "delays of asynchronous workers cannot be simulated",
+            where=f"--slow {config.slow}",
+            why="no worker waits for another, so that their steps differ, and one step stands for all",
+            remedy="take --strategy parameter_server, or parameter_server:mode=bounded, whose workers keep together",
+        )
+
+
+def worker_delays(config: TrainConfig, computing: Sequence[Array], stage: int = 0) -> list[Array]:
+    """Return the delays of the data rank that ``--slow`` delays most, one for each of its logical workers.
+
+    A delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the update.
+
+    Args:
+        config: the run, with a number of devices.
+        computing: (256,) seconds of forward and backward of each logical worker of a data rank, on the device.
+        stage: pipeline stage of the device.
+
+    Returns:
+        (256,) seconds for each element of ``computing``; zeros where nothing is delayed.
+    """
+    nothing = [np.zeros(SAMPLES) for _ in computing]
+    if not config.slowness:
+        return nothing
+    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
+    shape, data_ranks = choice.shape(devices), choice.data_ranks(devices)
+    workers = config.workers or data_ranks
+    most = nothing
+    for data_rank in range(data_ranks):
+        # The ranks of a replica have adjacent numbers: stages, and within them tensor ranks.
+        first = (data_rank * shape["stage"] + stage) * shape["tensor"]
+        mine = workers_of(workers, data_ranks, data_rank)
+        for rank in range(first, first + shape["tensor"]):
+            found = [
+                sum(
+                    ((s.factor - 1) * each + s.ms / 1000 for s in config.slowness if _delays(s, rank, worker)),
+                    np.zeros(SAMPLES),
+                )
+                for worker, each in zip(mine, computing, strict=False)
+            ]
+            found += nothing[len(found) :]
+            if median_draw(sum(found, np.zeros(SAMPLES))) > median_draw(sum(most, np.zeros(SAMPLES))):
+                most = found
+    return most
+
+
+def _delays(slow: Any, rank: int, worker: int) -> bool:
+    return rank in slow.rank or worker in slow.worker
