@@ -652,7 +652,8 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
             node.
         precision: of the run, such as ``bf16``.
         per_node: devices of a node; None: as many as were measured together, or as ``text`` says.
-        between: cost of a message between nodes (latency and bandwidth); None: unknown.
+        between: cost of a message between nodes (latency and bandwidth); None: unknown, so that a collective over
+            several nodes of a measured machine raises UsageError.
 
     Raises:
         UsageError: no such file, no such hardware, or a file of another version.

@@ -78,12 +78,13 @@ def plan_choices(
 def open_options(text: str, devices: int) -> list[str]:
     """Return texts of ``--strategy`` with every combination of the options to search that ``text`` leaves open.
 
-    Searched are the ZeRO stage of ``sharded``, number of stages and schedule of ``pipeline``, number of tensor ranks of
-    ``tensor``, and all of these of ``hybrid``, with several stages of several tensor ranks each.
+    Searched are the ZeRO stage of ``sharded``; the number of stages and the schedule of ``pipeline``; the number of
+    tensor ranks of ``tensor``; and of ``hybrid`` the numbers of stages and of tensor ranks, both above 1, and the
+    schedule.
 
     Args:
         text: as given to ``--strategy``; options in it are kept.
-        devices: number of devices, which the stages must divide.
+        devices: number of devices, a multiple of stages × tensor ranks.
 
     >>> open_options("hybrid:schedule=1f1b", 8)
     ['hybrid:schedule=1f1b,stages=2,tensor=2', 'hybrid:schedule=1f1b,stages=2,tensor=4', \
