@@ -74,7 +74,7 @@ def shared_out(*names: str) -> list[Any]:
 def in_turn(column: Sequence[Any], other: Sequence[Any], each: int = 1) -> list[Any]:
     """For ``parametrize``: each value of a column beside ``each`` of another in turn; beside the rest marked ``full``.
 
-    >>> [row for row in in_turn("abcd", "xyz") if isinstance(row, tuple)]
+    >>> [row for row in in_turn("abcd", "xyz") if type(row) is tuple]
     [('a', 'x'), ('b', 'y'), ('c', 'z'), ('d', 'x')]
     """
     chosen = {(number, (number * each + more) % len(other)) for number in range(len(column)) for more in range(each)}

@@ -28,15 +28,17 @@ def planned(folder: Path, *words: str) -> dict[str, Any]:
 
 def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
     machine = ("--machine", "a100x8", "--precision", "bf16", "--max-devices", "2", "--price", "2")
-    found = planned(write_runs(tmp_path), *machine, "--strategy", "mirrored", "parameter_server")
+    found = planned(
+        write_runs(tmp_path), *machine, "--strategy", "mirrored", "parameter_server", "parameter_server:backup=1"
+    )
     assert {each["devices"] for each in found["plans"]} == {1, 2}
     chosen = found["plans"][found["chosen"]]
     assert "knee" in chosen["marks"] and chosen["lost"] is None
     assert all(each["lost"]["text"] for each in found["plans"] if each["lost"])
     assert all(each["step_terms"] and "predicted" in each["step_basis"] for each in found["plans"])
-    # Batches 32 … 512, a share in 1, 2, 4 … 64 micro-batches, on one device and on two.
-    assert found["searched"] - sum(found["refused"].values()) == len(found["plans"]) == 66
-    assert found["evaluated"] == sum(each["evaluated"] for each in found["plans"]) < 66
+    # Batches 32 … 512, a share in 1, 2, 4 … 64 micro-batches: mirrored on one device and on two, servers on two.
+    assert found["searched"] - sum(found["refused"].values()) == len(found["plans"]) == 98
+    assert found["evaluated"] == sum(each["evaluated"] for each in found["plans"]) < 98
     assert any("micro_batch" in each["options"] for each in found["plans"])
     assert any(text.startswith("parameter_server") for text in found["refused"])
     assert found["price"]["stated"] and found["guesses"] and any("another machine" in note for note in found["notes"])

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import tutti
+from tests import worlds
 from tutti.errors import UsageError
 
 
-def test_distributed_data_parallel_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-    finally:
-        dist.destroy_process_group()
-    for name, model in {"the model": wrapped, "0": nn.Sequential(wrapped)}.items():
-        with pytest.raises(UsageError, match=rf"^{name} is wrapped in DistributedDataParallel.*\.module"):
-            tutti.prepare(model, "sgd", TensorDataset(torch.zeros(8, 3)), workers=3)
-    # The model itself trains.
-    before = wrapped.module.weight.detach().clone()
-    run = tutti.prepare(wrapped.module, "sgd:lr=0.1", TensorDataset(torch.ones(8, 3)), workers=3, batch_size=4)
+def refused() -> list[str]:
+    """What is said of a wrapped model and of a part that is wrapped."""
+    wrapped, said = nn.parallel.DistributedDataParallel(nn.Linear(3, 1)), []
+    for model in (wrapped, nn.Sequential(wrapped)):
+        try:
+            tutti.prepare(model, "sgd", TensorDataset(torch.zeros(8, 3)), workers=4)
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def trained() -> bool:
+    """Whether the model inside of the wrapper trains."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1)).module
+    before = model.weight.detach().clone()
+    run = tutti.prepare(model, "sgd:lr=0.1", TensorDataset(torch.ones(8, 3)), workers=2, batch_size=4)
     for (inputs,) in run.microbatches(0):
-        run.backward(wrapped.module(inputs).mean())
+        run.backward(model(inputs).mean())
         run.gated_step()
-    assert not torch.equal(before, wrapped.module.weight)
+    return not torch.equal(before, model.weight)
+
+
+def test_distributed_data_parallel_is_refused() -> None:
+    for said in worlds.run(2, refused):
+        assert len(said) == 2
+        for text, name in zip(said, ("the model", "0"), strict=True):
+            assert text.startswith(f"{name} is wrapped in DistributedDataParallel") and ".module" in text
+
+
+def test_the_model_inside_trains() -> None:
+    assert worlds.run(2, trained) == [True] * 2

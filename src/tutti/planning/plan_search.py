@@ -324,7 +324,8 @@ def search_plans(
             families.add(plan.step.family)
             steps.append(exact.step)
             best = exact if best is None or exact.seconds < best.seconds else best
-        found.evaluated += evaluated
+    # Steps without a bound were simulated at once.
+    found.evaluated += sum(not step.least for step in steps[len(measured) :])
     found.steps = steps
     found.rests += [text for text in pricer.costs.rests if text not in found.rests]
     found.guesses += [text for text in pricer.costs.guesses if text not in found.guesses]
