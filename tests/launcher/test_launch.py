@@ -84,7 +84,7 @@ def test_all_ranks_shown(tmp_path: Path, how: str) -> None:
         def entry():
             import time
             print("line of ", end="")
-            time.sleep(0.5)
+            time.sleep(0.5 if RANK() else 1.5)
             print(RANK())
         """
     unbuffered = {"PYTHONUNBUFFERED": "1"}

@@ -110,7 +110,6 @@ class Agent:
         job: entry point, arguments and folders of every rank.
         processes: number of ranks.
         budget: restarts that are allowed.
-        shown: whether the output of all ranks is shown on the terminal.
         grace: seconds between a signal and SIGKILL.
 
     Attributes:
@@ -120,7 +119,7 @@ class Agent:
         exhausted: why the ranks were not restarted, if restarts were allowed.
     """
 
-    def __init__(self, job: child.Job, processes: int, budget: Budget, shown: bool, grace: float) -> None:
+    def __init__(self, job: child.Job, processes: int, budget: Budget, grace: float) -> None:
         spec = WorkerSpec(
             role="tutti",
             local_world_size=processes,
@@ -132,7 +131,7 @@ class Agent:
         )
         self._elastic = make_elastic_agent(
             spec,
-            Logs(job.logs, shown),
+            Logs(job.logs, job.all_shown),
             "[rank ${rank}] ",
             start=self._start,
             monitor=self._monitor,

@@ -43,6 +43,7 @@ class Job:
         launcher: process id of the launcher.
         threads: CPU threads a process; None if the user has set ``OMP_NUM_THREADS``.
         limits: how long a rank may make no progress.
+        all_shown: the other ranks' output is shown beside rank 0's.
     """
 
     entry: Callable[..., None]
@@ -52,6 +53,7 @@ class Job:
     launcher: int
     threads: int | None
     limits: WatchdogLimits
+    all_shown: bool
 
     @property
     def notes(self) -> tuple[Path, Path]:
@@ -99,7 +101,7 @@ def _prepare(job: Job, rank: int) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Exit handlers registered so far belong to the launcher, such as the removal of its temporary directories.
     forget_exit_handlers()
-    _redirect(failure.log_path(job.logs, rank), keep_terminal=rank == 0)
+    _redirect(failure.log_path(job.logs, rank), keep_terminal=rank == 0, all_shown=job.all_shown)
     heartbeat.process.report_to(job.logs)
     watchdog.start_watchdog(rank, job.limits, launched=True)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -112,7 +114,7 @@ def _prepare(job: Job, rank: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _redirect(log: Path, keep_terminal: bool) -> None:
+def _redirect(log: Path, keep_terminal: bool, all_shown: bool) -> None:
     """Append standard output and error to ``log``; crashes of native code leave their stack there on every rank."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -124,9 +126,11 @@ def _redirect(log: Path, keep_terminal: bool) -> None:
         os.dup2(file, 2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         # Line buffering, so that the log of a killed process is complete, and whole lines also under PYTHONUNBUFFERED,
-        # which writes a line's end by itself: the agent that follows the log would show the halves as two lines.
+        # which writes a line's end by itself: the agent that follows the log would show the halves as two lines. Rank 0
+        # writes pieces of lines only where no other rank's line can come between them.
         if hasattr(stream := getattr(sys, name), "reconfigure"):
-            stream.reconfigure(line_buffering=True, write_through=keep_terminal and stream.write_through)
+            pieces = keep_terminal and not all_shown and stream.write_through
+            stream.reconfigure(line_buffering=True, write_through=pieces)
         else:
             # A notebook's stream belongs to threads of the kernel, which are not in this process.
             setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False))

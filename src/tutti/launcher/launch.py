@@ -87,7 +87,7 @@ def launch(
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // processes)
     each = "OMP_NUM_THREADS" if threads is None else f"{threads} CPU threads, as this process may use {cores} cores"
     log.info("%d processes, each with %s; their logs are in %s", processes, each, logs)
-    job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits())
+    job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits(), shown)
     try:
         with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
             from tutti.launcher.agent import Agent, run_agent
@@ -97,7 +97,7 @@ def launch(
                     importlib.import_module(module)
             if elastic is not None:
                 return ElasticDriver(job, elastic, grace).run()
-            agent = Agent(job, processes, Budget(restarts, progress), shown, grace)
+            agent = Agent(job, processes, Budget(restarts, progress), grace)
             stopped = run_agent(agent)
         return _conclude(agent, stopped, logs)
     except OSError as error:
