@@ -735,6 +735,12 @@ class CustomLoopSync(GradientSync, Protocol):
         Collective; called once, before the first step. Shards of gradients stay with the optimizer's shards.
         """
 
+    def leave_custom_loop(self) -> None:
+        """Note that the loop over an epoch's micro-batches has ended: the script's writes are in no body any more.
+
+        Called after each epoch, and where the script leaves the loop by ``break``. Not collective.
+        """
+
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return the (name, parameter) pairs of the trainable parameters, as objects of the script's model.
 

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tutti.errors import UsageError
 
 DATA = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
@@ -33,6 +34,11 @@ def fill(model: Tempered, value: float) -> None:
     model.temperature.fill_(value)
 
 
+def fill_silently(model: Tempered, value: float) -> None:
+    """Write without a new version of the tensor."""
+    model.temperature.data.fill_(value)
+
+
 def assign(model: Tempered, value: float) -> None:
     model.temperature = torch.full_like(model.temperature, value)
 
@@ -45,7 +51,7 @@ def mean(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
     return (model(batch[0]) - 1).square().mean()
 
 
-WRITES = [fill, assign, multiply]
+WRITES = [fill, fill_silently, assign, multiply]
 
 
 def plain(write: Callable[[Tempered, float], None], when: str) -> dict[str, Tensor]:
@@ -120,3 +126,63 @@ def test_on_two_devices() -> None:
     for rank in worlds.run(2, of_strategies):
         for found in rank:
             check(found, wanted)
+
+
+def restart(model: Tempered, value: float) -> None:
+    model.seen.zero_()
+
+
+def restart_silently(model: Tempered, value: float) -> None:
+    model.seen.data.zero_()
+
+
+def set_count(model: Tempered, value: float) -> None:
+    model.seen.fill_(100)
+
+
+@pytest.mark.parametrize("loop", [True, False])
+@pytest.mark.parametrize("write", [restart, restart_silently])
+def test_a_reset_between_epochs_is_every_workers(write: Callable[[Tempered, float], None], loop: bool) -> None:
+    for workers in (1, 2, 4):
+        assert float(trained(write, "epoch", workers=workers, loop=loop)["seen"]) == 8 / workers
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_other_values_of_a_buffer_that_forwards_write_are_refused(loop: bool) -> None:
+    assert float(trained(set_count, "epoch", workers=1, loop=loop)["seen"]) == 108
+    for strategy in ("mirrored", "sharded", "central_storage"):
+        with pytest.raises(UsageError, match="the script has written the buffer seen between global batches"):
+            trained(set_count, "epoch", strategy, workers=2, loop=loop)
+
+
+def test_a_body_writes_its_own_workers_buffer_after_the_update() -> None:
+    """As a centre of outputs that moves with each micro-batch: the last body's write is no other worker's."""
+    model, optimizer = built()
+    run = tutti.prepare(model, optimizer, DATA, workers=2, batch_size=4, shuffle=False, strategy="mirrored")
+    for epoch in range(2):
+        for batch in run.microbatches(epoch):
+            optimizer.zero_grad()
+            run.backward(mean(model, batch))
+            optimizer.step()
+            model.seen += float(batch[0].sum())
+    own = [DATA.tensors[0].view(2, 2, 2, 3)[:, worker].sum() * 2 + 8 for worker in range(2)]
+    torch.testing.assert_close(run.state()["seen"], sum(own) / 2, rtol=0, atol=1e-12)
+
+
+def test_statistics_are_reset_between_epochs() -> None:
+    def trained(reset: bool, epochs: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run = tutti.prepare(model, optimizer, DATA, mean, workers=2, batch_size=4, shuffle=False, strategy="mirrored")
+        for epoch in range(epochs):
+            if reset:
+                model[0].reset_running_stats()
+            for batch in run.epoch(epoch):
+                run.step(batch)
+        return {name: value.clone() for name, value in run.state().items()}
+
+    once, again, more = trained(True, 1), trained(True, 3), trained(False, 3)
+    for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        torch.testing.assert_close(again[name], once[name])
+        assert not torch.equal(more[name], once[name])

@@ -97,47 +97,54 @@ class CustomLoop:
             number: the epoch, from 0.
             start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
         """
-        run = self._run
         self._check_beginning()
-        for batch in run.epoch(number, start):
-            step_context = run._step_context()
-            self._begun, self._accounted = True, False
-            self._bodies.begin_batch()
-            if run._trainability(late=False):
-                run.hooks.watch(run.replica.parts)
-            self._bank.clear()
-            work = run._cells(batch, step_context)
-            step_context = run._step_context_now
-            if run.replica.sharded:
-                work = run._even(work, step_context)
-            busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
-            # Shares differ by at most one sample, so that workers without samples are the last ones.
-            self._idle = [worker for worker, micro_batches in work if not micro_batches]
-            if not busy and run._drawn is not None:
-                worker, *self._idle = self._idle
-                busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
-            self._busy = [worker for worker, _ in busy]
-            if len(set(self._busy)) < len(self._busy):
-                self._refuse_parts_of_worker(len(busy))
-            several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
-            served = self._sync.gradient_at == "servers"
-            self._origin.alone = not several and not served and run.context.comms.replica.size == 1
-            pushed = self._origin.carried() if several and served else []
-            # Complete gradients that the script accumulates over global batches.
-            carried = self._sync.pop_gradients() if several else {}
-            for worker, micro_batches in busy:
-                run.gradient_sync.begin_worker(worker, step_context)
-                for micro_batch in micro_batches:
-                    final = worker == self._busy[-1] and micro_batch.last
-                    self._enter_body(micro_batch, final, carried)
-                    if pushed:
-                        # The first body must clear them, as without several bodies.
-                        conceal(pushed, "on the parameter servers, which have applied it")
-                        pushed = []
-                    with self._replica.script_code():
-                        yield micro_batch.batch
-                    self._leave_body()
-            self._end_batch()
+        try:
+            for batch in self._run.epoch(number, start):
+                yield from self._bodies_of(batch)
+        finally:
+            self._sync.leave_custom_loop()
+
+    def _bodies_of(self, batch: Batch) -> Iterator[Batch]:
+        """Iterate over this rank's micro-batches of a global batch; the script's loop body runs on each."""
+        run = self._run
+        step_context = run._step_context()
+        self._begun, self._accounted = True, False
+        self._bodies.begin_batch()
+        if run._trainability(late=False):
+            run.hooks.watch(run.replica.parts)
+        self._bank.clear()
+        work = run._cells(batch, step_context)
+        step_context = run._step_context_now
+        if run.replica.sharded:
+            work = run._even(work, step_context)
+        busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
+        # Shares differ by at most one sample, so that workers without samples are the last ones.
+        self._idle = [worker for worker, micro_batches in work if not micro_batches]
+        if not busy and run._drawn is not None:
+            worker, *self._idle = self._idle
+            busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
+        self._busy = [worker for worker, _ in busy]
+        if len(set(self._busy)) < len(self._busy):
+            self._refuse_parts_of_worker(len(busy))
+        several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
+        served = self._sync.gradient_at == "servers"
+        self._origin.alone = not several and not served and run.context.comms.replica.size == 1
+        pushed = self._origin.carried() if several and served else []
+        # Complete gradients that the script accumulates over global batches.
+        carried = self._sync.pop_gradients() if several else {}
+        for worker, micro_batches in busy:
+            run.gradient_sync.begin_worker(worker, step_context)
+            for micro_batch in micro_batches:
+                final = worker == self._busy[-1] and micro_batch.last
+                self._enter_body(micro_batch, final, carried)
+                if pushed:
+                    # The first body must clear them, as without several bodies.
+                    conceal(pushed, "on the parameter servers, which have applied it")
+                    pushed = []
+                with self._replica.script_code():
+                    yield micro_batch.batch
+                self._leave_body()
+        self._end_batch()
 
     def _refuse_parts_of_worker(self, count: int) -> NoReturn:
         raise UsageError(

@@ -216,6 +216,7 @@ class CentralStorageSync(AllReduceSync):
 
         Called before the first step of a script's own training loop. Collective: builds another reducer.
         """
+        super().begin_custom_loop()
         if not self._custom:
             self._custom = True
             self._reducer = self._new_reducer()

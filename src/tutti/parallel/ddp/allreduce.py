@@ -326,7 +326,12 @@ class AllReduceSync:
         return self._run_context.reproducible or self._run_context.gradient_variance
 
     def begin_custom_loop(self) -> None:
-        """Do nothing: each rank already has the complete gradient of the tensors that it holds."""
+        """Prepare for custom training loops: each rank already has the complete gradient of the tensors it holds."""
+        self._buffers.begin_custom_loop()
+
+    def leave_custom_loop(self) -> None:
+        """Take what the script writes to buffers from now on, after an epoch's loop, as meant for every worker."""
+        self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return (name, parameter) pairs of the parameters trainable at the last ``attach`` or ``reattach``."""

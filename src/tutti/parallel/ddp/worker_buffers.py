@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,19 @@ from torch import Tensor, nn
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import sharers, workers_of
 from tutti.device import widest_float
+from tutti.errors import UsageError
 from tutti.nn.swap import BufferRef, buffers
 from tutti.parallel.ddp.buffer_handover import BufferHandover
-from tutti.torch_compat import tensor_version
+from tutti.torch_compat import BatchNormBase, foreach_norm, tensor_version
 from tutti.types import RunContext, SavedState
+
+
+class _Writer(Enum):
+    """What may write buffers at present."""
+
+    FORWARDS = "the forwards of a worker, or its bodies of a custom loop"
+    LAST_BODY = "a custom loop's last body of a global batch, after the update; its writes are the last worker's own"
+    SCRIPT = "the script, between global batches; its writes are meant for every worker"
 
 
 class WorkerBuffers:
@@ -41,8 +51,8 @@ class WorkerBuffers:
         if len(run_context.mine):
             self._own[run_context.mine[0]] = [slot.get() for slot in self._slots]
         self._inside = run_context.mine[0] if len(run_context.mine) else -1
-        self._learned, self._after_forwards = set[int](), True
-        self._marks = self._marked()
+        self._learned, self._writer, self._custom = set[int](), _Writer.SCRIPT, False
+        self._look()
         self._handover: BufferHandover | None = None
         if run_context.sharers is not None:
             self._handover = BufferHandover(self._slots, run_context, in_turn)
@@ -65,7 +75,7 @@ class WorkerBuffers:
             for slot, tensor in zip(self._slots, self._own[worker], strict=True):
                 slot.put(tensor)
             self._inside = worker
-        self._after_forwards, self._marks = False, self._marked()
+        self._writer, self._marks = _Writer.FORWARDS, self._marked()
 
     def pass_on(self) -> None:
         """Send the model's buffers to the next rank that shares the logical worker, after the step's last forward.
@@ -84,7 +94,19 @@ class WorkerBuffers:
         if self._handover is not None:
             self._handover.finish()
         self._follow_writes()
-        self._after_forwards = True
+        self._writer = _Writer.LAST_BODY if self._custom else _Writer.SCRIPT
+        self._look()
+
+    def begin_custom_loop(self) -> None:
+        """Take what is written between ``finish`` and ``leave_custom_loop`` as the last body's, from now on."""
+        self._custom = True
+
+    def leave_custom_loop(self) -> None:
+        """Take what is written from now until the next ``enter`` as the script's: the loop over an epoch has ended."""
+        if self._writer == _Writer.LAST_BODY:
+            self._follow_writes()
+            self._writer = _Writer.SCRIPT
+            self._look()
 
     def close(self) -> None:
         """Make a logical worker's buffers equal on all ranks that share the worker, after a step without backward.
@@ -129,7 +151,7 @@ class WorkerBuffers:
             for slot, tensor in zip(self._slots, row, strict=True):
                 source = ("workers", f"{worker}/{slot.name}") if same else ("model", slot.name)
                 tensor.copy_(saved.get(*source))
-        self._marks = self._marked()
+        self._look()
 
     def _take_out(self) -> None:
         """Read the current worker's buffers from the model, because a module may have assigned new tensors."""
@@ -140,8 +162,12 @@ class WorkerBuffers:
     def _follow_writes(self) -> None:
         """Give a buffer that the script has written between global batches to all workers of this rank.
 
-        Only a buffer that no forward and no body of a loop has written is every worker's alike, such as a temperature
-        that the script lowers in each epoch; the others, such as statistics, are each worker's own.
+        A buffer that no forward and no body of a loop has written is every worker's alike, such as a temperature that
+        the script lowers in each epoch. The others, such as statistics, are each worker's own: of these only a reset
+        is the same for all workers.
+
+        Raises:
+            UsageError: the script has written a buffer of which each worker has a value of its own.
         """
         if len(self._own) < 2:
             return
@@ -151,12 +177,37 @@ class WorkerBuffers:
             for i, ((before, version), (now, newer)) in enumerate(zip(self._marks, marks, strict=True))
             if before is not now or version != newer
         }
-        if not self._after_forwards:
+        if self._writer == _Writer.FORWARDS:
             self._learned |= changed
-        for i in changed - self._learned:
-            for worker, row in self._own.items():
-                row[i] = marks[i][0] if worker == self._inside else marks[i][0].clone()
+        else:
+            changed |= self._silently_changed()
+            own = {i for i in changed & self._learned if not _is_reset(self._slots[i])}
+            if own and self._writer == _Writer.SCRIPT:
+                self._refuse(self._slots[min(own)])
+            for i in changed - own:
+                for worker, row in self._own.items():
+                    row[i] = marks[i][0] if worker == self._inside else marks[i][0].clone()
         self._marks = marks
+
+    def _refuse(self, slot: BufferRef) -> None:
+        raise UsageError(
+            f"the script has written the buffer {slot.name} between global batches, and forwards write it too",
+            why=f"each of the {len(self._own)} logical workers of this device has a value of its own, and the script"
+            " changed one of them",
+            remedy="write it in the body of a loop over run.microbatches(), which runs for each worker; or reset it to"
+            f" zero; or take as many workers as data ranks ({self._comm.size})",
+        )
+
+    def _look(self) -> None:
+        """Remember the buffers in the model as they are now, to see what the script writes."""
+        self._marks = self._marked()
+        self._norms = _norms(self._marks)
+
+    def _silently_changed(self) -> set[int]:
+        """Return the buffers whose values have changed since ``_look``, also those written through ``.data``."""
+        norms = _norms(self._marked())
+        same = (norms == self._norms) | (norms.isnan() & self._norms.isnan())
+        return {i for i, each in enumerate(same.tolist()) if not each}
 
     def _marked(self) -> list[tuple[Tensor, int]]:
         """Return each buffer in the model with its version counter, where several workers share this rank."""
@@ -225,6 +276,21 @@ class WorkerBuffers:
                 start += shape.numel()
         # A rank that was lost between two all-gathers is in some tensors only: gather again.
         return table if self._comm.alive_ranks == there else self._gather()
+
+
+def _norms(marks: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Return the norm of each buffer, on the buffers' device, to tell whether their values have changed."""
+    tensors = [t if t.is_floating_point() or t.is_complex() else t.float() for t, _ in marks]
+    if not tensors:
+        return torch.empty(0)
+    device = tensors[0].device
+    return torch.stack([norm.to(device, widest_float(device)) for norm in foreach_norm(tensors)])
+
+
+def _is_reset(slot: BufferRef) -> bool:
+    """Return whether a buffer has the values of a reset: zeros, or ones in a batch norm's variance."""
+    ones = slot.key == "running_var" and isinstance(slot.owner, BatchNormBase)
+    return bool((slot.get() == ones).all())
 
 
 def _gather_rows(rows: Sequence[Tensor], comm: Communicator, workers: int) -> Tensor:

@@ -470,8 +470,13 @@ class ShardedSync:
         Called when a script begins a custom training loop; gradients stay sharded. With FSDP2 the model has other
         parameter objects in that time; with ZeRO stage 1 nothing is to do.
         """
+        self._buffers.begin_custom_loop()
         for engine in self._engines:
             engine.begin_custom_loop()
+
+    def leave_custom_loop(self) -> None:
+        """Take what the script writes to buffers from now on, after an epoch's loop, as meant for every worker."""
+        self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return (name, parameter) of each trained parameter, with the parameter objects of the user's model.

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import conceal, is_cleared
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.types import GradientPlace, StepContext
 
 
@@ -20,10 +21,16 @@ class RemoteGradients:
     gradient_at: GradientPlace = "servers"
     accumulated = False
     _trained: Sequence[tuple[str, nn.Parameter]]
+    _buffers: WorkerBuffers
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Do nothing at the start of a custom training loop: ``.grad`` cannot show sums, which only servers have."""
+        """Prepare for custom training loops, in which ``.grad`` cannot show sums: only the servers have them."""
+        self._buffers.begin_custom_loop()
+
+    def leave_custom_loop(self) -> None:
+        """Take what the script writes to buffers from now on, after an epoch's loop, as meant for every worker."""
+        self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return (name, parameter) of all trained parameters, in the model's order."""
