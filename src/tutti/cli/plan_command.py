@@ -122,21 +122,65 @@ def plan_devices(
     if not runs and machine is None:
         raise UsageError("nothing says how long a step takes", remedy="give --machine, or --runs")
 
-    from tutti.planning.conformal_band import shipped_residuals
-    from tutti.planning.device_plan import TargetData, device_plans
-    from tutti.planning.machine_costs import open_machine
-    from tutti.planning.plan_candidates import (
-        check_measured_algorithms,
-        is_single_update,
-        measured_steps,
-        step_key,
-    )
-    from tutti.planning.plan_search import STRATEGIES
-    from tutti.planning.recipe import read_recipe
-    from tutti.planning.run_evidence import find_runs, measured_targets, read_evidence, usable_runs
+    from tutti.planning.device_plan import device_plans
+    from tutti.planning.plan_candidates import step_key
+    from tutti.planning.run_evidence import find_runs, read_evidence, usable_runs
 
     evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
-    posterior = None if recipe is None else read_recipe(recipe)
+    known, data = _to_target(evidence, recipe, known, notes)
+    base, near = _base(evidence, precision)
+    batches = _batches(data, asked.batches)
+    command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
+    steps = _steps_of_runs(evidence, strategy, batches, max_devices, command)
+    costs = None
+    search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
+    if machine is not None:
+        from tutti.planning.machine_costs import open_machine
+
+        costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
+        steps = _steps_of_machine(steps, evidence, costs, base.precision, notes)
+        search = _searcher(task, base, costs, data, asked, batches, strategy)
+        if asked.device_memory is None:
+            notes.append("memory is not checked, and recomputation not tried, without --device-memory")
+    found = search(steps)
+    if not found.steps:
+        why = "; ".join(f"{text} ({count} choices)" for text, count in found.refusals().items())
+        raise UsageError(
+            "no choice of devices and batch can be planned",
+            why=why or "no run has ten recorded steps",
+            remedy="give --machine, other --strategy or --batch-size",
+        )
+    answer = _Answer(task, known, device_plans(found.steps, data, price), found, notes, data, asked)
+    if verify:
+        _check_here(costs, evidence)
+        verified = _verify(answer, base, near)
+        known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
+        found = search([*known_steps.values()])
+        answer = replace(answer, plans=device_plans(found.steps, data, price), found=found)
+    return answer.show(base, near, out, figure, as_json)
+
+
+def _to_target(
+    evidence: Sequence[RunEvidence], recipe: Path | None, asked: TrainingTarget | None, notes: list[str]
+) -> tuple[TrainingTarget, TargetData]:
+    """Return the target of training, and what runs and recipe say of the samples that it takes.
+
+    Args:
+        evidence: the runs.
+        recipe: file of ``tutti noise``; None for none.
+        asked: the target of ``--target``; None for that of the runs or of the recipe.
+        notes: what is not used, and why, is appended.
+
+    Raises:
+        UsageError: nothing names a target, or recipe and ``--target`` name two.
+    """
+    from tutti.planning.conformal_band import shipped_residuals
+    from tutti.planning.device_plan import TargetData
+    from tutti.planning.plan_candidates import is_single_update
+    from tutti.planning.recipe import read_recipe
+    from tutti.planning.run_evidence import measured_targets
+
+    posterior, known = None if recipe is None else read_recipe(recipe), asked
     if posterior is not None:
         wanted = TrainingTarget.parse(f"{posterior.metric}={posterior.value:.17g}", "--recipe")
         if known is not None and (known.metric.name, known.value) != (wanted.metric.name, wanted.value):
@@ -151,52 +195,53 @@ def plan_devices(
         notes += more
     if known is None:
         raise UsageError("no target is given", remedy="give --target, such as accuracy=0.93")
-    data = TargetData(measured, posterior, shipped_residuals())
-    batches = _batches(data, asked.batches)
+    return known, TargetData(measured, posterior, shipped_residuals())
 
-    base, near = _base(evidence, precision)
-    wanted_strategies = strategy or STRATEGIES
-    costs = None
+
+def _steps_of_runs(
+    evidence: Sequence[RunEvidence], strategies: Sequence[str], batches: Sequence[int], max_devices: int, command: str
+) -> list[PlannedStep]:
+    """Return the measured steps of the runs that are among the plans asked for.
+
+    Args:
+        evidence: the runs.
+        strategies: of ``--strategy``; empty for all.
+        batches: global batches of the plans, in samples.
+        max_devices: most devices.
+        command: a command that measures samples to the target, for messages.
+
+    Raises:
+        UsageError: an algorithm other than one update a global batch is asked for, and no run has measured it.
+    """
+    from tutti.planning.plan_candidates import check_measured_algorithms, measured_steps
+    from tutti.planning.plan_search import STRATEGIES
+
     steps = measured_steps(evidence)
-    command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
-    check_measured_algorithms(wanted_strategies, steps, command)
+    check_measured_algorithms(strategies or STRATEGIES, steps, command)
     steps = [s for s in steps if s.devices <= max_devices and (s.samples is not None or s.batch in batches)]
-    steps = [s for s in steps if not strategy or s.strategy in strategy or s.family in strategy]
-    search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
-    if machine is not None:
-        costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
-        here, others = _of_machine(evidence, costs, base.precision)
-        if others:
-            notes.append(f"steps of {others} runs are not used: they were trained on another machine or precision")
-            kept = {step_key(s) for s in measured_steps(here)}
-            steps = [s for s in steps if step_key(s) in kept]
-        search = _searcher(
-            task,
-            base,
-            costs,
-            data,
-            asked.device_memory,
-            (_counts(asked.max_devices), batches, [s for s in wanted_strategies if is_single_update(s)]),
-        )
-        if asked.device_memory is None:
-            notes.append("memory is not checked, and recomputation not tried, without --device-memory")
-    found = search(steps)
-    if not found.steps:
-        why = "; ".join(f"{text} ({count} choices)" for text, count in found.refusals().items())
-        raise UsageError(
-            "no choice of devices and batch can be planned",
-            why=why or "no run has ten recorded steps",
-            remedy="give --machine, other --strategy or --batch-size",
-        )
-    plans = device_plans(found.steps, data, price)
-    answer = _Answer(task, known, plans, found, notes, data, asked)
-    if verify:
-        _check_here(costs, evidence)
-        verified = _verify(answer, base, near)
-        known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
-        found = search([*known_steps.values()])
-        answer = replace(answer, plans=device_plans(found.steps, data, price), found=found)
-    return answer.show(base, near, out, figure, as_json)
+    return [s for s in steps if not strategies or s.strategy in strategies or s.family in strategies]
+
+
+def _steps_of_machine(
+    steps: Sequence[PlannedStep], evidence: Sequence[RunEvidence], costs: StepCosts, precision: str, notes: list[str]
+) -> list[PlannedStep]:
+    """Return the steps measured on the machine of the plan and in its precision; a note says what is left out.
+
+    Args:
+        steps: steps of all runs.
+        evidence: the runs.
+        costs: prices of the machine.
+        precision: of the plan.
+        notes: appended to.
+    """
+    from tutti.planning.plan_candidates import measured_steps, step_key
+
+    here, others = _of_machine(evidence, costs, precision)
+    if not others:
+        return [*steps]
+    notes.append(f"steps of {others} runs are not used: they were trained on another machine or precision")
+    kept = {step_key(s) for s in measured_steps(here)}
+    return [s for s in steps if step_key(s) in kept]
 
 
 @dataclass(frozen=True)
@@ -303,8 +348,9 @@ def _searcher(
     base: TrainConfig,
     costs: StepCosts,
     data: TargetData,
-    device_memory: float | None,
-    space: tuple[Sequence[int], Sequence[int], Sequence[str]],
+    asked: _Asked,
+    batches: Sequence[int],
+    strategies: Sequence[str],
 ) -> Callable[[list[PlannedStep]], PlanCandidates]:
     """Return a search over all plans of a machine, given the measured steps.
 
@@ -313,23 +359,26 @@ def _searcher(
         base: options of the run besides those of a plan.
         costs: prices of the machine.
         data: to the target.
-        device_memory: bytes of a device; None where it is not to be checked.
-        space: numbers of devices, batches and strategies.
+        asked: limits of the plan.
+        batches: global batches to plan, in samples.
+        strategies: to plan; empty for those that a plan searches by itself.
     """
-    from tutti.planning.plan_candidates import PlanCandidates
-    from tutti.planning.plan_search import StepPricer, calibrate, plan_choices, search_plans
+    from tutti.planning.plan_candidates import PlanCandidates, is_single_update
+    from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
     from tutti.planning.step_prediction import TaskSizes
 
     own = base.activation_checkpointing
     tried = (*([own] if own != "none" else []), *(("blocks", "selective") if base.compile is None else ()))
     pricer = StepPricer(TaskSizes(task, base, tried), base, costs)
     # Recomputation saves memory alone: without a limit no plan with it can win.
-    checkpointing = pricer.checkpointing() if device_memory is not None else (own,)
+    checkpointing = pricer.checkpointing() if asked.device_memory is not None else (own,)
+    searched = [s for s in strategies or STRATEGIES if is_single_update(s)]
 
     def search(steps: list[PlannedStep]) -> PlanCandidates:
         found = PlanCandidates()
+        choices = plan_choices(_counts(asked.max_devices), batches, searched, checkpointing)
         calibrate(steps, pricer, found)
-        search_plans(plan_choices(*space, checkpointing), steps, pricer, data, device_memory, found)
+        search_plans(choices, steps, pricer, data, asked.device_memory, found)
         return found
 
     return search
