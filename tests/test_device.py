@@ -117,6 +117,9 @@ def test_mps_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TUTTI_PROCESS_SETUP", "off")
+    # Another test of this process may have initialised the context.
+    monkeypatch.setattr(context, "_world", None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(UsageError, match="MPS computes in 1 process, not in 2"):
         context.init("mps")
     assert peak_memory(torch.device("mps")) is None
