@@ -11,6 +11,6 @@ MODULES = (
     *("torch._dynamo", "torch.profiler", "tutti.train.main", "tutti.cli.app", "tutti.launcher.agent"),
     *sorted(".".join(path.parts).removesuffix(".__init__") for path in _STRATEGIES),
     # What runs import when they need it: the digits, servers, files, plots.
-    *("sklearn.datasets", "zmq", "safetensors.torch", "tomli_w"),
+    *("zmq", "safetensors.torch", "tomli_w"),
     *("matplotlib.figure", "matplotlib.backends.backend_svg"),
 )

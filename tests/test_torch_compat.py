@@ -36,7 +36,6 @@ from tutti.torch_compat import (
     IS_VIEW,
     MODULE_ATTRIBUTES,
     MODULE_HOOK_TABLES,
-    OPTIMIZER_ATTRIBUTES,
     VERSION_ATTRIBUTE,
     BatchNormBase,
     ConvBase,
@@ -95,6 +94,7 @@ from tutti.torch_compat import (
     node_sequence,
     non_persistent_buffers,
     operator_arguments,
+    optimizer_attributes,
     order_members,
     reduce_scatter_single,
     replace_call,
@@ -457,7 +457,7 @@ def optimizers_and_schedulers_keep_their_books() -> None:
     with warnings.catch_warnings(action="error"):
         optimizer.step()
         scheduler.step()
-    assert vars(optimizer).keys() - OPTIMIZER_ATTRIBUTES == {"step"}
+    assert vars(optimizer).keys() - optimizer_attributes() == {"step"}
     other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     torch.optim.lr_scheduler.StepLR(other, 1)
     assert is_wrapped_by_scheduler(other.step) and is_wrapped_by_scheduler(step) and not is_wrapped_by_scheduler(None)
@@ -623,7 +623,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     options_of_layers_are_known: "draws_samples has_packed_projection FUSED_ACTIVATION",
     a_modules_own_attributes_are_known: "MODULE_ATTRIBUTES FX_CONSTANT",
     optimizers_and_schedulers_keep_their_books: """
-        OPTIMIZER_ATTRIBUTES is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
+        optimizer_attributes is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
     """,
     collectives_of_one_rank_pass: "all_gather_single reduce_scatter_single default_store flight_recorder",
     groups_are_numbered_anew: "forget_process_groups set_group_timeout",

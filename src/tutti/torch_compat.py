@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,6 @@ __all__ = [
     "IS_VIEW",
     "MODULE_ATTRIBUTES",
     "MODULE_HOOK_TABLES",
-    "OPTIMIZER_ATTRIBUTES",
     "VERSION_ATTRIBUTE",
     "BatchNormBase",
     "ConvBase",
@@ -97,6 +96,7 @@ __all__ = [
     "node_sequence",
     "non_persistent_buffers",
     "operator_arguments",
+    "optimizer_attributes",
     "order_members",
     "reduce_scatter_single",
     "replace_call",
@@ -503,13 +503,16 @@ def mps_generator() -> torch.Generator:
 
 # --- optimizers ----------------------------------------------------------------------------------------------------
 
-OPTIMIZER_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {
-    "_opt_called",
-    "_step_count",
-    "_need_device_dtype_check_for_fused",
-    "_step_supports_amp_scaling",
-}
-"""Attributes of every optimizer, including those that PyTorch's schedulers and gradient scalers add."""
+
+@cache
+def optimizer_attributes() -> frozenset[str]:
+    """Return the attributes of every optimizer, including those that PyTorch's schedulers and gradient scalers add.
+
+    The first call makes an optimizer, which imports ``torch._dynamo``: a second, which other programs need not spend.
+    """
+    own = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+    added = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling")
+    return own.union(added)
 
 
 def is_wrapped_by_scheduler(step: object) -> bool:

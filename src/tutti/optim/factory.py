@@ -17,7 +17,7 @@ from tutti.config import optimizer_config as options
 from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
 from tutti.optim.layerwise import LayerWise
-from tutti.torch_compat import OPTIMIZER_ATTRIBUTES
+from tutti.torch_compat import optimizer_attributes
 from tutti.types import OptimizerFactory
 
 _FOLLOWERS: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
@@ -150,7 +150,9 @@ def built_alike(
     """
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
-    kept = {name: value for name, value in vars(optimizer).items() if is_plain(value) and name not in _BOOKKEEPING}
+    # Set by every optimizer's class, or by schedulers, scalers and tutti.
+    bookkeeping = optimizer_attributes() | {"grad_norm"}
+    kept = {name: value for name, value in vars(optimizer).items() if is_plain(value) and name not in bookkeeping}
     options = {k: v for k, v in {**kept, **optimizer.defaults}.items() if k in known} | dict(changes or {})
     remedy = "let its constructor take the parameters first, and hand all options on to super().__init__(params, {…})"
     try:
@@ -171,10 +173,6 @@ def built_alike(
                 remedy=remedy,
             )
     return built
-
-
-_BOOKKEEPING = OPTIMIZER_ATTRIBUTES | {"grad_norm"}
-"""Attributes of every optimizer, or set by schedulers, scalers and tutti."""
 
 
 def is_plain(value: object) -> bool:

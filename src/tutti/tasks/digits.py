@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tutti.config.task_config import CnnConfig, MlpConfig
 from tutti.data.arrays import ArraySource
@@ -27,13 +32,9 @@ def digits_task(config: CnnConfig | MlpConfig) -> Task:
     Raises:
         DataError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError("the digits come with scikit-learn", remedy=f"run {pip_install('demo')}") from None
-    images, labels = load_digits(return_X_y=True)
-    inputs = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    targets = labels.astype(np.int64)
+    table = _read_table()
+    inputs = (table[:, :-1] / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    targets = table[:, -1].astype(np.int64)
     held_out = np.arange(len(targets)) % 5 == 4
     model = (
         partial(models.cnn, config, CLASSES) if isinstance(config, CnnConfig) else partial(models.mlp, config, CLASSES)
@@ -47,3 +48,22 @@ def digits_task(config: CnnConfig | MlpConfig) -> Task:
         images=True,
         describe=f"{(~held_out).sum():,} + {held_out.sum():,} grey images 8×8, {CLASSES} classes",
     )
+
+
+def _read_table() -> NDArray[Any]:
+    """Return the images' pixels and labels, (1797, 65), as ``sklearn.datasets.load_digits`` reads them.
+
+    The file is read without an import of scikit-learn, which takes longer than a run's first steps; where it is
+    elsewhere, scikit-learn reads it.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise DataError("the digits come with scikit-learn", remedy=f"run {pip_install('demo')}")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if file.exists():
+        with gzip.open(file, "rt", encoding="ascii") as lines:
+            return np.loadtxt(lines, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return np.column_stack([images, labels])
