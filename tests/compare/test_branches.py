@@ -48,7 +48,7 @@ def falls(rates: list[float]) -> float:
     return sum(0.5 * curve * weight**2 for curve, weight in zip(CURVES, weights, strict=True))
 
 
-@pytest.mark.parametrize(("rule", "power"), [("linear", 1.0), ("none", 0.0)])
+@pytest.mark.parametrize(("rule", "power"), [pytest.param("linear", 1.0, marks=pytest.mark.full), ("none", 0.0)])
 def test_branches_follow_the_known_course(tmp_path: Path, rule: str, power: float) -> None:
     (tmp_path / "own.py").write_text(TASK)
     done = tutti(tmp_path, *TRAIN, "--epochs", "2", "--workers", "2", "--out", "base")

@@ -78,12 +78,13 @@ def test_equals_one_device(case: Case) -> None:
 
 
 def test_ordinary_runs_hold_every_pair() -> None:
-    """Every strategy with each kind of optimizer, on 1 to 4 devices and in each of its modes, where it runs."""
+    """Every strategy with each kind of optimizer, on 1, 2 and 3 or 4 devices, in each of its modes, where it runs."""
     chosen = pairwise()
     kinds = {(case.strategy, KINDS[case.optimizer]) for case in whole()}
     assert kinds == {(case.strategy, KINDS[case.optimizer]) for case in chosen}
     assert {case.optimizer for case in chosen} == set(OPTIMIZERS)
-    devices = {(case.strategy, case.devices) for case in whole() if case.devices < 8}
+    devices = {(case.strategy, case.devices) for case in whole() if case.devices < 4}
+    devices |= {(case.strategy, 4) for case in whole() if (case.strategy, 3) not in devices}
     assert devices <= {(case.strategy, case.devices) for case in chosen}
     assert {case.devices for case in chosen} == set(DEVICES)
     modes = {(case.strategy, mode) for case in chosen for mode in case.modes}
@@ -106,7 +107,7 @@ def test_reproducible_on_eight_data_ranks(strategy: str) -> None:
         assert (largest_difference(got, want), own_losses, own_digest) == (0, losses, digest)
 
 
-# Stated tolerances of reduced precision, for parameters of order 1 after five steps of SGD.
+# Stated tolerances of reduced precision, for parameters of order 1 after four steps of SGD.
 REDUCED = {
     "fp32": ("mirrored", "fp32", 1e-5),
     "fp32, native": ("mirrored:algorithm=native", "fp32", 1e-5),

@@ -46,7 +46,7 @@ def check(optimizer: str, devices: int, strategy: str) -> None:
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
 
-@pytest.mark.parametrize(("place", "optimizer"), in_turn(PLACES, MIXED, each=2), ids=str)
+@pytest.mark.parametrize(("place", "optimizer"), in_turn(PLACES, MIXED), ids=str)
 def test_whole_tensors_are_mixed(place: tuple[int, str], optimizer: str) -> None:
     check(optimizer, *place)
 
@@ -72,9 +72,7 @@ def test_state_that_a_constructor_makes_is_cut(devices: int, strategy: str) -> N
     check("adagrad", devices, strategy)
 
 
-@pytest.mark.parametrize(
-    ("place", "optimizer"), in_turn(OTHERS, ["muon", "grouped", "decayed", "adagrad"], each=2), ids=str
-)
+@pytest.mark.parametrize(("place", "optimizer"), in_turn(OTHERS, ["muon", "grouped", "decayed", "adagrad"]), ids=str)
 def test_where_tensors_are_shared_out(place: tuple[int, str], optimizer: str) -> None:
     """Flattened ones, too, in which an optimizer may see no matrix."""
     check(optimizer, *place)

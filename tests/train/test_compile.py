@@ -53,6 +53,7 @@ def uncompiled(task: str) -> list[float]:
     return [run.step(batch) for _, batch in zip(range(3), run.epoch(0), strict=False)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(compiler()), reason=compiler())
 def test_ranks_train_with_compiled_code_that_they_share(tmp_path: Path) -> None:
     own, cache = write_task(tmp_path, SMALLEST), tmp_path / "cache"

@@ -76,7 +76,7 @@ def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **opti
     arguments = {"workers": 2, "batch_size": 15, "clip": 0.01, "ema": "0.8:warmup", "precision": "fp64", **options}
     run = tutti.prepare(build(name), optimizer, data(name), loss, strategy=strategy, **arguments)
     losses = [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)]
-    evaluation = run.evaluate(run.feed.source, batch=7)
+    evaluation = run.evaluate(run.feed.source, batch=15)
     state = {key: value.numpy().copy() for key, value in run.state().items()}
     state |= {f"average of {k}": value.numpy().copy() for k, value in run.state(averaged=True).items()}
     return state, [*losses, evaluation.loss], run.weights_sha256() + run.weights_sha256(averaged=True)
