@@ -145,7 +145,7 @@ def step_through(data: Any, **options: Any) -> None:
 )
 def test_a_run_on_samples_of_unequal_length_ends_with_the_reason(kind: Any, devices: int, loaders: int) -> None:
     with pytest.raises(RankError) as caught:
-        worlds.run(devices, step_through, data=kind(), data_workers=loaders)
+        worlds.run_within(3.0, devices, step_through, data=kind(), data_workers=loaders)
     said = [f for f in caught.value.failures if f is not None and f.kind == "DataError"]
     assert said
     assert all("sample 9" in f.text and "pad or crop" in f.text and kind.__name__ in f.text for f in said)
