@@ -443,6 +443,14 @@ def test_all_wait_for_a_delayed_rank(strategy: str, devices: int) -> None:
     assert seconds_of(step, both, costs()) == pytest.approx(plain + (0.05 if devices > 1 else 0.03), rel=2e-3)
 
 
+@pytest.mark.parametrize(("elements", "wire"), [(1000, "fp32"), (1_000_000, "fp32"), (1_000_000, "bf16")])
+def test_sums_of_the_backend_run_during_a_delay(elements: int, wire: str) -> None:
+    """All buckets are sent within backward, so that a delay after it hides them, as in a run."""
+    step, strategy = facts(4, elements), f"mirrored:algorithm=native,bucket_mb=4,wire={wire}"
+    found = seconds_of(step, run(strategy, 2, slow="rank=1,ms=400"), costs())
+    assert found == pytest.approx(0.096 + 0.4 + 4 * elements / 1e9)
+
+
 def test_delays_of_the_logical_workers_of_a_device_add_up() -> None:
     step, plain = facts(4), seconds_of(facts(4), run("mirrored:algorithm=ring", 2, workers=4), costs())
     for slow, more in (("worker=1,ms=20", 0.02), ("worker=0+1,ms=20", 0.04), ("worker=1+2,ms=20", 0.02)):

@@ -436,11 +436,11 @@ class ReplicaBuilder:
         return sorted(places, key=lambda name: places[name])
 
     def _all_reduces(self, program: StepProgram, exchange: Any, ranks: int, ends: Mapping[str, int]) -> list[int]:
-        """Append the all-reduces of all buckets, in order; those of the backend overlap backward."""
+        """Append the all-reduces of all buckets, in order; those of the backend overlap backward and delays."""
         order = {name: place for place, name in enumerate(self.facts.workload.gradient_order)}
         sequence = self._backward_order()
         ready = {g.name: g.ready for g in self.facts.workload.groups}
-        last = len(program.actions) - 1
+        last = complete = len(program.actions) - 1
         needs: list[int] = []
         if exchange.algorithm == "auto" and not self.costs.overlaps:
             self.costs.note(
@@ -448,14 +448,13 @@ class ReplicaBuilder:
                 "memory, which tutti bench does not measure"
             )
         for number, vector in enumerate(program.vectors):
-            complete = last
-            if exchange.schedule is None and number < len(program.vectors) - 1:
+            if exchange.schedule is not None:
+                complete = last
+            elif vector.parameters:
+                # As in a run, which sends a bucket within backward: a delay after the passes holds none of them back.
                 complete = max(
-                    (
-                        max(ends[self.facts.tensors[i].group], self._reached(order, ready, sequence, ends, i))
-                        for i in vector.parameters
-                    ),
-                    default=last,
+                    max(ends[self.facts.tensors[i].group], self._reached(order, ready, sequence, ends, i))
+                    for i in vector.parameters
                 )
             seconds = all_reduce_seconds(self.costs, exchange, ranks, vector.bytes, self.apart)
             needs = [self.message(program, seconds, (complete,), f"gradient bucket {number}")]
