@@ -200,6 +200,25 @@ def test_a_synchronous_server_serves_all_ranks_in_turn() -> None:
     assert several < tcp[4] / 2
 
 
+def test_a_rank_beside_its_server_takes_no_link_between_nodes() -> None:
+    step = facts(4, elements=1_000_000)
+    link = LinkCost(0.0, 1e6)
+
+    def seconds(servers: int, nodes: int, each: int = 1, mode: str = "sync") -> float:
+        prices = on_host(each)
+        prices.network = Network(each, link)
+        return seconds_of(step, run(f"parameter_server:servers={servers},mode={mode}", nodes * each), prices)
+
+    # 16 MB there and back at 1 MB/s for every rank on another node; what else grows is 0.48 s of addition a rank.
+    for nodes in (2, 4, 8):
+        assert seconds(1, nodes) == pytest.approx((nodes - 1) * 32 + nodes * 0.48 + 0.096, rel=0.02)
+    assert seconds(1, 4, each=2) == pytest.approx(6 * 32 + 8 * 0.48 + 0.096, rel=0.02)
+    # Each of two servers has half, and four servers on two nodes share two links.
+    assert seconds(2, 4) == pytest.approx(3 * 16 + 4 * 0.24 + 0.096, rel=0.02)
+    assert seconds(4, 2) == pytest.approx(1 * 16 + 2 * 0.12 + 0.096, rel=0.03)
+    assert seconds(1, 4, mode="async") == pytest.approx(3 * 32, rel=0.02)
+
+
 def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:
     step = facts(4, elements=1000)
     found = {n: seconds_of(step, run("parameter_server:mode=async", n), on_host(n, update=4e5)) for n in (1, 2, 32, 64)}

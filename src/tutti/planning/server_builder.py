@@ -218,10 +218,10 @@ class ServerBuilder(ReplicaBuilder):
         last = len(program.actions) - 1
         for text, seconds in (
             ("gradients written", service.written),
-            ("pushes of all ranks", ranks * service.transfer + service.requests(flows, "push")),
+            ("pushes of all ranks", service.senders * service.transfer + service.requests(flows, "push")),
             ("server: sum", ranks * service.added + service.looked_at + service.requests(flows, "sum")),
             ("server: update", service.updated),
-            ("parameters to all ranks", ranks * service.transfer_back + service.requests(flows, "apply")),
+            ("parameters to all ranks", service.senders * service.transfer_back + service.requests(flows, "apply")),
             ("parameters read", service.read),
         ):
             last = self.message(program, seconds, (last,), text)
@@ -240,17 +240,17 @@ class ServerBuilder(ReplicaBuilder):
         and at least N · s (bounds of a closed queueing network: Denning & Buzen 1978, ACM Computing Surveys 10(3)).
         """
         program, ranks = StepProgram(), self.shape["replica"]
-        busy = (service.transfer + service.looked_at + service.updated) / exchange.push
-        busy = busy + service.transfer_back / exchange.fetch + service.requests(flows, "push")
+        sent = service.transfer / exchange.push + service.transfer_back / exchange.fetch
+        served = (service.looked_at + service.updated) / exchange.push + service.requests(flows, "push")
         for worker, delay in zip(parts, self.delays(parts), strict=True):
             program.flows += flows
             self.passes(program, [worker], [delay])
             last = len(program.actions) - 1
             if ranks > 1:
-                others = (ranks - 1) * busy
+                others = (service.senders - 1) * sent + (ranks - 1) * served
                 program.add(StepAction(0, COMMUNICATION, others, link=True, text="server: other workers"))
             last = self.message(program, service.written / exchange.push, (last,), "gradients written")
-            last = self.message(program, busy, (last,), "push, update, and parameters")
+            last = self.message(program, sent + served, (last,), "push, update, and parameters")
             self.message(program, service.read / exchange.fetch, (last,), "parameters read")
         return program
 
@@ -261,7 +261,8 @@ class _Service:
     Attributes:
         written, read: a rank's gradients into its send buffer, and parameters out of its receive buffer; from and to
             the device, if it is an accelerator.
-        transfer, transfer_back: gradients of one rank to the server; parameters to one rank.
+        transfer, transfer_back: gradients of one rank over the link of the server's node; parameters to one rank.
+        senders: ranks whose gradients take this link; those on a server's own node do not.
         added: one rank's gradients added up.
         looked_at: norm and finiteness of the sum.
         updated: the update.
@@ -274,7 +275,9 @@ class _Service:
             HostPrices(builder.costs),
             [server_bytes(plan, server) for server in range(servers)],
         )
-        most, whole = max(sizes), plan.size
+        most, whole, nodes = max(sizes), plan.size, costs.network.nodes(self._devices)
+        ranks = builder.shape["replica"]
+        self.senders = ranks if nodes == 1 else max(1, ranks - costs.network.per_node)
         elements = max(sum(piece.end - piece.begin for piece in plan.pieces(server)) for server in range(servers))
         self.written = host.moved(whole) if host.apart else host.copied(whole)
         self.added = host.copied(_READ_WRITE * most, 1, "other")
@@ -284,7 +287,9 @@ class _Service:
             self.transfer, self.read = np.zeros(SAMPLES), host.moved(whole)
             self.transfer_back = host.copied(most)
         else:
-            self.transfer = self.transfer_back = costs.message(most, self._devices)
+            # Servers go round the nodes; those of one node share its link to the others.
+            together = -(-servers // nodes) if nodes > 1 else 1
+            self.transfer = self.transfer_back = costs.message(together * most, self._devices)
             self.read = host.moved(whole) if host.apart else host.copied(whole)
 
     def requests(self, flows: Sequence[ServerFlow], kind: str) -> Array:
