@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.commands import tutti
 from tutti.errors import UsageError
-from tutti.workload.bench_timing import fit_line
+from tutti.workload.bench_timing import fit_line, fit_link
 from tutti.workload.machine_figure import write_machine_figure
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine, machine_json, read_machine, write_machine
 
@@ -53,6 +53,19 @@ def test_a_line_has_the_least_relative_errors() -> None:
     line = fit_line("byte", points)
     assert line.fixed == pytest.approx(2e-5, rel=0.02) and line.rate == pytest.approx(5e9, rel=0.02)
     assert 0.005 < line.error < 0.02
+
+
+def test_the_rate_of_a_link_is_that_of_large_messages() -> None:
+    """A token bucket lets a burst of 64 KiB through at once, after which a link has 10 MB/s."""
+    sizes = [2**power for power in range(10, 26, 2)]
+    points = [CurvePoint(s, 2e-4 + s / 1e9 + max(0, s - 2**16) / 1e7, 0.0, 9) for s in sizes]
+    link = fit_link(points)
+    assert link.rate == pytest.approx(1e7, rel=0.02) and 0 <= link.fixed < 2e-4
+    assert len(link.points) == 8
+    # Large messages that are a little slow do not hide the latency.
+    plain = [CurvePoint(s, 2e-4 + s / 1e9 * (1.02 if s > 2**20 else 1), 0.0, 9) for s in sizes]
+    assert fit_link(plain).fixed == pytest.approx(2e-4, rel=0.01)
+    assert fit_link(plain[:2]).rate == pytest.approx(1e9, rel=0.01)
 
 
 def test_a_line_never_has_a_negative_fixed_cost() -> None:

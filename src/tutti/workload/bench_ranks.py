@@ -23,8 +23,9 @@ _SHARED, _SHARED_ROUNDS = 768, 5
 
 
 def bench_links(world: World, found: Findings) -> None:
-    """Measure the seconds of point-to-point messages from each rank to the next: half of the time there and back.
+    """Measure the seconds of messages between each rank and the next, one each way at the same time.
 
+    Rings use links both ways at once, and on some links each way is slower then: acknowledgements share its rate.
     Collective over all ranks.
 
     Args:
@@ -181,25 +182,24 @@ def _draw(line: Communicator, name: str, points: list[CurvePoint], sender: int, 
     values = torch.tensor([[p.size, p.seconds, p.spread, p.n] for p in points], dtype=torch.float64)
     line.broadcast(values, sender, "messages of a pair")
     known = [CurvePoint(size, seconds, spread, int(n)) for size, seconds, spread, n in values.tolist()]
-    found.draw(name, "byte", known)
+    found.draw_link(name, known)
 
 
 def _message(line: Communicator, sender: int, size: int, device: torch.device) -> CurvePoint:
-    """Time messages of ``size`` bytes between two ranks; other ranks return a point without meaning."""
-    tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    """Time messages of ``size`` bytes between two ranks, one each way; other ranks return a point without meaning."""
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     rounds = 30 if size < 2**20 else 8
     seconds = []
     line.all_gather(torch.zeros(1), "before messages")
+    here = line.rank == sender
+    other, (out, back) = (sender + 1, ("there", "back")) if here else (sender, ("back", "there"))
     for _ in range(rounds if line.rank in (sender, sender + 1) else 0):
         begin = time.perf_counter()
-        if line.rank == sender:
-            line.start_send(tensor, sender + 1, "there").wait()
-            line.receive(tensor, sender + 1, "back")
-        else:
-            line.receive(tensor, sender, "there")
-            line.start_send(tensor, sender, "back").wait()
+        pending = line.start_send(sent, other, out)
+        line.receive(received, other, back)
+        pending.wait()
         synchronize(device)
-        seconds.append((time.perf_counter() - begin) / 2)
+        seconds.append(time.perf_counter() - begin)
     return curve_point(size, seconds[2:]) if seconds else CurvePoint(size, 1.0, 0.0, 0)
 
 

@@ -17,6 +17,8 @@ from tutti.device import synchronize
 from tutti.workload.machine_file import Curve, CurvePoint, Figure
 
 _LEAST, _MOST = 5, 100
+_LARGE = 2**18
+"""Bytes of a message that shows the rate of a link."""
 
 
 @dataclass
@@ -54,6 +56,16 @@ class Findings:
         """
         curve = self.curves[name] = fit_line(unit, points)
         self._say(f"{name}: {curve.rate:.4g} {unit}/s, {curve.fixed * 1e6:.3g} µs a call")
+
+    def draw_link(self, name: str, points: Sequence[CurvePoint]) -> None:
+        """Add a curve of a link's seconds over bytes: the points, and α and β of ``fit_link``.
+
+        Args:
+            name: of the curve, such as ``links/0-1``.
+            points: median seconds of messages by bytes.
+        """
+        curve = self.curves[name] = fit_link(points)
+        self._say(f"{name}: {curve.rate:.4g} byte/s, {curve.fixed * 1e6:.3g} µs a message")
 
     def _say(self, text: str) -> None:
         if self.show and not is_quiet(os.environ):
@@ -124,12 +136,49 @@ def fit_line(unit: str, points: Sequence[CurvePoint]) -> Curve:
     >>> round(line.rate), round(line.fixed * 1e6, 6), round(line.error, 9)
     (1000000000, 10.0, 0.0)
     """
+    fixed, slope = _least_squares(points)
+    if fixed < 0 or slope <= 0:
+        fixed, slope = 0.0, _proportional(points)
+    return _curve(unit, points, fixed, slope)
+
+
+def fit_link(points: Sequence[CurvePoint]) -> Curve:
+    """Return latency and rate of a link: the rate of large messages, and what the smallest takes beyond its bytes.
+
+    Messages of 256 KiB and more, if there are two, have the rate. A link that limits its rate by a token bucket, as
+    virtual machines have them, lets a burst of smaller ones through free.
+
+    Args:
+        points: measured seconds by bytes of a message.
+
+    >>> burst = [CurvePoint(size, 1e-4 + max(size - 65536, 0) / 1e7, 0.0, 5) for size in (2**10, 2**16, 2**20, 2**24)]
+    >>> round(fit_link(burst).rate / 1e7, 2), round(fit_link(burst).fixed, 6)
+    (1.0, 0.0)
+    """
+    large = [point for point in points if point.size >= _LARGE]
+    large = large if len(large) > 1 else list(points)
+    # Below 0 where a burst was free.
+    _, slope = _least_squares(large)
+    slope = slope if slope > 0 else _proportional(large)
+    smallest = min(points, key=lambda point: point.size)
+    return _curve("byte", points, max(0.0, smallest.seconds - smallest.size * slope), slope)
+
+
+def _least_squares(points: Sequence[CurvePoint]) -> tuple[float, float]:
+    """Return fixed part and slope of the line with the least relative errors."""
     rows = [(1 / point.seconds, point.size / point.seconds) for point in points]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    fixed, slope = ((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant) if determinant else (0.0, b / bb)
-    if fixed < 0 or slope <= 0:
-        fixed, slope = 0.0, b / bb
+    return ((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant) if determinant else (0.0, b / bb)
+
+
+def _proportional(points: Sequence[CurvePoint]) -> float:
+    """Return the slope of the line through 0 with the least relative errors."""
+    rates = [point.size / point.seconds for point in points]
+    return sum(rates) / sum(rate * rate for rate in rates)
+
+
+def _curve(unit: str, points: Sequence[CurvePoint], fixed: float, slope: float) -> Curve:
     error = max(abs((fixed + point.size * slope) / point.seconds - 1) for point in points)
     return Curve(unit, tuple(sorted(points, key=lambda point: point.size)), 1 / slope, fixed, error)
