@@ -23,6 +23,7 @@ from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import StepProgram, evaluate_program
+from tutti.workload.bench_timing import fit_link
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
 from tutti.workload.message_log import GroupMessage
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, Workload
@@ -468,6 +469,36 @@ def test_sums_of_the_backend_run_during_a_delay(elements: int, wire: str) -> Non
     step, strategy = facts(4, elements), f"mirrored:algorithm=native,bucket_mb=4,wire={wire}"
     found = seconds_of(step, run(strategy, 2, slow="rank=1,ms=400"), costs())
     assert found == pytest.approx(0.096 + 0.4 + 4 * elements / 1e9)
+
+
+def test_slices_and_parts_of_replicas_share_the_link_of_their_node() -> None:
+    step, link = facts(4, elements=1_000_000), LinkCost(0.0, 1e6)
+
+    def seconds(algorithm: str, per_node: int) -> float:
+        prices = MeasuredCosts(machine(), "fp32", Network(per_node, link))
+        return seconds_of(step, run(f"mirrored:algorithm={algorithm}", 8), prices)
+
+    # Four nodes send 2 · 3/4 of 16 MB each, with one rank or two; a flat ring of eight ranks 2 · 7/8.
+    rest = 0.096 + 4e-3
+    assert seconds("hierarchical", 2) == pytest.approx(1.5 * 16 + rest, rel=1e-3)
+    assert seconds("hierarchical", 4) == pytest.approx(16 + rest, rel=1e-3)
+    assert seconds("ring", 2) == pytest.approx(1.75 * 16 + rest, rel=1e-3)
+
+
+def test_messages_between_nodes_are_read_from_their_measured_curve() -> None:
+    step = facts(4, elements=1_000_000)
+    messages = fit_link([CurvePoint(s, 0.01 * (s > 1024) + s / 1e7, 0.0, 5) for s in (2.0**k for k in range(9, 25))])
+    link = LinkCost(messages.fixed, messages.rate)
+
+    def seconds(algorithm: str, curve: Curve | None) -> float:
+        prices = MeasuredCosts(machine(), "fp32", Network(1, link, curve))
+        return seconds_of(step, run(f"mirrored:algorithm={algorithm}", 4), prices)
+
+    # What a message waits is in no latency of small ones; six rounds in each of two buckets, or four.
+    vectors = len(program_of(step, run("mirrored:algorithm=ring", 4), costs(between=link)).vectors)
+    for algorithm, rounds in (("ring", 6), ("halving", 4), ("tree", 4)):
+        longer = seconds(algorithm, messages) - seconds(algorithm, None)
+        assert longer == pytest.approx(vectors * rounds * 0.01, rel=0.05)
 
 
 def test_delays_of_the_logical_workers_of_a_device_add_up() -> None:

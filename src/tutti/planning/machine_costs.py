@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -40,11 +40,14 @@ class Network:
 
     Attributes:
         per_node: devices of a node.
-        between: cost of a message between nodes; None where nothing is known of it.
+        between: cost of a message between nodes over a node's link; None where nothing is known of it.
+        messages: measured seconds of messages between nodes over bytes, which say more than the line of ``between``
+            where links are shared by both ways; None where the line is all that is known.
     """
 
     per_node: int
     between: LinkCost | None = None
+    messages: Curve | None = None
 
     def nodes(self, ranks: int) -> int:
         """Return the smallest number of nodes of the cluster that hold ``ranks`` devices."""
@@ -133,13 +136,16 @@ class StepCosts(Protocol):
             (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
-    def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return the cost of messages over the slowest link among a run's devices, and over a link within a node.
+    def within(self) -> LinkCost:
+        """Return the cost of a transfer within a node: latency in seconds, and bytes a second."""
 
-        A cost is a latency α in seconds and a bandwidth β in bytes a second.
+    def transfer(self, size: float, ranks: int, together: int = 1) -> float:
+        """Return the seconds of one message over the slowest link among a run's devices, in the typical draw.
 
         Args:
+            size: bytes of the message.
             ranks: number of devices of the run.
+            together: devices of a node that send such a message at the same time.
         """
 
     def message(self, size: float, ranks: int) -> Array:
@@ -166,17 +172,22 @@ class StepCosts(Protocol):
 
 
 def schedule_seconds(
-    algorithm: Algorithm, ranks: int, size: float, network: LinkCost, node: LinkCost | None = None, per_node: int = 1
+    algorithm: Algorithm,
+    ranks: int,
+    size: float,
+    network: LinkCost | Transfer,
+    node: LinkCost | None = None,
+    per_node: int = 1,
 ) -> float:
     """Return the seconds of one all-reduce, by the closed form of its algorithm.
 
-    Equal to the simulated ``Schedule.seconds`` for full nodes.
+    Equal to the simulated ``Schedule.seconds`` for full nodes, whose ranks have a port each.
 
     Args:
         algorithm: ``ring``, ``tree``, ``halving``, ``central`` or ``hierarchical``.
         ranks: number of ranks N; 0 s for fewer than 2.
         size: bytes of the vector.
-        network: cost of a message between nodes: latency, and bytes a second.
+        network: cost of a message between nodes: latency, and bytes a second; or its seconds by bytes.
         node: cost of a transfer within a node, for ``hierarchical``; None: as the network.
         per_node: ranks of a node, for ``hierarchical``.
 
@@ -185,22 +196,35 @@ def schedule_seconds(
     """
     if ranks < 2:
         return 0.0
-    alpha, wire = network.alpha, size / network.beta
+    over = _line(network) if isinstance(network, LinkCost) else network
+    if algorithm != "hierarchical":
+        return sum(number * over(share * size) for number, share in _rounds(algorithm, ranks))
+    inner, slices = over if node is None else _line(node), min(per_node, ranks)
+    nodes = max(1, ranks // slices)
+    within = 2 * (slices - 1) * inner(size / slices)
+    return within + (2 * (nodes - 1) * over(size / slices / nodes) if nodes > 1 else 0.0)
+
+
+Transfer = Callable[[float], float]
+"""Seconds of a message by its bytes."""
+
+
+def _line(cost: LinkCost) -> Transfer:
+    return lambda size: cost.alpha + size / cost.beta
+
+
+def _rounds(algorithm: Algorithm, ranks: int) -> list[tuple[int, float]]:
+    """Return numbers of rounds, each with the share of the vector that passes the busiest port."""
     levels = (ranks - 1).bit_length()
     if algorithm == "ring":
-        return 2 * (ranks - 1) * (alpha + wire / ranks)
+        return [(2 * (ranks - 1), 1 / ranks)]
     if algorithm == "tree":
-        return 2 * levels * (alpha + wire)
+        return [(2 * levels, 1.0)]
     if algorithm == "halving":
-        power = 1 << (ranks.bit_length() - 1)
-        folded = 2 * (alpha + wire) if power < ranks else 0.0
-        return folded + 2 * (power.bit_length() - 1) * alpha + 2 * (power - 1) / power * wire
-    if algorithm == "central":
-        return 2 * alpha + 2 * (ranks - 1) * wire
-    inner, slices = node or network, min(per_node, ranks)
-    nodes = max(1, ranks // slices)
-    within = 2 * (slices - 1) * (inner.alpha + size / slices / inner.beta)
-    return within + 2 * (nodes - 1) * (alpha + wire / slices / nodes)
+        power = ranks.bit_length() - 1
+        folded = [(2, 1.0)] if 1 << power < ranks else []
+        return [*folded, *((2, 0.5**level) for level in range(1, power + 1))]
+    return [(2, ranks - 1.0)]
 
 
 @dataclass
@@ -320,22 +344,28 @@ class MeasuredCosts:
             found += _ring_seconds(kind, nodes, size * min(apart, self.network.per_node), self._between(ranks * apart))
         return found
 
-    def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return the cost of messages over the slowest link among a run's devices, and of a copy in a node's memory.
+    def within(self) -> LinkCost:
+        """Return the cost of a copy in a node's memory: latency in seconds, and bytes a second."""
+        copy = self.machine.curve("device/copy")
+        return LinkCost(copy.fixed, copy.rate)
 
-        A cost is a latency α in seconds and a bandwidth β in bytes a second.
+    def transfer(self, size: float, ranks: int, together: int = 1) -> float:
+        """Return the seconds of one message over the slowest link among a run's devices, in the typical draw.
 
         Args:
-            ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
+            size: bytes of the message.
+            ranks: number of devices of the run; where a node has fewer, the slowest link is that of a node.
+            together: devices of a node that send such a message at the same time, over the node's link.
 
         Raises:
             UsageError: links were not measured, or the cost of a link between nodes is not stated.
         """
-        copy = self.machine.curve("device/copy")
-        within = LinkCost(copy.fixed, copy.rate)
-        if self.network.nodes(ranks) > 1:
-            return self._between(ranks), within
-        return self._neighbour(), within
+        if self.network.nodes(ranks) == 1:
+            return curve_seconds(self.machine.curve(self._link_name()), size)
+        cost = self._between(ranks)
+        if self.network.messages is not None:
+            return curve_seconds(self.network.messages, size * together)
+        return cost.alpha + size * together / cost.beta
 
     def message(self, size: float, ranks: int) -> Array:
         """Return the seconds of a point-to-point message over the slowest link, from its measured curve or stated cost.
@@ -348,8 +378,7 @@ class MeasuredCosts:
             (256,) seconds, one for each Monte Carlo draw of the measurement errors.
         """
         if self.network.nodes(ranks) > 1:
-            cost = self._between(ranks)
-            return np.full(SAMPLES, cost.alpha + size / cost.beta)
+            return np.full(SAMPLES, self.transfer(size, ranks))
         name = self._link_name()
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
@@ -380,10 +409,6 @@ class MeasuredCosts:
             "of short products"
         )
         return slowest_factor(ranks, sigma)
-
-    def _neighbour(self) -> LinkCost:
-        curve = self.machine.curve(self._link_name())
-        return LinkCost(curve.fixed, curve.rate)
 
     def _link_name(self) -> str:
         names = [name for name in self.machine.curves if name.startswith("links/")]
@@ -580,16 +605,25 @@ class PublishedCosts:
             )
         return np.full(SAMPLES, found)
 
-    def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return the cost of messages over the slowest link among a run's devices, and over a link within a node.
+    def within(self) -> LinkCost:
+        """Return the guessed cost of a transfer within a node: latency in seconds, and bytes a second."""
+        return self._within()
 
-        A cost is a latency α in seconds and a bandwidth β in bytes a second, guessed where the user has not stated it.
+    def transfer(self, size: float, ranks: int, together: int = 1) -> float:
+        """Return the seconds of one message over the slowest link among a run's devices.
 
         Args:
+            size: bytes of the message.
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
+            together: devices of a node that send such a message at the same time. They share a stated link, and have a
+                guessed one each.
         """
-        within = self._within()
-        return (self._between() if self.network.nodes(ranks) > 1 else within), within
+        if self.network.nodes(ranks) == 1:
+            cost, together = self._within(), 1
+        else:
+            cost = self._between()
+            together = 1 if self.network.between is None else together
+        return cost.alpha + size * together / cost.beta
 
     def message(self, size: float, ranks: int) -> Array:
         """Return the seconds of a point-to-point message: latency + ``size`` ÷ bandwidth of the slowest link.
@@ -601,8 +635,7 @@ class PublishedCosts:
         Returns:
             (256,) seconds, all equal.
         """
-        cost = self.link(ranks)[0]
-        return np.full(SAMPLES, cost.alpha + size / cost.beta)
+        return np.full(SAMPLES, self.transfer(size, ranks))
 
     def slowest(self, ranks: int, seconds: float) -> Array:
         """Return how many times longer the slowest of some ranks computes than a typical rank, for a spread of 2 %.

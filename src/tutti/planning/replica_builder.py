@@ -52,11 +52,18 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
     """
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
-    network, node = costs.link(ranks * apart)
+    devices, node = ranks * apart, costs.within()
     per_node = min(max(costs.network.per_node // apart, 1), ranks)
-    if exchange.schedule == "hierarchical":
+    hierarchical = exchange.schedule == "hierarchical"
+    if hierarchical:
         costs.note("transfers within a node take as long as copies in its memory")
-    return np.full(SAMPLES, schedule_seconds(exchange.schedule, ranks, size, network, node, per_node))
+    # All slices of a node, and the parts of its replicas, take the node's link at once.
+    together = min(apart, costs.network.per_node) * (per_node if hierarchical else 1)
+
+    def over(size: float) -> float:
+        return costs.transfer(size, devices, together)
+
+    return np.full(SAMPLES, schedule_seconds(exchange.schedule, ranks, size, over, node, per_node))
 
 
 def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, apart: int = 1) -> Array:
