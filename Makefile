@@ -10,10 +10,10 @@ SITE := $(VENV)/.site
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full engines contract models scripts fuzz faults peers reliability demo lint site bench gpu backtest soak study alike causes clean
+.PHONY: help venv test full engines contract models scripts fuzz faults peers reliability demo lint site bench gpu backtest backtest-net soak study alike causes clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(READY)  ## the pinned environment in .venv
 
@@ -102,6 +102,9 @@ BACKTEST := $(if $(filter command environment,$(origin DATA)),$(DATA),data/scali
 
 backtest: $(READY)  ## predictions against published measurements: DATA=folder, JSON=1 for lines of JSON and no files
 	@$(BIN)/python benchmarks/backtest.py '$(BACKTEST)' $(if $(JSON),--json)
+
+backtest-net: $(READY)  ## predictions against runs between network namespaces: root, an hour; NET="--only uneven" for a part, NET=--save keeps it
+	@$(BIN)/python benchmarks/backtest_net.py $(NET)
 
 soak: $(READY)  ## one run that meets a hundred faults, about ten minutes
 	$(BIN)/python benchmarks/soak.py

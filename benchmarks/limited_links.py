@@ -45,8 +45,18 @@ def run(*words: str) -> None:
 
 
 @contextmanager
-def cluster(hosts: int, mbit: float) -> Iterator[list[str]]:
-    """Names of ``hosts`` namespaces 10.78.0.1, 2, …, each with a link of so many Mbit/s to a switch."""
+def cluster(
+    hosts: int,
+    mbit: float,
+    latency: str = "200ms",
+    uneven: Mapping[int, float] | None = None,
+    settings: Sequence[str] = (),
+) -> Iterator[list[str]]:
+    """Names of ``hosts`` namespaces 10.78.0.1, 2, …, each with a link of so many Mbit/s to a switch.
+
+    A packet that would wait for its turn for longer than ``latency`` is lost; ``uneven`` gives some hosts other Mbit/s.
+    ``settings`` are the kernel's (``sysctl``) in each host, such as ``net.ipv4.tcp_congestion_control=reno``.
+    """
     names = [f"tutti-{os.getpid()}-{host}" for host in range(hosts)]
     switch = f"tutti-{os.getpid()}-switch"
     try:
@@ -61,7 +71,10 @@ def cluster(hosts: int, mbit: float) -> Iterator[list[str]]:
             run("ip", "-n", name, "address", "add", f"10.78.0.{host + 1}/24", "dev", "uplink")
             run("ip", "-n", name, "link", "set", "lo", "up")
             run("ip", "-n", name, "link", "set", "uplink", "up")
-            bucket = ("root", "tbf", "rate", f"{mbit:g}mbit", "burst", "64kbit", "latency", "200ms")
+            for setting in settings:
+                run("ip", "netns", "exec", name, "sysctl", "-w", setting)
+            rate = (uneven or {}).get(host, mbit)
+            bucket = ("root", "tbf", "rate", f"{rate:g}mbit", "burst", "64kbit", "latency", latency)
             run("tc", "-n", name, "qdisc", "add", "dev", "uplink", *bucket)
             run("tc", "-n", switch, "qdisc", "add", "dev", far, *bucket)
         yield names
