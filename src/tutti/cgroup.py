@@ -15,10 +15,10 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """Limits of this process's control groups; None where there is no limit.
+    """Limits of this process's Linux control groups; None where there is no limit.
 
     Attributes:
-        cores: CPU seconds a second.
+        cores: number of CPU cores: CPU seconds that the group may use in a second.
         memory_bytes: memory of all processes of the group together.
         memory_used_bytes: memory in use by that group, reclaimable caches included.
         processes: number of processes and threads of the group.

@@ -67,7 +67,7 @@ WITHOUT_FLOAT64 = ("mps",)
 def is_device_choice(name: str) -> bool:
     """Return whether ``--device`` may be ``name``: ``auto``, ``cpu``, an accelerator's type, or a plugin's device.
 
-    Accelerators' types are those that PyTorch names itself, such as ``cuda``, ``xpu`` and ``mps``. The name of a
+    Accelerators' types are the names that PyTorch itself knows, such as ``cuda``, ``xpu`` and ``mps``. The name of a
     plugin's device is known only once torch has loaded the plugin, so any identifier passes if a plugin is installed;
     ``choose`` refuses it later if it names no accelerator here.
 
@@ -181,9 +181,11 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
 def check_processes(choice: str, processes: int, where: str) -> None:
     """Raise UsageError if a job cannot have so many processes on this type of device; needs no torch.
 
+    Only ``mps``, an Apple GPU, is limited, to one process.
+
     Args:
         choice: ``--device``, or the type of a device.
-        processes: of the job, on all nodes.
+        processes: number of processes of the job, on all nodes.
         where: names the option or the rank, for the message.
     """
     if choice == "mps" and processes > 1:
@@ -270,7 +272,7 @@ def collective_options(device: torch.device, timeout: timedelta) -> Any:
 
     Args:
         device: determines the backend.
-        timeout: the group's timeout.
+        timeout: timeout of the group's collectives.
     """
     from tutti.torch_compat import high_priority_options
 
@@ -291,7 +293,7 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
     Args:
         device: destination of the copy.
         numbers: numbers or truth values, (n,).
-        dtype: of the tensor.
+        dtype: dtype of the tensor.
 
     Returns:
         (n,), on the CPU.
@@ -542,14 +544,14 @@ def accelerator_facts() -> dict[str, Any]:
 
 
 def describe_toolkit(facts: Mapping[str, Any], driver: str | None) -> tuple[str, str, dict[str, Any]]:
-    """Return the finding of ``tutti doctor`` about CUDA, NCCL and the driver.
+    """Return name, text and values of the line of ``tutti doctor`` about CUDA, NCCL and the driver.
 
     Args:
         facts: result of ``accelerator_facts``.
         driver: version of the driver; None if there is none.
 
     Returns:
-        The finding's name ``cuda``, its text, and the versions ``{"cuda": …, "nccl": …, "driver": …}``, each None if
+        The line's name ``cuda``, its text, and the versions ``{"cuda": …, "nccl": …, "driver": …}``, each None if
         missing.
     """
     built = f"CUDA {facts['toolkit']} · NCCL {facts['collectives']}" if facts["toolkit"] else ""

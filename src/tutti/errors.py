@@ -70,19 +70,22 @@ class TuttiError(Exception):
 
 
 class UsageError(TuttiError):
-    """A flag, file or combination that cannot run. Raised before any process starts wherever possible."""
+    """Raised for a flag, file or combination that cannot run, wherever possible before any process starts."""
 
     exit_code = ExitCode.USAGE
 
 
 class TargetError(TuttiError):
-    """A target that was trained for and that no run reached."""
+    """Raised where runs were trained to a target metric and none reached it."""
 
     exit_code = ExitCode.THRESHOLD
 
 
 class NotEnoughMemory(UsageError):
-    """An allocation failed: the run does not fit into memory. A restart would fail again."""
+    """Raised where an allocation or the start of a thread failed: the run does not fit into memory.
+
+    A restart would fail again.
+    """
 
 
 # PyTorch's allocator tells of memory that it holds and cannot use.
@@ -122,60 +125,69 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
 
 
 class DataError(TuttiError):
-    """Data that is missing, unreadable, out of range or empty."""
+    """Raised for data that are missing, unreadable, out of range or empty."""
 
     exit_code = ExitCode.DATA
 
 
 class LoaderError(DataError):
-    """A loader process has died or hangs. Unlike with other data errors, a restart may succeed."""
+    """Raised where a process of the data loader has died or hangs.
+
+    Unlike with other data errors, a restart may succeed.
+    """
 
 
 class CheckpointError(TuttiError):
-    """A checkpoint that is missing, incomplete or damaged, or does not fit the run."""
+    """Raised for a checkpoint that is missing, incomplete or damaged, or does not fit the run."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class PeerError(TuttiError):
-    """Another rank died, hung or never arrived."""
+    """Raised where another rank died, hung or never arrived at a collective."""
 
     exit_code = ExitCode.PEER
 
 
 class MismatchError(PeerError):
-    """Ranks disagree about their next collective, their settings or their copies of a tensor; raised on every rank.
+    """Raised on every rank where ranks disagree about a collective, their settings or their copies of a tensor.
 
-    Ranks compare descriptions of collectives before any arithmetic.
+    Ranks compare descriptions of their next collective before any arithmetic.
     """
 
 
 class NonFiniteError(TuttiError):
-    """Too many steps in a row had a NaN or infinite gradient."""
+    """Raised where too many training steps in a row had a NaN or infinite gradient."""
 
     exit_code = ExitCode.NON_FINITE
 
 
 class AuthenticationError(TuttiError):
-    """A parameter server refused this process."""
+    """Raised where a parameter server refused this process."""
 
     exit_code = ExitCode.AUTHENTICATION
 
 
 class DiskError(TuttiError):
-    """The run directory cannot be written."""
+    """Raised where a file cannot be written, such as those of the run directory."""
 
     exit_code = ExitCode.DISK
 
 
 class Preempted(TuttiError):
-    """The run ended on SIGTERM, SIGUSR1 or SIGUSR2, after a checkpoint where it has a run directory; it can resume."""
+    """Raised where a run ends on SIGTERM, SIGUSR1 or SIGUSR2; it can be resumed.
+
+    The run has written a checkpoint before, if it has a run directory.
+    """
 
     exit_code = ExitCode.PREEMPTED
 
 
 class Interrupted(TuttiError):
-    """The run ended on Ctrl-C, after a checkpoint where it has a run directory; it can resume."""
+    """Raised where a run ends on Ctrl-C; it can be resumed.
+
+    The run has written a checkpoint before, if it has a run directory.
+    """
 
     exit_code = ExitCode.INTERRUPTED
 
@@ -184,7 +196,13 @@ _LISTED = 20  # choices that a remedy names
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return a remedy that names the nearest choice, if any is near, and at most 20 choices in sorted order.
+    """Return an error's remedy for an unknown word: the nearest choice, if any is near, and the choices, sorted.
+
+    At most 20 choices are listed.
+
+    Args:
+        word: the unknown word.
+        choices: the words that are allowed.
 
     >>> did_you_mean("miror", ["single", "mirrored"])
     "did you mean 'mirrored'? Choices: mirrored, single"

@@ -15,17 +15,21 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 def memory_share(processes: int) -> int:
     """Return each process's equal share of the node's memory, or of its cgroup's limit if that is lower, in bytes.
 
-    ``processes``: processes on this node.
+    Args:
+        processes: number of processes on this node.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(total, cgroup.read_limits().memory_bytes or total) // processes
 
 
 def free_memory(processes: int) -> int:
-    """Return the bytes of host memory that each of ``processes`` processes on this node can still allocate.
+    """Return the bytes of host memory that each of some processes on this node can still allocate.
 
-    The smallest of its share of the available memory, its share of the control group's limit less its own memory,
-    and RLIMIT_DATA less its own memory.
+    This is the smallest of the process's share of the available memory, its share of the control group's limit less its
+    own memory, and RLIMIT_DATA less its own memory; at least 0.
+
+    Args:
+        processes: number of processes on this node.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -42,7 +46,12 @@ def free_memory(processes: int) -> int:
 def parse_bytes(text: str, option: str) -> int:
     """Parse a number of bytes with a decimal or binary unit, such as ``16GB``, ``512MiB`` or ``1e9``.
 
-    Raises UsageError that names ``option`` for any other text.
+    Args:
+        text: the text.
+        option: name of the option that has the text, for the message.
+
+    Raises:
+        UsageError: the text is no positive number of bytes.
 
     >>> parse_bytes("16GB", "--memory"), parse_bytes("512 MiB", "--memory")
     (16000000000, 536870912)
@@ -58,7 +67,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Format bytes in binary units.
+    """Format a number of bytes in the largest binary unit of which there is at least one, up to TiB.
 
     >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0)
     ('64 MiB', '1.5 KiB', '0 B')

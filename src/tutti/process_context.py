@@ -81,12 +81,12 @@ def launch_time(environ: Mapping[str, str]) -> float | None:
 
 @dataclass(frozen=True)
 class Identity:
-    """Rank, local rank and node of this process.
+    """Rank, local rank and node of this process in its job.
 
     Attributes:
-        rank: 0 … size-1 over all nodes.
+        rank: global rank, 0 … size-1 over all nodes.
         size: number of processes on all nodes.
-        local_rank: 0 … local_size-1 on this node.
+        local_rank: index of this process among those on this node, 0 … local_size-1.
         local_size: number of processes on this node.
         cross_rank: index of this node, 0 … cross_size-1.
         cross_size: number of nodes.
@@ -105,10 +105,13 @@ class Identity:
 
 
 def read_identity(environ: Mapping[str, str]) -> Identity:
-    """Read rank, size and node of this process from the variables of its launcher.
+    """Read rank, size and node of this process from the environment variables of its launcher.
 
     Args:
         environ: environment variables. Without those of a launcher the process is the only one of its job.
+
+    Returns:
+        Rank, local rank, node and their numbers, with the launcher whose variables were read.
 
     Raises:
         UsageError: a variable is malformed, missing or inconsistent; the error names it.
@@ -132,12 +135,12 @@ def read_identity(environ: Mapping[str, str]) -> Identity:
 def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
     """Return rank, size and node of this process in a process group that the user's script has made itself.
 
-    If the environment has the same rank and size, its identity holds; otherwise, as after
+    If the environment's variables of a launcher give the same rank and size, they hold; otherwise, as after
     ``torch.multiprocessing.spawn``, all ranks are assumed to be on this node (a guess).
 
     Args:
         rank: rank in the group.
-        size: ranks in the group.
+        size: number of ranks in the group.
         environ: environment variables.
 
     >>> identity_of_group(1, 2, {})
@@ -197,7 +200,7 @@ def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int
 
 
 def first_host(nodelist: str) -> str:
-    """Return the name of the first node in a Slurm node list, such as ``node[01-03,7],gpu9``.
+    """Return the name of the first host in a Slurm node list, such as ``node[01-03,7],gpu9``.
 
     Raises:
         UsageError: the list cannot be parsed.

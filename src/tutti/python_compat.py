@@ -31,8 +31,10 @@ def forget_exit_handlers() -> None:
 
 
 def run_exit_handlers() -> None:
-    """Call and remove the functions registered with ``atexit``, before a process ends by ``os._exit``, which skips
-    them."""
+    """Call and remove the functions registered with ``atexit``.
+
+    For use before a process ends by ``os._exit``, which skips these functions.
+    """
     atexit._run_exitfuncs()
 
 

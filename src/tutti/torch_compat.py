@@ -156,8 +156,10 @@ each is looked up. A public replacement would be a tag for expensive operators, 
 def operator_arguments(operator: Any) -> list[Any]:
     """Return the schema's arguments of an operator of ``torch.ops``; each has ``name`` and ``default_value``.
 
-    ``operator``: an overload, such as ``torch.ops.aten.add.Tensor``. A public replacement would be
-    ``inspect.signature`` of an operator.
+    A public replacement would be ``inspect.signature`` of an operator.
+
+    Args:
+        operator: an overload, such as ``torch.ops.aten.add.Tensor``.
     """
     arguments: list[Any] = operator._schema.arguments
     return arguments
@@ -220,14 +222,19 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:
-    """Replace a tensor's table of ``register_hook`` hooks; two tensors with one table share later changes to it."""
+    """Replace a tensor's table of ``register_hook`` hooks; two tensors with one table share later changes to it.
+
+    Args:
+        tensor: the tensor.
+        hooks: hooks by their ids, as ``gradient_hooks`` returns them; None for no hooks.
+    """
     tensor._backward_hooks = hooks
 
 
 def accumulation_hooks(tensor: Tensor) -> dict[int, Any] | None:
     """Return a tensor's hooks of ``register_post_accumulate_grad_hook`` by their ids; None if it never had one.
 
-    No public function lists them.
+    No public function lists these hooks.
     """
     hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
     return hooks
@@ -244,9 +251,9 @@ TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context within which no ``TorchDispatchMode`` is on, ``FakeTensorMode`` included; they return after it.
+    """Return a context manager within which no ``TorchDispatchMode`` is on, ``FakeTensorMode`` included.
 
-    No public name does it for modes that a caller has entered.
+    The modes are on again after the block. No public name does this for modes that a caller has entered.
     """
     return _disable_current_modes()
 
@@ -254,7 +261,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 def in_backward() -> bool:
     """Return whether autograd runs a backward in this thread.
 
-    That is so in a backward hook, or in a forward that activation checkpointing recomputes.
+    True in a backward hook, or in a forward that activation checkpointing recomputes.
     """
     return bool(torch._C._current_graph_task_id() != -1)
 
@@ -412,6 +419,10 @@ def order_members(module: nn.Module, like: nn.Module) -> None:
 
     A buffer is persistent if it is in ``like``. The public way, to remove and add every member, would call registration
     hooks.
+
+    Args:
+        module: the module that is changed in place.
+        like: the module whose order is taken.
     """
     for table in ("_modules", "_parameters", "_buffers"):
         members = getattr(module, table)
@@ -422,10 +433,15 @@ def order_members(module: nn.Module, like: nn.Module) -> None:
 def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Let ``module(…)`` call ``call`` in place of the forward and its hooks; None restores the usual call.
 
-    Returns what ``module(…)`` called before: an earlier replacement, or None.
-
     ``nn.Module.compile`` sets the same attribute. The public way would be a forward pre-hook that ends a call with a
     result, which PyTorch does not have.
+
+    Args:
+        module: the module.
+        call: called with the arguments of ``module(…)``; its result is that of ``module(…)``.
+
+    Returns:
+        What ``module(…)`` called before: an earlier replacement, or None.
     """
     before: Callable[..., Any] | None = module._compiled_call_impl
     module._compiled_call_impl = call
@@ -474,7 +490,10 @@ def has_packed_projection(attention: nn.MultiheadAttention) -> bool:
 
 
 def is_hook_of_fsdp(hook: Any) -> bool:
-    """Return whether FSDP2 registered this hook, by the module of its function. No public function tells it."""
+    """Return whether FSDP2 registered a module's or tensor's hook, by the Python module of the hook function.
+
+    No public function tells it.
+    """
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
@@ -533,7 +552,7 @@ def mark_wrapped_by_scheduler(step: Any) -> None:
 
 
 def mark_stepped(optimizer: Any) -> None:
-    """Mark the optimizer as stepped, so that schedulers do not warn that they were stepped before it."""
+    """Mark an optimizer as stepped, so that learning-rate schedulers do not warn that they were stepped before it."""
     optimizer._opt_called = True
 
 
@@ -588,8 +607,11 @@ def forget_process_groups() -> None:
 def high_priority_options(timeout: timedelta) -> Any:
     """Return NCCL's process group options with a high-priority stream; None in a build of torch without NCCL.
 
-    ``timeout``: of the group. The class exists only in builds with NCCL. ``new_group`` warns unless the options repeat
-    its timeout, whose public name would be ``timeout``.
+    The class exists only in builds with NCCL. ``new_group`` warns unless the options repeat the group's timeout, whose
+    public name would be ``timeout``.
+
+    Args:
+        timeout: timeout of the group's collectives.
     """
     backend = getattr(_distributed, "ProcessGroupNCCL", None)
     if backend is None:
@@ -611,13 +633,13 @@ def flight_recorder() -> Callable[..., Any] | None:
 def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> None:
     """Replace the all-gather and reduce-scatter of an FSDP2 module.
 
-    The methods are public but may change, as their documentation says; the protocols of their arguments are private
-    and need ``allocate`` and ``__call__`` only.
+    The methods are public but may change, as their documentation says; the protocols of their arguments are private and
+    need ``allocate`` and ``__call__`` only.
 
     Args:
         unit: an FSDP-wrapped module.
-        all_gather: all-gathers parameters.
-        reduce_scatter: reduce-scatters gradients.
+        all_gather: object that allocates the buffer of, and performs, an all-gather of parameters.
+        reduce_scatter: object that allocates the buffer of, and performs, a reduce-scatter of gradients.
     """
     unit.set_custom_all_gather(all_gather)
     unit.set_custom_reduce_scatter(reduce_scatter)
@@ -675,9 +697,13 @@ def make_elastic_agent(
 
 
 def set_elastic_restarts(agent: Any, left: int) -> None:
-    """Set the number of restarts that an elastic agent has left, and keep the number that it has used.
+    """Set the number of restarts that an elastic agent of torchrun has left, and keep the number that it has used.
 
     The agent numbers attempts, and with them the stores, by the number used, which must not repeat.
+
+    Args:
+        agent: the ``LocalElasticAgent``.
+        left: number of further restarts.
     """
     used = agent._worker_group.spec.max_restarts - agent._remaining_restarts
     agent._remaining_restarts = left
@@ -709,7 +735,7 @@ def enter_loader_process(number: int, processes: int, dataset: Any) -> None:
     The public function reads ``torch.utils.data._utils.worker._worker_info``, which has no setter.
 
     Args:
-        number: of this loader process, from 0.
+        number: index of this loader process, from 0.
         processes: number of loader processes of this rank.
         dataset: the data set.
     """

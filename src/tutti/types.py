@@ -32,7 +32,7 @@ A 1-d tensor with one loss a sample may take the place of the mean or of the sum
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward and backward pass of one worker.
+    """Samples of one forward and backward pass of one logical worker.
 
     Attributes:
         worker: logical worker, 0 … N-1.
@@ -77,7 +77,7 @@ class LossSums:
         sums: float tensor ``[loss_sum, count, *metric_sums]`` on the compute device.
         names: names of the metric sums, in order.
         samples: number of samples; the loss function's count may differ from it (tokens, pixels).
-        whole: whether the sums are of a single micro-batch with ``MicroBatch.whole``.
+        whole: whether the gradient of these samples is the mean over a single micro-batch alone (``MicroBatch.whole``).
     """
 
     sums: Tensor
@@ -91,7 +91,7 @@ class LossSums:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Position of a local tensor in the global tensor.
+    """Position of this rank's local tensor in the global tensor that is split over ranks.
 
     Attributes:
         shape: global shape.
@@ -137,7 +137,9 @@ class ShardSpec:
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Return the position in the global tensor of a run of consecutive rows of a local tensor that has this spec.
+        """Return the position in the global tensor of a run of consecutive rows of a local tensor.
+
+        The local tensor is the slice of the global tensor that this spec describes.
 
         Args:
             local: shape of the local tensor.
@@ -152,7 +154,13 @@ class ShardSpec:
 
 
 class TensorSlice(NamedTuple):
-    """This rank's slice of a tensor; ``shape``, ``offset``, ``blocks`` and ``rows`` as in ``ShardSpec``."""
+    """This rank's slice of a tensor that is split over ranks, with its position in the full tensor.
+
+    Attributes:
+        tensor: the slice.
+        shape: shape of the full tensor.
+        offset, blocks, rows: position of the slice, as in ``ShardSpec``.
+    """
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -163,11 +171,12 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContext:
-    """Facts of one step that all workers share.
+    """Facts of one training step that are the same for all logical workers.
 
     Attributes:
         global_step: steps taken before this one.
-        samples: samples in this step's global batch; for a batch that the caller made, those of the batch contract.
+        samples: samples in this step's global batch; for a batch that the caller made, as many as the configuration
+            states.
         lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
         stop: whether this rank asks all ranks to stop after the step; may differ between ranks, and so is reduced with
             the loss sums.
@@ -216,14 +225,16 @@ class OwnGradients:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Results of one step, reduced over the global batch; with asynchronous servers over this rank's workers alone.
+    """Results of one training step, reduced over the global batch.
+
+    With asynchronous servers they are reduced over this rank's workers alone.
 
     Attributes:
         loss: mean over ``count``.
         count: samples, tokens, pixels or other units that the loss function counts.
         metrics: means over ``count`` by name.
-        grad_norm: norm of the complete gradient, before clipping and without loss scale; where workers make updates
-            of their own, the mean of their gradients' norms.
+        grad_norm: norm of the complete gradient, before clipping and without loss scale; where workers make updates of
+            their own, the mean of their gradients' norms.
         finite: whether no gradient has a NaN or infinity.
         stop: whether a rank asked all ranks to stop after this step.
         gradient_variance: mean square of the workers' own gradients; None where it is not measured.
@@ -240,7 +251,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Result of ``GradientSync.optimizer_step``.
+    """Result of the update at the end of a training step (``GradientSync.optimizer_step``).
 
     Attributes:
         updates: number of writes of the parameters that this step counts for.
@@ -260,7 +271,21 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of ``metrics.jsonl``."""
+    """Numbers of one training step for loggers; each step is a line of ``metrics.jsonl``.
+
+    Attributes:
+        step: number of steps made so far, this one included.
+        epoch: epoch of the step, from 1.
+        samples: number of training samples so far.
+        updates: number of updates of the parameters so far.
+        loss, metrics: means over the global batch.
+        grad_norm: norm of the gradient, before clipping; None if unknown.
+        lr: learning rate of the first parameter group; None without one.
+        skipped: whether the update was skipped because a gradient is not finite.
+        loss_scale: factor on the loss in backward; None without loss scaling.
+        adascale: figures of AdaScale by name; empty without it.
+        noise: figures of the gradient noise by name; empty in steps that do not measure it.
+    """
 
     step: int
     epoch: int
@@ -282,7 +307,10 @@ call it several times."""
 
 
 class NormReducer(Protocol):
-    """Sums squared norms of tensor slices over ranks. A ``GradientSync`` installs it in a layer-wise optimizer."""
+    """Function that sums squared norms of tensor slices over the ranks that hold the slices.
+
+    A ``GradientSync`` installs it in a layer-wise optimizer (such as LAMB), whose ranks hold slices of layers.
+    """
 
     def __call__(self, squares: Tensor) -> Tensor:
         """Return the squared norms of full tensors from those of this rank's slices. Collective: one all-reduce.
@@ -296,9 +324,10 @@ class NormReducer(Protocol):
 
 
 class FullTensorGatherer(Protocol):
-    """Gathers full tensors from slices. A ``GradientSync`` installs it in an optimizer that needs full matrices (Muon).
+    """Gatherer (protocol) of full tensors from the slices that ranks hold.
 
-    Every rank calls ``gather`` for the same parameters in the same order.
+    A ``GradientSync`` installs it in an optimizer that needs full matrices (Muon). Every rank calls ``gather`` for the
+    same parameters in the same order.
     """
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -329,24 +358,25 @@ class FullTensorGatherer(Protocol):
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts of the run that a ``ModelLayout`` and a ``GradientSync`` need.
+    """Facts of a run that its strategy (``ModelLayout`` and ``GradientSync``) needs.
 
     Attributes:
         grid: the device mesh and this rank's coordinates in it.
         comms: communicators along the axes of the mesh.
         workers: number of logical workers N.
-        mine: the contiguous workers that this data rank plays.
-        sharers: where R > N the contiguous data ranks that share this rank's worker; None where none do.
+        mine: the contiguous logical workers whose micro-batches this data rank computes.
+        sharers: where there are more data ranks R than workers, the contiguous data ranks that share this rank's
+            worker; None where none do.
         reproducible: whether weights are bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
         averaging: average of the weights over the updates, None for none.
         activation_checkpointing: options, or names and classes of modules; None for none.
         compile: mode and options of ``torch.compile``; None for none.
         gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
-        draws: whether the model may draw random numbers in training.
+        draws: whether the model may draw random numbers in training, as for dropout.
         in_step: whether every rank makes as many steps as the run has.
-        trial: ``trial(model, most=None)`` calls the loss function on a model with the first micro-batch of the data,
-            or with at most ``most`` samples of it; None without a loss function.
+        trial: ``trial(model, most=None)`` calls the loss function on a model with the first micro-batch of the data, or
+            with at most ``most`` samples of it; None without a loss function.
         rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
     """
 
@@ -376,12 +406,16 @@ class RunContext:
 
 
 class GradientReadyHook(Protocol):
-    """Receives a replica's gradients as backward produces them."""
+    """Receiver (protocol) of a model replica's gradients as backward produces them.
+
+    It may start their reduction over ranks while backward goes on.
+    """
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Announce the backward of a worker's last micro-batch, so that ``gradient_ready`` can start communication.
 
-        The replica calls it right before that backward.
+        The replica calls it right before that backward. A worker is a logical worker, of which a rank may compute
+        several.
 
         Args:
             part: the worker's loss sums; None where this rank does not know them.
@@ -390,13 +424,18 @@ class GradientReadyHook(Protocol):
     def gradient_ready(self, parameter: Tensor) -> None:
         """Take note that autograd has accumulated a gradient into ``parameter.grad``.
 
-        It is the sum over the worker's micro-batches so far. May start the reduction of a bucket of gradients. The
-        signature is that of a hook of ``register_post_accumulate_grad_hook``.
+        The gradient is the sum over the worker's micro-batches so far. May start the reduction of a bucket of
+        gradients. The signature is that of a hook of ``register_post_accumulate_grad_hook``.
+
+        Args:
+            parameter: the parameter whose gradient is ready.
         """
 
 
 class ReplicaRunner(Protocol):
-    """This rank's part of a replica that may span stages and tensor ranks; runs its forward and backward.
+    """This rank's part of a replica of the model (protocol), which runs its forward and backward.
+
+    The replica may span pipeline stages and tensor ranks.
 
     Attributes:
         parts: modules on this rank.
@@ -412,8 +451,9 @@ class ReplicaRunner(Protocol):
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
         script_code: context manager around code of the script, which may refuse what that code reads.
-        model_code: context manager within it, around code that may read everything.
-        custom_loop: whether it is a ``CustomLoopRunner``, whose forward and backward a custom training loop may call.
+        model_code: context manager within ``script_code``, around code that may read everything.
+        custom_loop: whether this object is a ``CustomLoopRunner``, whose forward and backward a custom training loop
+            may call.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
     """
@@ -432,7 +472,11 @@ class ReplicaRunner(Protocol):
     split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """From now on call ``grad_hook.gradient_ready(parameter)`` after autograd has accumulated a gradient."""
+        """Register a receiver of this rank's gradients, to be called each time that autograd has accumulated one.
+
+        Args:
+            grad_hook: receiver, whose ``gradient_ready(parameter)`` is called.
+        """
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Adapt to new parameter objects in this rank's modules, as after sharding the optimizer state.
@@ -465,12 +509,18 @@ class ReplicaRunner(Protocol):
 
 
 class CustomLoopRunner(ReplicaRunner, Protocol):
-    """A replica whose forward a custom training loop may call: it is a single module."""
+    """A replica of the model, a single module, whose forward a custom training loop may call.
+
+    A custom training loop is the script's own loop, which computes the loss itself.
+    """
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Seed the random generators for a micro-batch, before the script's loop body runs on it.
 
         The seed is ``micro_batch.key``, so that draws such as dropout do not depend on the rank.
+
+        Args:
+            micro_batch: the micro-batch that follows.
         """
 
     def backward(
@@ -496,18 +546,24 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
 
 
 class ModelLayout(Protocol):
-    """Answers *where does one replica live?*"""
+    """Protocol of the part of a strategy that splits one replica of the model over ranks.
+
+    For example it cuts the model into pipeline stages, or splits layers over tensor ranks.
+    """
 
     def build(self, plain: nn.Module) -> ReplicaRunner:
         """Split a model over ranks, and return this rank's part of it, which runs forward and backward.
 
         Args:
             plain: the script's model with all parameters, of the same structure on every rank.
+
+        Returns:
+            This rank's part of the replica.
         """
 
 
 class SavedState(Protocol):
-    """Read access to the tensors of a checkpoint, for ``GradientSync.load``."""
+    """Read access (protocol) to the tensors of a checkpoint, by group and name."""
 
     def names(self, group: str) -> Collection[str]:
         """Return the names of the saved tensors of a group; none if the checkpoint does not have it.
@@ -538,13 +594,17 @@ class SavedState(Protocol):
         Args:
             group: group of the tensor: ``model``, ``ema``, ``optim`` or ``workers``.
             name: the tensor's name.
-            offset: index of the region's first element in the tensor, one number a dimension.
-            shape: of the region, one number a dimension.
+            offset: index of the region's first element in the tensor, one number for each dimension.
+            shape: shape of the region, one number for each dimension.
         """
 
 
 class Average(Protocol):
-    """Average of the weights over the updates of a run; ``updates`` is their number."""
+    """Average of the weights over the updates of a run (protocol), such as an exponential moving average.
+
+    Attributes:
+        updates: number of updates that the average has seen.
+    """
 
     updates: int
 
@@ -552,10 +612,10 @@ class Average(Protocol):
         """Update the average of the weights with the present parameters; call it after each optimizer update."""
 
     def adopt(self, names: Collection[str]) -> None:
-        """Also average parameters from now on whose ``requires_grad`` the script has newly set to True.
+        """Also average, from now on, parameters whose ``requires_grad`` the script has newly set to True.
 
         Args:
-            names: their names in the plain model.
+            names: names of these parameters in the plain model.
 
         Raises:
             UsageError: the strategy cannot average them.
@@ -575,7 +635,7 @@ class Average(Protocol):
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Restore the average from a checkpoint; if that has none, start it at the checkpoint's weights.
+        """Restore the average of the weights from a checkpoint; if that has none, start at the checkpoint's weights.
 
         Args:
             saved: the checkpoint's tensors.
@@ -584,7 +644,11 @@ class Average(Protocol):
 
 
 class GradientSync(Protocol):
-    """Answers *how do replicas agree?* and owns the update."""
+    """Protocol of the part of a strategy that reduces gradients over replicas and makes the optimizer's update.
+
+    Attributes:
+        optimizers: the optimizers over this rank's parameters.
+    """
 
     loss_normalisation: Literal["step", "worker"]
     """Samples over which a gradient is the mean: "step" the global batch, "worker" the worker's share of it."""
@@ -605,9 +669,10 @@ class GradientSync(Protocol):
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Load a logical worker's state into the model before its micro-batches run.
+        """Load a logical worker's state into the model before the worker's micro-batches run.
 
-        It is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ (local SGD).
+        The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ (local
+        SGD).
 
         Args:
             worker: number of the logical worker, one of those of this rank.
@@ -620,8 +685,8 @@ class GradientSync(Protocol):
         Where workers train parameters of their own (local SGD), this makes the worker's update instead.
 
         Args:
-            worker: number of the worker.
-            part: its loss sums in this step; None if it had no samples.
+            worker: number of the logical worker.
+            part: the worker's loss sums in this step; None if it had no samples.
         """
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
@@ -693,10 +758,10 @@ class GradientSync(Protocol):
         """
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Also update parameters that the script has added to ``optimizer`` in new groups since ``tutti.prepare``.
+        """Also update, from now on, parameters that the script has added to an optimizer since ``tutti.prepare``.
 
         Args:
-            optimizer: one of the script's optimizers.
+            optimizer: one of the script's optimizers, with these parameters in new groups.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
@@ -717,7 +782,9 @@ GradientPlace: TypeAlias = Literal["rank", "slices", "rows", "shards", "servers"
 
 
 class CustomLoopSync(GradientSync, Protocol):
-    """A ``GradientSync`` that custom training loops can use. "Script" is the user's code.
+    """A ``GradientSync`` (reduces gradients and makes the update) that custom training loops can use.
+
+    "Script" is the user's code, which computes losses and calls its optimizers itself.
 
     Attributes:
         gradient_at: location of the complete gradient after ``reduce_gradients``.
@@ -769,7 +836,7 @@ class CustomLoopSync(GradientSync, Protocol):
         ``add_gradients`` adds these gradients to the next ones.
 
         Returns:
-            The gradients, by parameter as the optimizer has it.
+            The gradients, by parameter object of the optimizer.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
@@ -778,7 +845,7 @@ class CustomLoopSync(GradientSync, Protocol):
         Where the script must not read gradients of shards, reading ``.grad`` raises instead.
 
         Args:
-            held: result of ``pop_gradients``: gradients by parameter as the optimizer has it; may be empty.
+            held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.
         """
 
     def trained_tensors(self) -> list[Tensor]:
@@ -797,10 +864,10 @@ class CustomLoopSync(GradientSync, Protocol):
     def mark_reached(self, used: Sequence[bool]) -> None:
         """Treat trained parameters in the coming reduction as if a backward on this rank had given them gradients.
 
-        So that gradients of earlier micro-batches count where backward itself reduces gradients (FSDP2).
+        With it gradients of earlier micro-batches count where backward itself reduces gradients (FSDP2).
 
         Args:
-            used: one flag a parameter, as ``pop_reached`` returned them.
+            used: one flag for each trained parameter, as ``pop_reached`` returned them.
         """
 
     def apply_clearing(self) -> None:
@@ -841,7 +908,7 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Args:
             index: the optimizer's index in the order of ``tutti.prepare``; None for all optimizers.
-            members: its parameters, as the script's model has them.
+            members: the optimizer's parameters, as the script's model has them.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:

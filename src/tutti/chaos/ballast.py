@@ -13,9 +13,9 @@ MOST = 2**30
 
 
 class Ballast:
-    """Allocate the free space of the file system of ``folder``, except ``leave`` bytes, until ``release``.
+    """Fill a file system: allocate its free space, except ``leave`` bytes, until ``release``.
 
-    The file has no name, so that the system frees its space even when this process is killed.
+    The file that takes the space has no name, so that the system frees the space even when this process is killed.
 
     Args:
         folder: any directory on the file system.

@@ -42,11 +42,11 @@ class Command:
 
     @property
     def devices(self) -> int:
-        """Number of processes that the run starts, one for each device."""
+        """Number of processes that the training command starts, one for each device."""
         return int(self.config.devices)
 
     def every(self) -> int | None:
-        """Return the number of training steps between checkpoints.
+        """Return the number of training steps between checkpoints of the command's run.
 
         None if the checkpoint interval is not given in steps (epochs, for example), so that it depends on the data, or
         if there is no interval.
@@ -55,7 +55,7 @@ class Command:
         return int(every.value) if every is not None and every.unit == "st" else None
 
     def total(self) -> int | None:
-        """Return the number of training steps of the whole run.
+        """Return the number of training steps of the command's whole run.
 
         None if the length of the run is not given in steps (but in epochs, for example) and so depends on the data.
         """
@@ -64,10 +64,10 @@ class Command:
 
 
 class Started:
-    """A run that this process starts, and starts again with ``resume``. Use in a ``with`` block.
+    """A training run that this process starts, and starts again with ``resume``. Use in a ``with`` block.
 
     Args:
-        command: the command line to run.
+        command: the ``tutti train`` command line to run.
         output: file for the run's standard output and standard error.
     """
 
@@ -78,7 +78,7 @@ class Started:
         self.launcher: psutil.Process | None = psutil.Process(self._process.pid)
 
     def code(self) -> int | None:
-        """Return the exit code of the run's process without waiting; None while it runs.
+        """Return the exit code of the training run's process without waiting; None while it runs.
 
         A negative code -N means that signal N ended the process, as in ``subprocess``.
         """
@@ -112,7 +112,11 @@ class Started:
 
 
 class Running:
-    """A run in ``directory`` that another process started; it keeps running afterwards."""
+    """A training run that another process started, found by its run directory; the run goes on afterwards.
+
+    Args:
+        directory: the run directory, on this machine.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -122,7 +126,7 @@ class Running:
         self._members = [found.launcher, *found.ranks.values()] if found.launcher else list(found.ranks.values())
 
     def code(self) -> int | None:
-        """Return the exit code that the run in this directory has written to its summary; None while the run goes on.
+        """Return the exit code that a run of another process has written to its summary; None while the run goes on.
 
         A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while its
         launcher exists or, without a launcher, one of its ranks. Does not wait.
@@ -141,14 +145,14 @@ class Running:
 
 
 def reference(command: Command, directory: Path, output: IO[str]) -> None:
-    """Run ``command`` once more in ``directory``, without faults, to get the weights of an uninterrupted run.
+    """Run a training command once more in ``directory``, without faults, to get the weights of an uninterrupted run.
 
     Blocks until the run has ended. The run writes no checkpoints, which do not change its weights.
 
     Args:
         command: the command line to repeat.
         directory: run directory of the repetition.
-        output: file for its standard output and standard error.
+        output: file for the run's standard output and standard error.
 
     Raises:
         TuttiError: the run ends with an exit code other than 0.

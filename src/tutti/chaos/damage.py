@@ -16,7 +16,7 @@ from tutti.errors import CheckpointError, DiskError
 
 @dataclass
 class Damage:
-    """One way of damaging a checkpoint.
+    """Results of one way of damaging copies of a checkpoint, such as flipped bits.
 
     Attributes:
         name: kind of damage, for the table.

@@ -13,7 +13,7 @@ Verdict = Literal["equal bits", "different", "not compared"]
 
 @dataclass
 class FaultOutcome:
-    """Outcome of one fault.
+    """Outcome of one fault that was injected into a training run.
 
     Attributes:
         fault: the fault in words, such as ``kill rank 1``.
@@ -24,11 +24,11 @@ class FaultOutcome:
         stood_still_seconds: longest time without a step, up to the first step after the fault was over.
         restarts: number of times that the run's own launcher restarted its ranks.
         resumed: whether the run ended and was resumed from outside.
-        lost_steps: steps that were repeated.
+        lost_steps: number of steps that were repeated.
         most_lost: largest permitted ``lost_steps``; None if nothing is promised, or the promise depends on the data.
         exit_code: exit code of the run if the fault ended it.
         notes: further remarks for the report.
-        broken: promises that the run broke.
+        broken: promises of tutti (such as the exit code) that the run broke, in words.
     """
 
     fault: str
@@ -45,9 +45,9 @@ class FaultOutcome:
     broken: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """Return one sentence for each promise that the run broke under this fault; empty: it survived the fault.
+        """Return one sentence for each promise that the run broke under this fault; empty: the run survived the fault.
 
-        These are the entries of ``broken``, and one more if ``lost_steps`` exceeds ``most_lost``.
+        The sentences are the entries of ``broken``, and one more if ``lost_steps`` exceeds ``most_lost``.
         """
         too_many = self.most_lost is not None and self.lost_steps > self.most_lost
         return [*self.broken, *[f"{self.lost_steps} steps lost, more than {self.most_lost}"] * too_many]
@@ -55,7 +55,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Report:
-    """Outcome of a run with faults.
+    """Outcome of a training run into which faults were injected.
 
     Attributes:
         directory: run directory.
@@ -63,12 +63,12 @@ class Report:
         outcomes: outcomes of the faults that were injected.
         exit_code: exit code of the run; None while it goes on.
         finished: whether the run had to end with exit code 0.
-        steps: steps of the run.
-        executed: steps executed, repeated steps included.
+        steps: number of steps of the run.
+        executed: number of steps executed, repeated steps included.
         seconds: seconds from start to end, without the uninterrupted run.
-        weights_sha256: hash of the run's weights.
-        reference_sha256: hash of the uninterrupted run's weights; None: not compared.
-        left: files of unfinished saves that the run left behind.
+        weights_sha256: hash of the run's weights; None if unknown.
+        reference_sha256: hash of the weights of a run without faults; None: not compared.
+        left: names of files of unfinished saves that the run left behind.
     """
 
     directory: str
@@ -85,9 +85,9 @@ class Report:
 
     @property
     def goodput(self) -> float:
-        """Fraction of useful steps, in (0, 1]: steps of the run ÷ steps executed, repeated ones included.
+        """Fraction of useful steps of the run with faults, in (0, 1]; 1 if no step was executed.
 
-        1 if no step was executed.
+        The fraction is steps of the run ÷ steps executed, repeated ones included.
         """
         return self.steps / self.executed if self.executed else 1.0
 
@@ -121,7 +121,7 @@ class Report:
         return [*found, *(f"{name} was left" for name in self.left)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a dict that ``json.dumps`` accepts.
+        """Return the report on a run with faults as a dict that ``json.dumps`` accepts.
 
         Keys are the attributes of this class, and ``goodput``, ``verdict``, ``survived`` (a bool) and ``problems``;
         each of ``outcomes`` is a dict with the attributes of `FaultOutcome` and ``survived``.

@@ -22,13 +22,13 @@ KILLED = -9
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault.
+    """One fault that is planned for a training run.
 
     Attributes:
-        kind: kind of fault.
+        kind: kind of fault, such as ``kill`` or ``fill``.
         step: inject the fault once the run has made this step; 0: as soon as there is a checkpoint.
         rank: rank whose process is the target, or ``LAUNCHER``.
-        seconds: duration of stop, slow and fill; None: to the end of the run.
+        seconds: duration of the kinds ``stop``, ``slow`` and ``fill``; None: to the end of the run.
         factor: how many times slower a slowed process runs.
     """
 
@@ -108,7 +108,7 @@ def draw_faults(
 
 
 def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None, seed: int) -> tuple[Fault, ...]:
-    """Plan ``count`` faults of several kinds at distinct random steps of a run, in increasing order of steps.
+    """Return ``count`` planned faults of several kinds at distinct random steps of a run, in increasing order of steps.
 
     The kinds are shuffled; their counts differ by at most one.
 

@@ -11,14 +11,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Resume:
-    """The run resumed from ``step`` and repeats the ``lost`` steps after it."""
+    """One resume of a run from a checkpoint.
+
+    Attributes:
+        step: step of the checkpoint.
+        lost: number of steps after it that had been made before, and are repeated.
+    """
 
     step: int
     lost: int
 
 
 class Follower:
-    """Follow ``metrics.jsonl`` of the run directory ``directory``, over restarts, which replace the file.
+    """Follow the progress of a run in its ``metrics.jsonl``, over restarts, which replace the file.
+
+    Args:
+        directory: the run directory.
 
     Attributes:
         step: the last step of the current attempt.
@@ -47,7 +55,7 @@ class Follower:
 
     @property
     def lost(self) -> int:
-        """Number of training steps that had to be repeated, summed over all resumes."""
+        """Number of training steps that the run had to repeat, summed over all its resumes."""
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:

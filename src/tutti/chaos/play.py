@@ -29,7 +29,7 @@ _RESTARTS = ("kill", "corrupt", "terminate")
 
 @dataclass(frozen=True)
 class Rules:
-    """Options of injecting faults.
+    """Options of injecting faults into a training run.
 
     Attributes:
         every: steps between checkpoints; None if unknown.
@@ -68,15 +68,15 @@ class Rules:
 
 
 class Play:
-    """Inject faults into one run.
+    """Inject faults into one training run, resume it where a fault ends it, and record the outcomes.
 
     Args:
-        run: the run.
+        run: the run, started by this process or by another.
         rules: options of injecting faults.
 
     Attributes:
         follower: progress of the run.
-        outcomes: one outcome a fault that was injected; fewer than planned if the run ended early.
+        outcomes: one outcome for each fault that was injected; fewer than planned if the run ended early.
         exit_code: exit code of the run; None while it goes on.
     """
 

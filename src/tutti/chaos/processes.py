@@ -32,12 +32,11 @@ def alive(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class Crew:
-    """The processes of a run at one moment.
+    """The processes of a training run at one moment.
 
     Attributes:
-        launcher: the parent process of the ranks; the run itself if it is one process; None under
-            another launcher.
-        ranks: rank → process.
+        launcher: the parent process of the ranks; the run itself if it is one process; None under another launcher.
+        ranks: process of each rank, by rank.
     """
 
     launcher: psutil.Process | None = None
@@ -102,7 +101,12 @@ def _parent(process: psutil.Process) -> int:
 
 
 def send(process: psutil.Process, number: signal.Signals) -> None:
-    """Send a signal to a process; do nothing if it has ended."""
+    """Send a signal to a process; do nothing if it has ended.
+
+    Args:
+        process: the process.
+        number: the signal, such as ``SIGSTOP``.
+    """
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
 
@@ -132,11 +136,12 @@ def _runs(process: psutil.Process) -> bool:
 
 
 class StoppedProcess:
-    """Stop a process until ``release``, or slow it.
+    """Stop a process with SIGSTOP from construction until ``release``, or slow it down.
 
     Args:
         process: the process.
-        factor: stop the process only for 1 - 1/factor of every tenth of a second; None: all the time.
+        factor: stop the process only for 1 - 1/factor of every tenth of a second, so that it becomes ``factor`` times
+            slower; None: stop it all the time.
     """
 
     def __init__(self, process: psutil.Process, factor: float | None = None) -> None:
@@ -153,7 +158,7 @@ class StoppedProcess:
                 return
 
     def release(self) -> None:
-        """End the stop or the slowdown: continue the process with SIGCONT; do nothing to a process that has ended."""
+        """End the stop or the slowdown of the process: continue it with SIGCONT; do nothing if it has ended."""
         self._over.set()
         if self._thread:
             self._thread.join()

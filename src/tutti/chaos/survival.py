@@ -33,10 +33,10 @@ def survive(
     Args:
         command: command line of the run.
         plan: called once as ``plan(processes, steps)``; returns the faults. ``steps`` is None if unknown.
-        rules: options of injecting them, such as the number of devices after a resume.
+        rules: options of injecting the faults, such as the number of devices after a resume.
         output: file for the run's standard output and standard error.
         known: run directory of the same run without faults, to compare weights with; None: do not compare.
-        tell: called after each fault with its number, from 1, and its outcome.
+        tell: called after each fault with its number, from 1, and its outcome; None: not called.
 
     Returns:
         Outcome of each fault and of the run, with the hashes of both runs' weights.
@@ -74,7 +74,7 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
     Args:
         directory: run directory of the run, on this machine.
         plan: called once as ``plan(processes, None)``, because the number of steps is unknown; returns the faults.
-        rules: options of injecting them.
+        rules: options of injecting the faults.
 
     Returns:
         Outcome of each fault and of the run so far.

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
-    """Combine two gradient vectors by Adasum: (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b.
+    """Combine two gradient vectors by Adasum: return (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b.
 
-    The result is a + b for orthogonal vectors and their mean for parallel ones; a vector of zeros gives the other
-    vector.
+    The result is a + b for orthogonal vectors and their mean for parallel ones. If a is zero, the result is b; if b is
+    zero, it is a.
 
     Args:
         a: a tensor of any shape, treated as one vector.
-        b: of the shape of ``a``.
+        b: a tensor of the shape of ``a``.
 
     Computed in float64; the result has the shape and dtype of ``a``.
 

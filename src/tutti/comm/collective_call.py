@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ReduceOperation(StrEnum):
-    """How a reduction combines the ranks' tensors."""
+    """Operation by which a reduction combines the ranks' tensors; the value is its name, such as ``average``."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -29,13 +29,13 @@ UNEVEN = frozenset(("allgather", "alltoall"))
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One rank's call of a collective.
+    """Description of one rank's call of a collective, which is compared with the other ranks' calls of the same name.
 
     Attributes:
         kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``, ``barrier``,
             ``add_process_set`` or ``remove_process_set``.
         name: ranks' calls with equal names belong together.
-        process_set: number of the process set.
+        process_set: number of the process set, an ordered set of ranks that perform the collective.
         shapes: shape of each tensor, without the first dimension for kinds of ``UNEVEN``.
         dtypes: dtype of each tensor.
         device: device type of the tensors.

@@ -58,16 +58,18 @@ EventSink = Callable[[str, str, float, float], None]
 
 
 class DuplicateNameError(UsageError, ValueError):
-    """A call has the name of another that is still pending."""
+    """Raised where a collective gets a name under which an earlier call of the same rank is still pending."""
 
 
 @dataclass(eq=False)
 class CollectiveHandle:
-    """A collective under way.
+    """Handle of an asynchronous collective, whose ``wait`` returns its result.
 
     Attributes:
         call: description of the collective.
-        result: what it gave, once complete.
+        result: result of the collective, before conversion to what ``wait`` returns; None until the collective is
+            complete.
+        error: exception that ``wait`` raises; None if the collective has not failed.
     """
 
     call: CollectiveCall
@@ -136,12 +138,14 @@ class CollectiveHandle:
 
 
 class CollectiveSession:
-    """The collectives between ``open`` and ``close`` on this rank: names, process sets, cached calls.
+    """One rank's part of a session: a namespace in which collectives are matched by name over the ranks.
+
+    A session has process sets and cached calls of its own, from its opening until ``close``.
 
     Args:
-        engine: performs the collectives.
-        number: equal on all ranks.
-        options: rank 0's hold for all.
+        engine: this rank's thread that performs the collectives.
+        number: number of the session, equal on all ranks.
+        options: timeouts and limits; those of rank 0 hold for all ranks.
     """
 
     def __init__(self, engine: CollectiveEngine, number: int, options: SessionOptions) -> None:
@@ -229,10 +233,10 @@ class CollectiveSession:
     def join(self) -> int:
         """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces from now on.
 
-        Every rank must call it at last; blocks until all ranks have.
+        Every rank of the job must call it at last; blocks until all ranks have.
 
         Returns:
-            The rank that called it last, the same on all ranks.
+            The global rank that called it last, the same on all ranks.
 
         Raises:
             PeerError: a rank has ended or left.
@@ -249,7 +253,7 @@ class CollectiveSession:
     def await_(self, handle: CollectiveHandle) -> None:
         """Block until an asynchronous collective is complete or has failed. Returns None.
 
-        Result or error are left in ``handle``.
+        Result or error are left in the attributes ``result`` and ``error`` of ``handle``.
 
         If all threads of this rank that make collective calls have waited for two seconds, the coordinator on rank 0 is
         told, so that it can find a deadlock between ranks that wait for different calls.
@@ -304,7 +308,7 @@ class CollectiveSession:
         have written their tensors, it computes the result.
 
         Args:
-            handle: the collective, from ``submit``.
+            handle: handle of the collective, from ``submit``.
         """
         reduction = handle.reduction
         if reduction is not None and not handle.finished.is_set():
@@ -624,7 +628,9 @@ def _settle(tensor: Tensor) -> None:
 
 
 class CollectiveEngine:
-    """One rank's thread that performs collectives, and on rank 0 the coordinator.
+    """One rank's thread that performs collectives, and on rank 0 the coordinator, which matches the ranks' calls.
+
+    Calls match by name within a session, a namespace that all ranks open.
 
     Args:
         world: rank, store and device of this process.
@@ -804,7 +810,7 @@ class CollectiveEngine:
     def abandon(self) -> None:
         """End this rank's collective engine without telling or awaiting other ranks, some of which may be gone.
 
-        Pending collectives of this rank fail.
+        Pending collectives of this rank fail with PeerError.
         """
         self._closing = True
         self.interrupt(SHUT_DOWN)
@@ -942,7 +948,10 @@ def close_engine() -> None:
 
 
 def abandon_engine() -> None:
-    """End this process's engine, if it has one, without telling or awaiting other ranks. Pending calls fail."""
+    """End this process's collective engine, if it has one, without telling or awaiting other ranks.
+
+    Pending collectives of this rank fail with PeerError.
+    """
     global _engine, _default
     with _lock:
         ending, _engine, _default = _engine, None, None

@@ -54,7 +54,7 @@ def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
 
     Args:
         total: reduction of the ranks' tensors, in their dtype; may be overwritten.
-        call: gives operation and postscale.
+        call: description of the collective, which gives operation and postscale.
         size: number of ranks.
 
     Returns:
@@ -79,9 +79,9 @@ def reduce_all(
 
     Args:
         tensors: not empty, of one dtype and device; equal shapes on all ranks. Not overwritten.
-        call: gives operation and scale factors.
+        call: description of the collective, which gives operation and scale factors.
         ranks: global ranks of the members.
-        group: their process group; None for one rank.
+        group: process group of the members; None for one rank.
 
     Returns:
         One tensor for each of ``tensors``, of its shape; views of one new tensor.
@@ -155,7 +155,7 @@ def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | N
     """Broadcast contiguous tensors in place from global rank ``root``. Collective over the ranks of ``group``; blocks.
 
     Args:
-        tensors: of equal shapes and dtypes on all ranks.
+        tensors: contiguous tensors, each of equal shape and dtype on all ranks.
         root: global rank of the source.
         group: process group of the ranks; None for one rank.
     """
@@ -202,10 +202,10 @@ def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, gr
 
     Args:
         tensor: (rows, …), of equal shape on all ranks.
-        call: gives operation (``sum`` or ``average``), prescale and postscale.
+        call: description of the collective, which gives operation (``sum`` or ``average``), prescale and postscale.
         me: index of this rank among the ranks.
         size: number of ranks.
-        group: their process group; None for one rank.
+        group: process group of the ranks; None for one rank.
 
     Returns:
         (rows of this rank, …).

@@ -43,17 +43,22 @@ Round = tuple[ChunkTransfer, ...]
 
 
 class LinkTraffic(NamedTuple):
-    """Messages and bytes on a link, in one direction."""
+    """Traffic on a link between two ranks, in one direction.
+
+    Attributes:
+        messages: number of messages.
+        bytes: bytes of all messages together.
+    """
 
     messages: int
     bytes: int
 
 
 class LinkCost(NamedTuple):
-    """Cost of a message of n bytes: ``alpha + n / beta`` seconds.
+    """Cost of a message of n bytes over a link between two ranks: ``alpha + n / beta`` seconds.
 
     Attributes:
-        alpha: seconds a message.
+        alpha: seconds of latency of a message.
         beta: bytes a second of one rank's port, each way.
     """
 
@@ -63,13 +68,13 @@ class LinkCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """An all-reduce as rounds of transfers.
+    """An all-reduce algorithm as rounds of point-to-point messages (transfers) between ranks.
 
     Attributes:
-        name: the algorithm.
+        name: name of the algorithm, such as ``ring``.
         ranks: number of ranks.
         chunks: number of parts that the vector is cut into, as ``even_share`` cuts it.
-        rounds: the rounds, in order.
+        rounds: the transfers of each round, in order.
     """
 
     name: str
@@ -130,7 +135,7 @@ class Schedule:
         return {link: LinkTraffic(len(sizes), sum(sizes)) for link, sizes in sorted(found.items())}
 
     def seconds(self, size: float, network: LinkCost, node: LinkCost | None = None) -> float:
-        """Predict the duration of one all-reduce in seconds by the alpha-beta cost model.
+        """Return the predicted duration of one all-reduce in seconds, by the alpha-beta cost model.
 
         A round takes as long as its slowest rank; rounds follow one another.
 
@@ -233,7 +238,7 @@ _FLAT: Mapping[str, Callable[[int], Schedule]] = {
 
 
 def schedule_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> Schedule:
-    """Return the all-reduce schedule of the algorithm with this name.
+    """Return the all-reduce schedule (rounds of point-to-point messages) of the algorithm with a given name.
 
     Args:
         algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.

@@ -32,7 +32,7 @@ class ProcessSet:
         ranks: global ranks of the members, in increasing order.
 
     Attributes:
-        ranks: as given.
+        ranks: global ranks of the members.
         process_set_id: number of the set; None before ``add_process_set``; 0 for the set of all ranks.
     """
 
@@ -53,19 +53,19 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks of the members, in increasing order; a new list."""
+        """Global ranks of the members of the process set, in increasing order; a new list."""
         return list(range(context.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """Return the number of member ranks."""
+        """Return the number of member ranks of the process set."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether the rank of this process is a member of the set."""
+        """Return whether the rank of this process is a member of the process set."""
         return context.rank() in self.ranks
 
     def rank(self) -> int:
-        """Return the index of this process in the set, from 0; not its global rank.
+        """Return the index of this process in the process set, from 0; not its global rank.
 
         Raises:
             UsageError: this process is no member.
@@ -282,9 +282,12 @@ def allreduce(
         tensor: of equal shape and dtype on all ranks.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``; the gradient exists for the first two.
         name: matches the ranks' calls; default: by the order of calls without a name.
-        prescale: factor before the reduction.
-        postscale: factor after it.
-        process_set: ranks that take part.
+        prescale: factor on the tensor before the reduction.
+        postscale: factor on the result after the reduction.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        A new tensor of the shape and dtype of ``tensor``; sparse where ``tensor`` is.
 
     Raises:
         MismatchError: ranks' calls differ.
@@ -591,7 +594,7 @@ def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int, wh
 
 
 class SplitError(UsageError, ValueError):
-    """The splits of an all-to-all do not fit its tensor."""
+    """Raised where the splits (rows for each rank) of an all-to-all do not fit its tensor."""
 
 
 def alltoall_async(
@@ -823,6 +826,9 @@ def barrier(process_set: ProcessSet = all_ranks) -> None:
 
     It does not wait for asynchronous collectives that were started before.
 
+    Args:
+        process_set: ranks that take part; default: all ranks.
+
     Raises:
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -873,7 +879,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 class DuplicateSetError(UsageError, ValueError):
-    """A process set of the same ranks exists."""
+    """Raised where a process set is added and one of the same ranks exists already."""
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

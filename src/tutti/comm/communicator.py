@@ -38,18 +38,18 @@ _TEXT = 1024
 
 
 class Pending:
-    """Handle of an asynchronous collective or transfer."""
+    """Handle of an asynchronous collective or point-to-point transfer, whose ``wait`` blocks until its end."""
 
     def __init__(self, work: Work | None, call: Call | None, stall: StallInspector | None) -> None:
         self._work, self._call, self._stall = work, call, stall
 
     @property
     def done(self) -> bool:
-        """Whether the collective has completed, so that ``wait`` would return at once. Does not block."""
+        """Whether the collective or transfer has completed, so that ``wait`` would return at once. Does not block."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Block until the collective is complete, so that its tensors may be used, or until it has failed.
+        """Block until the collective or transfer is complete, so that its tensors may be used, or until it has failed.
 
         Raises:
             MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
@@ -73,18 +73,18 @@ class Communicator:
         name: shown in error messages.
         ranks: global ranks of the members, in increasing order; this rank is one of them.
         world: rank, device, store and timeout of this process.
-        group: control process group; None for one rank.
-        fast: process group of the gradient path; None for one rank.
+        group: process group for control messages (Gloo, CPU tensors); None for one rank.
+        fast: process group for gradients (default backend); None for one rank.
 
     Attributes:
-        name, ranks: as given.
+        name, ranks: name and members, as given to the constructor.
         size: number of members.
         rank: index of this rank in ``ranks``; ``source`` and ``to`` in the methods are such indices, too.
         global_rank: this rank's number in the job.
         device: device of this rank's tensors.
         stall: waits for this process's collectives with a timeout.
-        meetings: all-gather that carries the control collectives once the run tolerates lost ranks; None where all
-            ranks end with the first.
+        meetings: all-gather over files that performs the collectives which compare calls, once the run tolerates lost
+            ranks; None where all ranks end with the first.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Communicator:
     def alive_ranks(self) -> Sequence[int]:
         """Indices, within this communicator, of the ranks that took part in the last collective that compares calls.
 
-        These are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks, unless
-        ``Communicators.tolerate_loss`` was called and a rank was killed since. Local.
+        Such collectives are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks,
+        unless ``Communicators.tolerate_loss`` was called and a rank was killed since. Local.
         """
         return range(self.size) if self.meetings is None else self.meetings.there
 
@@ -294,7 +294,7 @@ class Communicator:
         ``Communicators.p2p_channels`` makes the channels beforehand.
 
         Args:
-            tensor: must live, unchanged, until ``wait`` of the returned handle.
+            tensor: the message; must live, unchanged, until ``wait`` of the returned handle.
             to: index of the receiving rank.
             kind: channel of the message, a key of the ``kinds`` that were given to ``p2p_channels``.
         """
@@ -595,10 +595,14 @@ class Communicator:
 class Communicators:
     """The communicators along the axes of the device mesh, cached. Collective: the constructor makes process groups.
 
+    Args:
+        world: rank, device, store and timeout of this process.
+        grid: extents of the device mesh, and this rank's position on it.
+
     Attributes:
-        world: all ranks.
-        replica: the ranks that hold the same part of the model (axes replica and shard).
-        model: the ranks of one replica (axes stage and tensor).
+        world: communicator of all ranks.
+        replica: communicator of the ranks that hold the same part of the model (axes replica and shard).
+        model: communicator of the ranks of one replica (axes stage and tensor).
     """
 
     def __init__(self, world: World, grid: Grid) -> None:
@@ -752,7 +756,7 @@ def everybody(world: World) -> Communicator:
     Collective over all ranks; blocks.
 
     Args:
-        world: the job, as ``tutti.init`` returned it.
+        world: rank, device, store and timeout of this process, as ``tutti.init`` returned them.
     """
     ranks = tuple(range(world.identity.size))
     return Communicator("world", ranks, world, *process_groups(ranks))

@@ -21,10 +21,13 @@ from tutti.torch_compat import tensor_version
 
 
 class TensorRanks:
-    """Differentiable collectives over one tensor axis.
+    """Differentiable collectives over the tensor axis of the device mesh, whose ranks split layers among them.
 
     Each rank has ``even_share(length, size, rank)`` of the dimension ``dim`` of a split tensor: if ``size`` does not
     divide ``length``, the first ranks have one more.
+
+    Args:
+        comm: communicator of the tensor ranks.
 
     Attributes:
         rank, size: index of this tensor rank, number of tensor ranks.
@@ -40,13 +43,15 @@ class TensorRanks:
     def copy(self, whole: Tensor, name: str) -> Tensor:
         """Identity whose backward all-reduces (sums) the gradient over the tensor ranks: f of Shoeybi et al. 2019.
 
-        For the input of layers that are split over the ranks. The forward sends nothing.
-
-        Consecutive calls with the same tensor return the same result, whose gradient is all-reduced once.
+        For the input of layers that are split over the ranks. The forward sends nothing. Consecutive calls with the
+        same tensor return the same result, whose gradient is all-reduced once.
 
         Args:
             whole: any tensor, equal on all ranks.
             name: the layer whose input it is, for error messages.
+
+        Returns:
+            A tensor with the values of ``whole``, to be used in its place; ``whole`` itself without gradients.
 
         Raises:
             UsageError: within ``torch.func`` transforms.

@@ -31,7 +31,7 @@ class FileAllGather:
         world: rank, store and timeout of this process.
 
     Attributes:
-        notes: as given.
+        notes: the launcher's record of lost ranks.
         there: global ranks that took part in the last call, ascending; only these take part in later ones. All ranks of
             the job before the first call.
     """

@@ -16,6 +16,13 @@ class Grid:
 
     Stage and tensor ranks of one replica have adjacent numbers, because they communicate most.
 
+    Attributes:
+        replica: number of copies of the model.
+        shard: number of ranks that shard one copy of parameters, gradients or optimizer state.
+        stage: number of pipeline stages.
+        tensor: number of tensor-parallel ranks.
+        rank: global rank of this process.
+
     >>> grid = Grid(replica=2, stage=2, rank=3)
     >>> grid.at("replica"), grid.at("stage"), grid.along("replica"), grid.along("stage")
     (1, 1, (1, 3), (2, 3))
@@ -33,32 +40,43 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Number of ranks along each axis: (replica, shard, stage, tensor)."""
+        """Number of ranks along each axis of the device mesh: (replica, shard, stage, tensor)."""
         return self.replica, self.shard, self.stage, self.tensor
 
     @property
     def size(self) -> int:
-        """Number of ranks of the whole mesh: replica · shard · stage · tensor."""
+        """Number of ranks of the whole device mesh: replica · shard · stage · tensor."""
         return self.replica * self.shard * self.stage * self.tensor
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel positions, R = replica · shard; different positions see different samples."""
+        """Number of data-parallel positions on the device mesh, replica · shard; each sees different samples."""
         return self.replica * self.shard
 
     @property
     def data_rank(self) -> int:
-        """Data-parallel index of this rank, 0 … ``data_ranks`` - 1; ranks with the same index see the same samples."""
+        """Data-parallel index of this rank on the device mesh, 0 … ``data_ranks`` - 1.
+
+        Ranks with the same index see the same samples.
+        """
         return self.at("replica") * self.shard + self.at("shard")
 
     def at(self, axis: str) -> int:
-        """Return this rank's coordinate, from 0, on ``axis``: ``replica``, ``shard``, ``stage`` or ``tensor``."""
+        """Return this rank's coordinate on one axis of the device mesh, from 0.
+
+        Args:
+            axis: ``replica``, ``shard``, ``stage`` or ``tensor``.
+        """
         return self._coordinates(self.rank)[AXES.index(axis)]
 
     def along(self, *axes: str) -> tuple[int, ...]:
-        """Return the global ranks with the same coordinates as this rank on all axes but ``axes``.
+        """Return the global ranks with the same coordinates on the device mesh as this rank on all axes but ``axes``.
 
-        Includes this rank; in increasing order.
+        Args:
+            axes: some of ``replica``, ``shard``, ``stage`` and ``tensor``.
+
+        Returns:
+            The ranks in increasing order, this rank included.
         """
         here = self._coordinates(self.rank)
         choices = [

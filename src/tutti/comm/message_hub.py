@@ -60,7 +60,7 @@ def _frame(message: Any) -> bytes:
 
 
 class HubConnection:
-    """A rank's connection to rank 0.
+    """A rank's connection to the message hub of rank 0, over which JSON values are sent and received.
 
     Args:
         store: key-value store of the job, where rank 0 has put the hub's address.
@@ -180,15 +180,17 @@ class _Peer:
 
 
 class MessageHub:
-    """Rank 0's end of all connections; one thread that sleeps while nothing arrives.
+    """Rank 0's end of the connections from all ranks, which carry JSON values.
+
+    One thread serves them all, and sleeps while nothing arrives.
 
     Args:
-        store: key-value store of the job.
+        store: key-value store of the job, where the hub's address is put.
         address: IP address or host to listen on; None: a Unix socket.
         on_message: called in the hub's thread with rank and message.
-        on_end: called there with the rank whose connection has ended.
-        on_turn: called there after the messages of a turn; returns answers as (rank, message), and the seconds after
-            which it must be called again, or None.
+        on_end: called in the hub's thread with the rank whose connection has ended.
+        on_turn: called in the hub's thread after the messages that have arrived together; returns answers as (rank,
+            message), and the seconds after which it must be called again, or None.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class MessageHub:
         self._thread.start()
 
     def close(self) -> None:
-        """Send the messages that are still queued, then end the ranks' connections to rank 0 and this hub's thread.
+        """Send the messages that are still queued, then end the ranks' connections to rank 0 and their thread.
 
         Waits for the thread for at most five seconds.
         """

@@ -56,13 +56,13 @@ _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32":
 
 @dataclass
 class SessionOptions:
-    """Settings of a session, which rank 0 decides.
+    """Timeouts and limits of a session, a namespace of collectives that are matched by name; those of rank 0 hold.
 
     Attributes:
         warn: seconds after which an incomplete call is reported, with the missing ranks; 0: never.
-        limit: seconds after which it fails; 0: never.
+        limit: seconds after which an incomplete call fails; 0: never.
         fusion: bytes up to which all-reduces that are ready together are performed as one.
-        capacity: calls that the response cache holds.
+        capacity: number of calls whose descriptions are cached, so that repeating them needs a short message only.
     """
 
     warn: float = 60.0
@@ -113,6 +113,10 @@ def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
     """Return whether two all-reduces can be performed as one message.
 
     They must agree on operation (not Adasum), process set, device type, scale factors, and one dtype for all tensors.
+
+    Args:
+        one: description of one call of a collective.
+        other: description of another call.
     """
     alike = one.kind == other.kind == "allreduce" and one.op == other.op != ReduceOperation.ADASUM
     return (
@@ -379,7 +383,7 @@ class Coordinator:
 
     Args:
         size: number of ranks.
-        clock: returns seconds.
+        clock: returns seconds, by which timeouts are measured.
     """
 
     def __init__(self, size: int, clock: Callable[[], float]) -> None:
@@ -473,7 +477,7 @@ class Coordinator:
         ]
 
     def check_stalls(self) -> list[str]:
-        """Warn about collectives that wait too long for some ranks, and fail those that wait beyond their time limit.
+        """Warn about collectives that wait too long for some ranks, and fail calls that wait beyond their time limit.
 
         The limits are ``warn`` and ``limit`` of the session's `SessionOptions`. ``posts`` returns the messages by which
         the ranks learn of failures.

@@ -36,6 +36,9 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
         tensors: if given, tensors in ``value`` are appended to this list, and the bytes hold only their index, dtype
             and shape; None: the bytes hold their elements, too.
 
+    Returns:
+        The bytes.
+
     Raises:
         UsageError: a value of another type; names its place in ``value`` and its type.
 
@@ -48,7 +51,7 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
 
 
 def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
-    """Rebuild the value that ``encode_object`` encoded. Runs no code from the bytes, unlike pickle.
+    """Rebuild and return the value that ``encode_object`` encoded. Runs no code from the bytes, unlike pickle.
 
     Args:
         data: result of ``encode_object``.

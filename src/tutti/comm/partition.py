@@ -85,7 +85,9 @@ def owners(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def chunks(total: int, largest: int | None) -> list[range]:
-    """Split ``range(total)`` into the fewest contiguous ranges of at most ``largest`` elements, as even as possible.
+    """Return ``range(total)`` split into the fewest contiguous ranges of at most ``largest`` elements.
+
+    The ranges are as even as possible.
 
     Args:
         total: length of the range; 0 gives an empty list.

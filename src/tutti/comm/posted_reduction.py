@@ -96,7 +96,7 @@ class PostedReduction:
         Does not wait for other ranks.
 
         Args:
-            tensors: of the shapes of the all-reduce; may be reused at once.
+            tensors: this rank's tensors, of the shapes of the all-reduce; may be reused at once.
 
         Returns:
             Attempt number of this repetition of the all-reduce, equal on all ranks, by which ``complete``, ``revoked``

@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """Hash integers, in order, into one unsigned 64-bit key, from which a random generator may be seeded.
+    """Return an unsigned 64-bit hash of integers, in order, from which a random generator may be seeded.
 
     The same arguments give the same key in every process; a scalar version of ``tutti.data.keyed_random.hash64``.
 
@@ -28,5 +28,5 @@ def mix(*parts: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """Hash a name to an unsigned 32-bit integer (CRC-32), equal in every process, unlike Python's own ``hash``."""
+    """Return the CRC-32 of a name, an unsigned 32-bit integer, equal in every process, unlike Python's own ``hash``."""
     return zlib.crc32(name.encode())

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 class ScheduledAllReduce:
-    """An all-reduce (sum) over the data ranks by a schedule. Collective: makes process groups and shared memory.
+    """An all-reduce (sum) over the data ranks, by an explicit schedule of point-to-point messages.
+
+    Collective over all ranks: the constructor makes process groups and shared memory.
 
     Args:
         comms: communicators of this process; the sum is over ``comms.replica``.
-        algorithm: of the schedule.
+        algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
         size: bytes of the largest vector.
 
     Attributes:
@@ -127,7 +129,7 @@ class ScheduledAllReduce:
 
 
 class ScheduledSum:
-    """Handle of a sum by a schedule, which ``wait`` runs."""
+    """Handle of an all-reduce (sum) by an explicit schedule of messages, which is performed by ``wait``."""
 
     def __init__(self, all_reduce: ScheduledAllReduce, flat: Tensor, text: str) -> None:
         self._all_reduce, self._flat, self._text = all_reduce, flat, text

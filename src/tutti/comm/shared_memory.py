@@ -42,7 +42,7 @@ SMALL_BYTES = 1 << 20
 
 
 class SharedMemorySegment:
-    """Memory mapped by all ranks of a communicator.
+    """Memory that all ranks of a communicator on one node have mapped.
 
     Layout: for each rank a cache line with its barrier counter; then for each rank a slot of ``size`` bytes.
 

@@ -40,13 +40,15 @@ _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or transfer, as named in notes and errors.
+    """Description of a collective or transfer in which a rank waits, for error messages.
+
+    A rank also writes it to the job's key-value store while it waits long, so that other ranks can detect a deadlock.
 
     Attributes:
         text: operation and name.
         ranks: global ranks that take part.
-        sent: in a note read from the store: the texts of transfers that its rank has started to send and not waited
-            for.
+        sent: in a description read from the store: the texts of transfers that its rank has started to send and not
+            waited for.
     """
 
     text: str
@@ -93,7 +95,7 @@ def _reason(error: RuntimeError) -> str:
 
 
 class StallInspector:
-    """Waits for the collectives of one process.
+    """Wait for the collectives of one process within a timeout, and explain a timeout by the ranks that are missing.
 
     Args:
         store: key-value store shared by all ranks.
@@ -114,7 +116,7 @@ class StallInspector:
 
         Args:
             work: the collective under way.
-            call: its description, for notes and errors.
+            call: description of the collective, for other ranks and for errors.
 
         Raises:
             MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
@@ -139,7 +141,7 @@ class StallInspector:
         Args:
             done: called repeatedly with a time limit; waits for completion, not longer than the limit, and returns
                 whether the call is complete.
-            call: the collective, for notes and errors.
+            call: description of the collective, for other ranks and for errors.
 
         Raises:
             MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
@@ -278,7 +280,7 @@ class StallInspector:
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Return whether a collective call waits for no rank any more.
 
-    That is so if each of its ranks waits in an equal call or, for a point-to-point transfer, has begun to send.
+    True if each of its ranks waits in an equal call or, for a point-to-point transfer, has begun to send.
 
     Args:
         call: the call.

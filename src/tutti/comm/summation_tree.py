@@ -54,7 +54,9 @@ def subtree_roots(mine: range, workers: int) -> list[Node]:
 
 
 def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
-    """Add up partial sums over logical workers to the sum at a tree node, in the order of the binary summation tree.
+    """Return the sum over the logical workers of a tree node, from partial sums, in the order of the summation tree.
+
+    The tree is binary; its nodes are ranges of workers.
 
     Args:
         node: root of the subtree, a range (low, high) of workers.

@@ -17,11 +17,12 @@ from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize: int) -> dict[str, int]:
     """Predict the bytes that a rank sends in one reproducible all-reduce of the logical workers' vectors.
 
-    This is `TreeSum.total`. Holds where ranks do not share logical workers.
+    The all-reduce is that of `TreeSum.total`: an all-to-all and an all-gather. Holds where ranks do not share logical
+    workers.
 
     Args:
-        ranks: data ranks R.
-        workers: logical workers over all ranks.
+        ranks: number of data ranks R.
+        workers: number of logical workers over all ranks.
         rank: the data rank.
         length: elements of a worker's vector.
         itemsize: bytes of an element.
@@ -39,9 +40,10 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
 
 
 class TreeSum:
-    """Sum one vector per worker over all workers, in the tree's order.
+    """Sum one vector of each logical worker over all workers, in the order of a binary tree over the workers.
 
-    Sent per rank: (its subtrees + 1) · length · (R-1)/R elements; one all-to-all and one all-gather.
+    With R data ranks and N workers, each rank sends (its subtrees + 1) · length · (R-1)/R elements, in one all-to-all
+    and one all-gather.
 
     Where R > N, ranks share workers. A worker's vector is then the sum of its ranks' vectors, added one after the other
     in the order of ranks and calls of ``add``, and a rank may call ``add`` any number of times. One more all-gather
@@ -51,7 +53,7 @@ class TreeSum:
         comm: the R data ranks.
         workers: N, over all ranks.
         length: elements of a worker's vector.
-        dtype: of the vectors.
+        dtype: dtype of the vectors.
 
     Attributes:
         addends: number of vectors in the last total: N, or those of all ranks where ranks share workers.

@@ -33,18 +33,18 @@ _FEWEST_STEPS = 2
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """The checkpoint of a run that is branched.
+    """A checkpoint of a run from which trainings at several batch sizes (branches) are continued.
 
     Attributes:
         run: the run directory.
-        task: name of its task.
+        task: name of the run's task.
         checkpoint: directory of the checkpoint.
         config: the run's configuration, with the number of its workers.
         step: steps until the checkpoint.
         epoch: epochs until the checkpoint.
         samples: training samples of an epoch.
         loss: held-out loss at the checkpoint.
-        factor: schedule's factor on the learning rate in the checkpoint's last step.
+        factor: the learning-rate schedule's factor in the checkpoint's last step.
     """
 
     run: Path
@@ -59,11 +59,14 @@ class BranchPoint:
 
 
 def branch_point(run: Path, step: int | None = None) -> BranchPoint:
-    """Find the checkpoint of a run to branch: the newest at the end of an epoch, or that of a step.
+    """Find the checkpoint of a run from which trainings at several batch sizes (branches) can be continued.
 
     Args:
         run: directory of a run of ``tutti train``.
         step: steps until the checkpoint; None for the newest at an epoch's end.
+
+    Returns:
+        The checkpoint, with the run's configuration, its position, and the held-out loss there.
 
     Raises:
         UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, or the
@@ -147,17 +150,20 @@ def _records(path: Path, step: int) -> list[dict[str, Any]]:
 def branch_trials(
     point: BranchPoint, multiples: Sequence[int], seeds: int, window: int, rule: RateRule | None
 ) -> list[Trial]:
-    """Return the runs that branch a checkpoint at multiples of its batch size; nothing is started.
+    """Return the runs (branches) that continue a checkpoint at multiples of its batch size; nothing is started.
 
     Micro-batches keep their size, so that batch norm sees as many samples in each branch. The rate is that of the
     checkpoint's last step, times the rule's factor of the multiple, and constant.
 
     Args:
         point: the checkpoint.
-        multiples: multiples of its batch; one times the batch is added.
-        seeds: branches of each multiple, with orders of samples of their own.
+        multiples: multiples of the checkpoint's batch; one times the batch is added.
+        seeds: number of branches of each multiple, each with an order of samples of its own.
         window: epochs of each branch.
         rule: rule for the learning rate where the run has none; None: ``linear`` for SGD, else ``sqrt``.
+
+    Returns:
+        One trial (configuration, seed and run directory) for each branch.
 
     Raises:
         UsageError: a multiple is below 1, or its batch makes fewer than two steps in the window.
@@ -219,13 +225,14 @@ def _micro_batches(base: TrainConfig, multiple: int) -> dict[str, Any]:
 
 
 def prepare_branch(point: BranchPoint, trial: Trial) -> None:
-    """Make a branch's directory, with its configuration and the checkpoint, so that ``run_trial`` resumes it.
+    """Make the directory of a run that continues a checkpoint at another batch size, so that ``run_trial`` resumes it.
 
-    Nothing happens where the directory has a checkpoint already.
+    The directory gets the run's configuration and a copy of the checkpoint. Nothing happens where it has a checkpoint
+    already.
 
     Args:
         point: the checkpoint.
-        trial: the branch, of ``branch_trials``.
+        trial: the run, of ``branch_trials``.
 
     Raises:
         DiskError: the directory cannot be written.
@@ -252,7 +259,10 @@ def prepare_branch(point: BranchPoint, trial: Trial) -> None:
 def branch_loss(trial: Trial) -> float:
     """Return the held-out loss at the end of a finished branch, and delete its copy of the checkpoint.
 
-    NaN if the loss is not finite.
+    A branch is a run that continues a checkpoint at another batch size. NaN if the loss is not finite.
+
+    Args:
+        trial: the branch.
     """
     shutil.rmtree(trial.directory / "checkpoints", ignore_errors=True)
     loss = (read_summary(trial.directory).get("eval") or {}).get("loss")

@@ -20,6 +20,9 @@ def headings(ladder: Ladder) -> tuple[str, ...]:
     """Return the column headings of a comparison's table: rung (configuration), updates, samples, …, samples/s.
 
     Four more columns follow, on reaching the target, if a run has one (``--until``).
+
+    Args:
+        ladder: the ladder, a series of training configurations (rungs).
     """
     return HEADINGS + TO_TARGET if any(rung.config.target_text for rung in ladder.rungs) else HEADINGS
 
@@ -77,7 +80,7 @@ def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric =
     The column ``range`` is half the distance between the best and the worst seed.
 
     Args:
-        ladder: the ladder.
+        ladder: the ladder, a series of training configurations.
         rows: results by rung name, of rungs with finished runs.
         metric: the metric that is compared.
 
@@ -118,9 +121,14 @@ def markdown(
 
 
 def as_csv(ladder: Ladder, rows: Mapping[str, RungResult]) -> str:
-    """Return CSV with a heading and a line for each finished run: its configuration (rung), seed and results.
+    """Return the results of a ladder as CSV: a heading, and a line for each finished run.
 
-    The column ``from`` names the rung from which the configuration was changed. ``rows``: results by rung name.
+    A line has the run's rung (configuration), seed and results. The column ``from`` names the rung from which the
+    configuration was changed.
+
+    Args:
+        ladder: the ladder, a series of training configurations (rungs).
+        rows: results by rung name.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -26,12 +26,12 @@ _HINTS = typing.get_type_hints(TrainConfig)
 
 @dataclass(frozen=True)
 class Rung:
-    """One training configuration, which is run with several seeds.
+    """One training configuration of a comparison, which is run with several seeds.
 
     Attributes:
         name: name in the table.
-        parent: name of the rung that it changes; None for the first.
-        cause: the cause that the change isolates.
+        parent: name of the rung whose configuration this one changes; None for the first.
+        cause: the cause that the change isolates, in words.
         changes: the options that differ from the parent's.
         config: all options.
     """
@@ -45,13 +45,13 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Rungs in order; the first is the baseline that the rest should reach.
+    """A series of training configurations (rungs) to compare; the first is the baseline that the rest should reach.
 
     Attributes:
         name: name of the ladder.
         summary: purpose of the ladder, in a sentence.
         naive: name of the rung whose drop of accuracy the rest explain.
-        rungs: all rungs.
+        rungs: all rungs, in order.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Ladder:
     rungs: tuple[Rung, ...]
 
     def rung(self, name: str) -> Rung:
-        """Return the training configuration (rung) called ``name``, which must exist."""
+        """Return the training configuration (rung) of the ladder that is called ``name``, which must exist."""
         return next(rung for rung in self.rungs if rung.name == name)
 
 
 def shipped() -> list[str]:
-    """Return the names of the ladders that come with tutti, sorted, for ``load_ladder``."""
+    """Return the names of the ladders (series of training configurations) that come with tutti, sorted."""
     return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 
@@ -75,7 +75,10 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
     Args:
         text: name of a shipped ladder, or path of a TOML file.
         variables: values of the placeholders ``workers``, ``batch_size`` and ``epochs``.
-        options: fields of TrainConfig for every rung; they take precedence over ``[base]``.
+        options: fields of TrainConfig for every rung; they take precedence over the file's ``[base]``.
+
+    Returns:
+        The ladder, with the full configuration of each rung.
 
     Raises:
         UsageError: there is no such ladder, the file is not TOML, a key is unknown, a rung has no name of its own,

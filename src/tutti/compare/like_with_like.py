@@ -24,9 +24,13 @@ _WARMUPS = frozenset({"warmup", "warmup_from"})
 
 
 def recipes(ladder: Ladder) -> tuple[Rung, ...]:
-    """Return the rungs (training configurations) to test against baselines: at another scale than the first rung.
+    """Return the rungs (training configurations) of a ladder to test against baselines: those at another scale.
 
-    Scale is workers and batch size. If all have the first rung's, return all rungs but the first.
+    Scale is the number of workers and the batch size; another is compared with the first rung's. If all rungs have the
+    first rung's scale, return all rungs but the first.
+
+    Args:
+        ladder: the ladder, a series of rungs.
     """
     first = ladder.rungs[0]
     scaled = tuple(rung for rung in ladder.rungs if _scale(rung) != _scale(first))
@@ -34,11 +38,15 @@ def recipes(ladder: Ladder) -> tuple[Rung, ...]:
 
 
 def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
-    """Return the rungs (training configurations) with which a rung may be compared.
+    """Return the rungs (training configurations) of a ladder with which a rung may be compared.
 
-    They have the first rung's workers and batch size, and otherwise equal options. The learning rate, its rule and its
-    warm-up may differ, because each scale needs its own. The baseline of a rung at the first rung's scale is the first
-    rung, if the two differ in one option.
+    Such rungs have the first rung's workers and batch size, and otherwise the options of the compared rung. The
+    learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at the
+    first rung's scale is the first rung, if the two differ in one option.
+
+    Args:
+        ladder: the ladder, a series of rungs.
+        rung: the rung to compare.
     """
     first = ladder.rungs[0]
     if _scale(rung) == _scale(first):
@@ -55,7 +63,7 @@ def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
 
     Args:
         config: options of one run.
-        reference: options of the other run, whose scale decides which options have an effect.
+        reference: options of the run it is compared with, whose scale decides which options have an effect.
     """
     ours, theirs = _compared(config, reference), _compared(reference, reference)
     return [name for name in ours if ours[name] != theirs[name]]

@@ -22,11 +22,11 @@ _QUIET_SECONDS = 30.0
 
 
 class Board:
-    """Show the current run and the results of finished runs.
+    """Display of a comparison's current run and of the results of its finished runs.
 
     Args:
         stream: stream to write to.
-        ladder: the ladder.
+        ladder: the series of training configurations (rungs) that are compared.
         total: number of runs.
     """
 
@@ -50,13 +50,13 @@ class Board:
             self._live.stop()
 
     def show(self, trial: Trial, number: int, rows: Mapping[str, RungResult], metric: Metric | None) -> None:
-        """Show that a run begins: a redrawn table in a terminal, one printed line elsewhere.
+        """Show that a run of the comparison begins: a redrawn table in a terminal, one printed line elsewhere.
 
         Args:
             trial: the run, one rung (configuration) with one seed.
-            number: its number, from 0.
+            number: index of the run, from 0.
             rows: results by rung name, of rungs with finished runs.
-            metric: the metric; None while its direction is unknown.
+            metric: the metric that is compared; None while its direction is unknown.
         """
         self._metric = metric
         self._rows, self._now = rows, f"run {number + 1} of {self._total}: {trial.rung}, seed {trial.seed}"

@@ -31,7 +31,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a comparison: a rung (training configuration) with one seed."""
+    """One run of a comparison: a rung (training configuration) with one seed.
+
+    Attributes:
+        rung: name of the rung.
+        seed: seed of the run.
+        config: configuration of the run, with this seed.
+        directory: run directory.
+    """
 
     rung: str
     seed: int
@@ -41,7 +48,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Progress:
-    """Newest training and evaluation records of a trial; empty if there are none yet."""
+    """Newest training and evaluation records of a run under way.
+
+    Attributes:
+        step: newest line of group ``train`` in ``metrics.jsonl``; empty if there is none yet.
+        evaluated: newest line of group ``eval``; empty if there is none yet.
+    """
 
     step: dict[str, Any]
     evaluated: dict[str, Any]
@@ -56,8 +68,11 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         task: name of the task.
-        seeds: number of seeds a rung.
+        seeds: number of seeds of each rung.
         pool: folder of the run directories.
+
+    Returns:
+        One trial (rung, seed, configuration and run directory) for each run.
     """
     found = []
     for seed in range(seeds):
@@ -150,7 +165,10 @@ def _failed(trial: Trial, code: int, log: Path) -> TuttiError:
 def trial_progress(trial: Trial) -> Progress:
     """Return the newest training and evaluation records of a run under way, from the end of its ``metrics.jsonl``.
 
-    Reads the last 8 KiB; a record that is not found there is empty.
+    Reads the last 8 KiB; a record that is not found there is an empty dictionary.
+
+    Args:
+        trial: the run.
     """
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
@@ -175,7 +193,15 @@ def trial_progress(trial: Trial) -> Progress:
 def outcome(trial: Trial, metric: str) -> RunOutcome:
     """Read the results of a finished run from its ``summary.json`` and ``metrics.jsonl``.
 
-    ``metric``: name of the held-out metric to compare. Raises UsageError if the task does not report it.
+    Args:
+        trial: the run.
+        metric: name of the held-out metric to compare.
+
+    Returns:
+        Held-out and training metric, updates, samples, seconds and what the run took to its target.
+
+    Raises:
+        UsageError: the task does not report the metric.
     """
     summary = read_summary(trial.directory)
     held_out = summary.get("eval") or {}
@@ -211,7 +237,11 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
 def directions(all_trials: list[Trial]) -> dict[str, Direction] | None:
     """Return whether higher or lower is better for each metric, by name, as a finished run of the task states it.
 
-    None if no run has finished.
+    Args:
+        all_trials: runs of one task; the first finished one is read.
+
+    Returns:
+        Direction by name of the metric; None if no run has finished.
     """
     found = next((trial for trial in all_trials if finished(trial)), None)
     return None if found is None else read_summary(found.directory).get("directions", {})
@@ -227,7 +257,7 @@ def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, Rung
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
-        all_trials: its runs, of ``trials``.
+        all_trials: the ladder's runs, of ``trials``.
         metric: name of the held-out metric.
 
     Raises:

@@ -28,13 +28,14 @@ _WIDENED = 2
 
 @dataclass(frozen=True)
 class TunedBatch:
-    """One batch size with the learning rate that was the best for it.
+    """One batch size with the learning rate with which training needs the fewest samples to a target.
 
     Attributes:
         batch: samples in a global batch.
         rate: the learning rate with the fewest samples to the target.
-        tuned: (rate, samples to the target) of the grid, by rate; ∞ where the run missed it or diverged.
-        edge: whether the best rate is at an edge of the grid still.
+        tuned: (rate, samples to the target) for each rate that was tried, by rate; ∞ where the run missed the target or
+            diverged.
+        edge: whether the best rate is still at an edge of the rates that were tried.
         runs: directories of the runs with the best rate, one a seed.
     """
 
@@ -81,11 +82,11 @@ def tuned_batches(
 
     Args:
         task: name of the task.
-        base: the configuration, with a target.
+        base: configuration of the runs, with a target.
         batches: global batch sizes.
-        seeds: runs with the best rate.
+        seeds: number of runs with the best rate.
         pool: folder of the run directories.
-        watch: called with a run and its progress while it is trained.
+        watch: called with a run and its progress while the run is trained.
 
     Yields:
         Each batch size with its best rate, as soon as its runs are finished.

@@ -20,14 +20,19 @@ ACCURACY = Metric("accuracy", higher=True)
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One finished run.
+    """Results of one finished run of a comparison.
 
     Attributes:
-        held_out: the metric on held-out samples; NaN if its last value is not finite.
+        seed: seed of the run.
+        held_out: the compared metric on held-out samples; NaN if its last value is not finite.
         training: the metric on training samples, over the last epoch.
+        updates, samples, seconds: optimizer updates, training samples and seconds of the whole run.
+        samples_per_second: throughput of all devices.
         curve: (epoch, held-out value) after each evaluation.
+        weights_sha256: hash of the final weights; empty if unknown.
         reached: whether the run has reached the target of ``--until``; None without one.
-        steps_to_target, samples_to_target, seconds_to_target: until the evaluation that reached it; None if none did.
+        steps_to_target, samples_to_target, seconds_to_target: steps, samples and seconds until the evaluation that
+            reached the target; None if none did.
     """
 
     seed: int
@@ -52,7 +57,14 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class RungResult:
-    """Results of one rung over its seeds."""
+    """Results of one training configuration (rung) of a comparison over its seeds.
+
+    Attributes:
+        name: name of the rung.
+        cause: the cause that the rung's change of options isolates, in words.
+        parent: name of the rung whose configuration it changes; None for the first.
+        outcomes: results of the finished runs, one for each seed.
+    """
 
     name: str
     cause: str
@@ -78,7 +90,8 @@ class RungResult:
     def average(self, name: str) -> float:
         """Return the mean over a configuration's seeds of one result of its runs.
 
-        ``name``: a field of ``RunOutcome``, such as ``updates`` or ``seconds``.
+        Args:
+            name: a field of ``RunOutcome``, such as ``updates`` or ``seconds``.
         """
         return sum(float(getattr(outcome, name)) for outcome in self.outcomes) / len(self.outcomes)
 
@@ -102,12 +115,16 @@ class RungResult:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one change: a rung compared with its parent.
+    """Effect of one change of options: a training configuration (rung) compared with its parent, which it changes.
 
     Attributes:
-        gain: by how much the mean is better than the parent's; negative if it is worse.
+        name: name of the rung.
+        cause: the cause that the change isolates, in words.
+        parent: name of the parent.
+        gain: by how much the mean of the metric over the seeds is better than the parent's; negative if it is worse.
         noise: difference that seeds alone make: the larger spread of the two rungs.
-        share: gain ÷ drop of the naive rung; None without a drop, and for controls, which do not explain it.
+        share: gain ÷ drop of the metric from the first to the naive rung; None without a drop, and for controls, which
+            do not explain it.
     """
 
     name: str
@@ -126,7 +143,7 @@ class Effect:
 def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[Effect]:
     """Return what each rung's change of options gains: the mean of its held-out metric compared with its parent rung's.
 
-    Rungs of which it or its parent has no finished run are left out.
+    Left out are rungs without a finished run, and rungs whose parent has none.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -185,7 +202,8 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
     """Return a sentence for each rung with a target (``--until``): steps, samples and seconds until it was reached.
 
-    They are medians over the seeds; each is also given as a multiple of the first rung's, if that has the same target.
+    The numbers are medians over the seeds; each is also given as a multiple of the first rung's, if that has the same
+    target.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -386,13 +404,19 @@ def _plain(outcome: RunOutcome) -> dict[str, Any]:
 def is_fraction(rows: Mapping[str, RungResult], metric: Metric) -> bool:
     """Return whether a metric is shown in per cent: higher is better, and all its finite values lie between 0 and 1.
 
-    ``rows``: results by rung name.
+    Args:
+        rows: results by name of the training configuration.
+        metric: the metric.
     """
     return metric.higher and all(0 <= o.held_out <= 1 for row in rows.values() for o in row.outcomes if o.finite)
 
 
 def format_metric(value: float, fraction: bool = True) -> str:
-    """Format a fraction in per cent, other values with four decimals, and non-finite values as a dash.
+    """Format a value of a metric: fractions in per cent, other values with four decimals, non-finite values as a dash.
+
+    Args:
+        value: the value.
+        fraction: whether the metric is shown in per cent.
 
     >>> format_metric(0.4567), format_metric(27.5, fraction=False), format_metric(0.4567, fraction=False)
     ('45.7%', '27.5000', '0.4567')

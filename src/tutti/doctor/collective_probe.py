@@ -45,8 +45,14 @@ _REPEATS = {_LATENCY_BYTES: 100, _BANDWIDTH_BYTES: 5}
 def collectives(ranks: int) -> Iterator[Finding]:
     """Start ``ranks`` processes with tutti's launcher, and check all-reduces over them by Gloo and by shared memory.
 
-    Yields one finding a stage of ``STAGES``; a stage that fails is a problem and ends the checks. Blocks until all
-    processes have ended, at most ``TIMEOUT`` seconds.
+    Blocks until all processes have ended, at most ``TIMEOUT`` seconds.
+
+    Args:
+        ranks: number of processes.
+
+    Yields:
+        One line of the report of ``tutti doctor`` for each stage of ``STAGES``; a stage that fails is a problem and
+        ends the checks.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
@@ -101,7 +107,9 @@ def _remedy(complaint: str) -> str:
 def probe_main(ranks: int, directory: Path) -> int:
     """Start ``ranks`` local processes that time collectives, wait for them, and return the launcher's exit code.
 
-    Rank 0 writes the measurements into ``directory``.
+    Args:
+        ranks: number of processes.
+        directory: folder into which rank 0 writes the measurements.
     """
     die_with_parent()
     # Imported here so that the measured start does not include the import of torch.

@@ -14,11 +14,11 @@ Mark = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report of ``tutti doctor``: the result of one check of this machine.
 
     Attributes:
         name: snake case, unique in a report.
-        mark: ``note`` may cost speed; ``problem`` keeps something from working.
+        mark: ``ok``, ``note`` (may cost speed) or ``problem`` (keeps something from working).
         text: description, for people.
         values: measured values, for programs; keys end with their unit.
         remedy: one sentence on how to fix it; every problem has one.
@@ -37,11 +37,13 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def checked(name: str, check: Check) -> list[Finding]:
-    """Run a check of ``tutti doctor``, and return its findings; an exception or timeout becomes a problem.
+    """Run a check of ``tutti doctor``, and return its findings (lines of the report).
+
+    An exception or timeout of the check becomes one finding, a problem.
 
     Args:
-        name: of the problem's finding.
-        check: yields findings.
+        name: name of that problem's finding.
+        check: function that yields findings.
     """
     try:
         return list(check())
@@ -56,7 +58,12 @@ def checked(name: str, check: Check) -> list[Finding]:
 
 
 def conclude(findings: Sequence[Finding]) -> ExitCode:
-    """Return exit code 0 without a problem, 5 if a collective failed, otherwise the code of the first problem.
+    """Return the exit code of a report of ``tutti doctor``: 0 without a problem, 5 if a collective failed.
+
+    With other problems alone, the exit code is that of the first problem.
+
+    Args:
+        findings: lines of the report, in order.
 
     >>> full = Finding("directory", "problem", "cannot be written", remedy="Change it.", code=ExitCode.DISK)
     >>> conclude([full]), conclude([full, Finding("sum", "problem", "wrong", remedy="No.", code=ExitCode.PEER)])

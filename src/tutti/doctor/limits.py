@@ -30,7 +30,12 @@ _NAME_SECONDS = 2.0
 def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
     """Check that shared memory (``/dev/shm``) is writable and has room for collectives and data loaders.
 
-    Yields one finding: a problem if it is missing, a note if less than ``LITTLE_SHARED_MEMORY`` is free.
+    Args:
+        folder: directory of shared memory.
+
+    Yields:
+        One line of the report: a problem if the folder is missing or cannot be written, a note if less than
+        ``LITTLE_SHARED_MEMORY`` is free.
     """
     remedy = "Mount a larger one: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm."
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -49,7 +54,8 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
 def open_files() -> Iterator[Finding]:
     """Check the limit of open files and connections of a process (``RLIMIT_NOFILE``).
 
-    Yields one finding, a problem below ``FEW_FILES``.
+    Yields:
+        One line of the report, a problem below ``FEW_FILES``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values = {"soft_limit_count": _count(soft), "hard_limit_count": _count(hard)}
@@ -65,7 +71,11 @@ def open_files() -> Iterator[Finding]:
 def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
     """Check the limits on the number of processes and threads, of the user (``RLIMIT_NPROC``) and of the cgroup.
 
-    Yields one finding, a problem below ``FEW_PROCESSES``.
+    Args:
+        limits: limits of this process's cgroup.
+
+    Yields:
+        One line of the report, a problem below ``FEW_PROCESSES``.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     values = {"soft_limit_count": _count(soft), "cgroup_limit_count": limits.processes}
@@ -78,7 +88,13 @@ def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 def network(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check the network interface by which Gloo connects hosts: it must exist and be no loopback.
 
-    It is that of ``GLOO_SOCKET_IFNAME``, else that of the host name's address. ``environ``: environment variables.
+    Gloo takes the interface of ``GLOO_SOCKET_IFNAME``, else the one with the host name's address.
+
+    Args:
+        environ: environment variables.
+
+    Yields:
+        One line of the report of ``tutti doctor``, with the interfaces of this host.
     """
     interfaces = _addresses()
     choices = ", ".join(interfaces) or "none"
@@ -135,7 +151,8 @@ def _own_address() -> str | None:
 def directory() -> Iterator[Finding]:
     """Check that the current directory can be written and has free space for a run.
 
-    Yields one finding: a problem if it cannot be written, a note if it is nearly full.
+    Yields:
+        One line of the report: a problem if the directory cannot be written, a note if its disk is nearly full.
     """
     remedy = "Change to a directory of your own, or give --runs DIR."
     try:

@@ -24,7 +24,11 @@ _COPY_BYTES, _COPIES = 64 << 20, 5
 
 
 def system() -> Iterator[Finding]:
-    """Yield one finding with operating system, distribution and architecture; a note on other systems than Linux."""
+    """Report operating system, distribution and architecture of this machine.
+
+    Yields:
+        One line of the report of ``tutti doctor``; a note on other systems than Linux.
+    """
     name = f"{platform.system()} {platform.release()}"
     with_distribution = hasattr(platform, "freedesktop_os_release") and Path("/etc/os-release").exists()
     distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "") if with_distribution else ""
@@ -37,7 +41,12 @@ def system() -> Iterator[Finding]:
 def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
     """Check how many cores this process may use, by CPU affinity and by its cgroup's limit.
 
-    Yields one finding: a note if the cgroup allows fewer than the affinity, or if only one of several is usable.
+    Args:
+        limits: limits of this process's cgroup.
+
+    Yields:
+        One line of the report: a note if the cgroup allows fewer than the affinity, or if only one of several is
+        usable.
     """
     usable, present = usable_cores(), os.cpu_count() or 1
     values = {"usable_cores": usable, "present_cores": present, "cgroup_limit_cores": limits.cores}
@@ -56,7 +65,11 @@ def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
     """Check total and free memory of this machine, and the limit of the process's cgroup.
 
-    Yields one finding, a problem if less than ``LITTLE_MEMORY`` is free.
+    Args:
+        limits: limits of this process's cgroup.
+
+    Yields:
+        One line of the report, a problem if less than ``LITTLE_MEMORY`` is free.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -79,7 +92,12 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check the environment variables that set the number of threads of a process and pin them to cores.
 
-    Yields one finding: a note if several processes would pin to the same cores, or have more threads than cores.
+    Args:
+        environ: environment variables.
+
+    Yields:
+        One line of the report: a note if several processes would pin to the same cores, or have more threads than
+        cores.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *PINNING)
     given = {name: environ[name] for name in names if name in environ}
@@ -103,6 +121,9 @@ def bandwidth() -> Iterator[Finding]:
 
     The count follows STREAM: McCalpin (1995), "Memory Bandwidth and Machine Balance in Current High Performance
     Computers".
+
+    Yields:
+        One line of the report of ``tutti doctor``, a problem if a copy differs from its source.
     """
     import numpy
 

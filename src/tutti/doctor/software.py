@@ -1,4 +1,8 @@
-"""Check installed software: versions, GPUs and their driver, backends, extras."""
+"""Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this one.
+
+Yields:
+    One line of the report: a problem for another project's module, a note for another copy of this package.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +51,12 @@ _SMI_FIELDS = ("name", "memory.total", "memory.free", "driver_version")
 
 
 def software() -> Iterator[Finding]:
-    """Yield findings on versions of tutti, Python and torch, on GPUs and their driver, and on collective backends.
+    """Report versions of tutti, Python and torch, GPUs and their driver, and collective backends.
 
-    Imports torch in a process of its own; a problem if that fails or if Gloo is missing.
+    Imports torch in a process of its own.
+
+    Yields:
+        Lines of the report of ``tutti doctor``; a problem if the import fails or if Gloo is missing.
     """
     versions = {"tutti": VERSION, "python": platform.python_version()}
     ended = isolated.run_module("tutti.launcher.torch_facts", (), TIMEOUT)
@@ -148,9 +155,13 @@ def module() -> Iterator[Finding]:
 
 
 def foreign_distributions(package: Path) -> Iterator[str]:
-    """Yield name, version and place, as a text, of each other installed distribution with files in a folder ``tutti``.
+    """Find other installed distributions with files in a folder ``tutti``.
 
-    ``package``: the folder of this package.
+    Args:
+        package: folder of this package.
+
+    Yields:
+        Name, version and place of each, as one text.
     """
     for found in importlib.metadata.distributions():
         # A regular expression, not a parser: the RECORD of torch alone has thousands of lines.
@@ -164,9 +175,13 @@ def foreign_distributions(package: Path) -> Iterator[str]:
 
 
 def other_modules(package: Path) -> Iterator[Path]:
-    """Yield files that ``import tutti`` could find instead of this package, on the search path or the working folder.
+    """Find files that ``import tutti`` could load instead of this package, on the search path or in the working folder.
 
-    ``package``: the folder of this package.
+    Args:
+        package: folder of this package.
+
+    Yields:
+        Path of each such file, once.
     """
     seen = {package / "__init__.py"}
     for entry in dict.fromkeys([*sys.path, os.getcwd()]):
@@ -179,7 +194,8 @@ def other_modules(package: Path) -> Iterator[Path]:
 def compiled_loops() -> Iterator[Finding]:
     """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
 
-    Yields one finding; without a compiler it is a note, because results are the same and only slower.
+    Yields:
+        One line of the report; without a compiler it is a note, because results are the same and only slower.
     """
     found = kernels()
     compiled = found.startswith("compiled")
@@ -188,7 +204,11 @@ def compiled_loops() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """Yield one finding with the installed optional packages of each extra; a note if some are missing."""
+    """Report the installed optional packages of each extra of this package.
+
+    Yields:
+        One line of the report of ``tutti doctor``, with the packages' versions; a note if some are missing.
+    """
     found = {extra: {package: installed(package) for package in packages} for extra, packages in EXTRAS.items()}
     shown = []
     for extra, packages in found.items():

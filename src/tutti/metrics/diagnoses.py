@@ -18,7 +18,12 @@ class DiagnosisWarning(UserWarning):
 
 
 class Classic(NamedTuple):
-    """A classic mistake: why it costs accuracy, and the remedy."""
+    """A classic mistake in training: why it costs accuracy, and the remedy, both in a sentence.
+
+    Attributes:
+        why: why the mistake costs accuracy.
+        remedy: what to change.
+    """
 
     why: str
     remedy: str
@@ -61,14 +66,14 @@ CLASSICS: Mapping[str, Classic] = {
 
 
 class Diagnoses:
-    """The mistakes found in one run, each reported once, by rank 0.
+    """The classic training mistakes found in one run, each reported once, by rank 0.
 
     Args:
-        rank: this rank.
+        rank: global rank of this process.
         warn: receives a report's text; None for Python's ``warnings``, whose filters apply in either case.
 
     Attributes:
-        found: names, in the order in which they were found.
+        found: names of the mistakes, in the order in which they were found.
     """
 
     def __init__(self, rank: int, warn: Callable[[str], None] | None = None) -> None:

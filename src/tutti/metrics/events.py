@@ -12,10 +12,12 @@ from tutti.types import StepRecord
 
 
 class TensorBoard:
-    """The listener that writes TensorBoard events into ``folder``.
+    """Listener of a run's events that writes TensorBoard event files into a folder.
 
-    ``done``: the step that the run resumes from; earlier events of later steps are hidden, because these steps are
-    repeated.
+    Args:
+        folder: folder of the event files.
+        done: step from which the run resumes; earlier events of later steps are hidden, because these steps are
+            repeated.
     """
 
     def __init__(self, folder: str | Path, done: int = 0) -> None:
@@ -27,13 +29,17 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def started(self, header: RunHeader) -> None:
-        """Write the run's title and derived settings to TensorBoard, as a text named ``run``."""
+        """Write the run's title and derived settings (name and value) to TensorBoard, as a text named ``run``."""
         self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         """Write a step's loss, metrics, gradient norm and learning rate as TensorBoard scalars ``train/NAME``.
 
         The run's samples a second, and throughput figures of one device, are written too.
+
+        Args:
+            record: numbers of one optimizer step.
+            pace: speed of the run.
         """
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
         values |= {**record.adascale, **record.noise}
@@ -51,7 +57,7 @@ class TensorBoard:
         """Write nothing to TensorBoard at the end of the run: the summary has a file of its own."""
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Flush and close the TensorBoard event file."""
         self._writer.close()
 
     def _add(self, values: Mapping[str, float | None], step: int) -> None:

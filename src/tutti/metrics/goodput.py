@@ -34,15 +34,15 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went; ``productive`` and ``lost`` add up to ``elapsed``.
+    """Division of a run's time into productive steps and lost time; ``productive`` and ``lost`` add up to ``elapsed``.
 
     Attributes:
         elapsed: seconds from the run's command to its end, or to its last record.
-        productive: seconds of steps that count, without waiting for data and without the excess of slow steps.
+        productive: seconds of steps whose work was kept, without waiting for data and without the excess of slow steps.
         lost: seconds by cause, a key of ``CAUSES``; only causes that were measured.
-        steps: number of steps that count.
-        attempts: number of starts.
-        notes: what the records do not tell.
+        steps: number of steps whose work was kept; steps that are repeated after a resume count once.
+        attempts: number of starts of the run.
+        notes: what the records do not tell, in words.
     """
 
     elapsed: float
@@ -209,13 +209,16 @@ def _close(account: _Account, elapsed: float, told: bool) -> Goodput:
 
 
 def run_goodput(path: Path) -> Goodput:
-    """Read the run directory ``path``, and divide the run's time into productive steps and lost time by cause.
+    """Read a run directory, and divide the run's time into productive steps and lost time by cause.
+
+    Args:
+        path: directory of a run, with ``env.json`` and ``metrics.jsonl``.
 
     Returns:
         Elapsed and productive seconds, lost seconds by cause, and the numbers of steps and starts.
 
     Raises:
-        UsageError: it is no run with records.
+        UsageError: ``path`` is no run directory, or its records lack steps, times or the start.
     """
     try:
         environment = json.loads((path / "env.json").read_text(encoding="utf-8"))

@@ -11,11 +11,12 @@ from tutti.types import StepRecord
 
 @dataclass(frozen=True)
 class RunHeader:
-    """A run's header, known before the first step.
+    """Title, settings and length of a run, known before the first step.
 
     Attributes:
         title: one line: task, strategy, optimizer.
-        derived: the batch contract and all other derived numbers, in the order to print them.
+        derived: numbers that follow from the options, such as samples of a worker's batch, by name, in the order to
+            print them.
         total_steps: steps in the whole run; None if unknown until a stream ends.
         steps_per_epoch: steps in one epoch; None if unknown until a stream ends, or if the batch grows.
     """
@@ -28,11 +29,11 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class Clock:
-    """Start time of a run, and its training time before this start.
+    """Start time of a run, and the training time that it has spent before this process resumed it.
 
     Attributes:
-        started: Unix time of its first start; None if unknown.
-        spent: seconds of training before this start.
+        started: Unix time of the run's first start; None if unknown.
+        spent: seconds of training before this process; 0 for a new run.
     """
 
     started: float | None
@@ -40,9 +41,13 @@ class Clock:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Clock:
-        """Read a run's start time (Unix) and seconds of training so far from a checkpoint's facts.
+        """Return the clock of a run to resume, read from the facts that its checkpoint stores.
 
-        These are the keys ``started`` and ``seconds``; checkpoints of older versions lack them.
+        The facts ``started`` (Unix time) and ``seconds`` of training so far are read; checkpoints of older versions
+        lack them, which gives None and 0.
+
+        Args:
+            facts: facts of the checkpoint, by name.
 
         >>> Clock.saved({"started": 1.7e9, "seconds": 60}), Clock.saved({})
         (Clock(started=1700000000.0, spent=60.0), Clock(started=None, spent=0.0))
@@ -56,10 +61,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed and time of a run.
+    """Speed, elapsed and remaining time of a run after one step.
 
     Attributes:
-        samples_per_second: over the last steps.
+        samples_per_second: throughput of all devices together over the last steps.
         elapsed: seconds of training since the run's first start, over all resumes, without evaluations and saves.
         remaining: estimated seconds of training to go.
         device: figures of one device by name, such as ``throughput/device/mfu``.
@@ -75,14 +80,14 @@ class Pace:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """An evaluation: means over every held-out sample, each counted once.
+    """Results of an evaluation: means over every held-out sample, each counted once.
 
     Attributes:
-        step, epoch: the step after which it ran, and its epoch, from 1.
-        loss, metrics: of the model, or of its EMA if the run keeps one.
+        step, epoch: the step after which the evaluation ran, and its epoch, from 1.
+        loss, metrics: loss and metrics of the model, or of its EMA if the run keeps one.
         samples: number of held-out samples.
         raw: loss and metrics of the weights in training, if ``loss`` and ``metrics`` are of the EMA; else None.
-        seconds: of training until then; None for those of the last step.
+        seconds: seconds of training until the evaluation; None for those of the last step.
     """
 
     step: int
@@ -104,13 +109,25 @@ class EvalRecord:
 
 
 class Listener(Protocol):
-    """Receives a run's events (protocol), on rank 0 only; ``close`` comes last, after errors too."""
+    """Receiver of a run's events (protocol), such as steps and evaluations, on rank 0 only.
+
+    ``close`` is called last, after errors too.
+    """
 
     def started(self, header: RunHeader) -> None:
-        """Receive title, derived settings and number of steps of the run, before its first step."""
+        """Receive title, derived settings and number of steps of the run, before its first step.
+
+        Args:
+            header: title, settings and length of the run.
+        """
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Receive the record of one optimizer step (loss, learning rate, …) and the run's speed and remaining time."""
+        """Receive the record of one optimizer step (loss, learning rate, …) and the run's speed and remaining time.
+
+        Args:
+            record: numbers of the step.
+            pace: speed, elapsed and remaining time of the run.
+        """
 
     def evaluated(self, record: EvalRecord) -> None:
         """Receive the held-out loss and metrics of one evaluation."""
@@ -126,7 +143,7 @@ class Listener(Protocol):
 
 
 class EarlyWarnings:
-    """Forward warnings to a listener; keep those from before there is one."""
+    """Collect warnings until ``pass_to`` names a function that receives them, and forward them from then on."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
@@ -137,14 +154,18 @@ class EarlyWarnings:
         self._warned(text)
 
     def pass_to(self, warned: Callable[[str], None]) -> None:
-        """Call ``warned`` with the warnings kept so far, in order, and with every later one."""
+        """Call ``warned`` with the texts of the warnings kept so far, in order, and with that of every later one."""
         self._warned = warned
         for text in self._kept:
             warned(text)
 
 
 class Listeners:
-    """Forward every event to several listeners, in order."""
+    """Listener of a run's events that passes every event on to several listeners, in order.
+
+    Args:
+        members: the listeners.
+    """
 
     def __init__(self, members: Sequence[Listener]) -> None:
         self.members = members
@@ -155,7 +176,12 @@ class Listeners:
             member.started(header)
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Pass the record of one step on to every listener."""
+        """Pass the record of one step on to every listener.
+
+        Args:
+            record: loss, metrics and position of the step.
+            pace: speed, elapsed and remaining time of the run.
+        """
         for member in self.members:
             member.stepped(record, pace)
 

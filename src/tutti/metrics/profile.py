@@ -33,9 +33,9 @@ def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: 
     The JSON is a trace for ui.perfetto.dev or chrome://tracing; the table lists operators by their time.
 
     Args:
-        profiler: it has recorded this rank's steps, and is stopped.
-        comm: all ranks.
-        folder: is created if it does not exist.
+        profiler: a stopped profiler that has recorded this rank's steps.
+        comm: communicator of all ranks.
+        folder: folder of the files, created if it does not exist.
         steps: number of recorded steps.
 
     Raises:
@@ -52,7 +52,7 @@ def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: 
 
 @contextmanager
 def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, replace a function by a wrapper, which is called with the function and its arguments.
+    """Return a context manager that replaces a function by a wrapper while its block runs.
 
     Args:
         owner: a module, class or object; its attribute is restored after the block.

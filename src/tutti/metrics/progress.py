@@ -40,9 +40,14 @@ def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
 
 
 class PlainLines:
-    """Print a line every ``log_every`` steps or 10 seconds, at the first and last step and at every evaluation.
+    """Listener of a run's events that prints lines of text, without redrawing.
 
-    A stream that breaks (a closed pipe, a lost terminal) ends the output, not the run.
+    A line is printed every ``log_every`` steps or 10 seconds, at the first and last step and at every evaluation. A
+    stream that breaks (a closed pipe, a lost terminal) ends the output, not the run.
+
+    Args:
+        stream: where to print, such as standard error.
+        log_every: number of steps between lines.
     """
 
     def __init__(self, stream: TextIO, log_every: int) -> None:
@@ -53,15 +58,19 @@ class PlainLines:
         self._utilised = False
 
     def started(self, header: RunHeader) -> None:
-        """Print the run's title and derived settings."""
+        """Print the run's title and, one on a line, the settings that follow from its options."""
         self._total = header.total_steps
         width = max(map(len, header.derived), default=0)
         self._write(header.title, *(f"  {name:<{width}}  {value}" for name, value in header.derived.items()), "")
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Print a line of the step's numbers for the first, the last and every ``log_every``-th step.
+        """Print a line of a step's numbers for the first, the last and every ``log_every``-th step of the run.
 
-        Also where the last line is 10 s old.
+        A line is also printed where the last one is 10 s old.
+
+        Args:
+            record: loss, metrics and position of the step.
+            pace: speed, elapsed and remaining time of the run.
         """
         now = time.monotonic()
         due = record.step % self._log_every == 0 or record.step in (1, self._total)
@@ -75,7 +84,10 @@ class PlainLines:
         self._row("train", record.step, record.epoch, record.loss, record.metrics, cells)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Print a line for an evaluation; with averaged weights a second one for the weights in training."""
+        """Print a line with the held-out loss and metrics of an evaluation.
+
+        With averaged weights, whose values these are, a second line has those of the weights in training.
+        """
         group = "eval" if record.raw is None else "ema"
         self._row(group, record.step, record.epoch, record.loss, record.metrics, [])
         if record.raw is not None:
@@ -114,7 +126,13 @@ class PlainLines:
 
 
 class LiveDisplay:
-    """Print the derived numbers once, then redraw two lines; evaluations and warnings scroll above them."""
+    """Listener of a run's events that redraws two lines of a terminal with the newest step.
+
+    The run's header is printed once before; evaluations and warnings scroll above the two lines.
+
+    Args:
+        stream: the terminal to print to.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -127,7 +145,7 @@ class LiveDisplay:
         self._drawn = float("-inf")
 
     def started(self, header: RunHeader) -> None:
-        """Print the run's header and start the live display."""
+        """Print the run's title and derived settings, and start the live display of its progress."""
         from rich.table import Table
 
         self._header = header
@@ -142,7 +160,12 @@ class LiveDisplay:
         self._draw()
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Redraw the display with the record of one step, at most once per refresh interval."""
+        """Redraw the live display with the record of one step, at most once per refresh interval.
+
+        Args:
+            record: loss, metrics and position of the step.
+            pace: speed, elapsed and remaining time of the run.
+        """
         self._last = record, pace
         if time.monotonic() - self._drawn >= REFRESH_SECONDS:
             self._draw()

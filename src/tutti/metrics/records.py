@@ -48,8 +48,8 @@ _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 def make_run_directory(config: TrainConfig, task: str) -> Path:
     """Create this run's directory and return its path.
 
-    It is ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC) with a number if that exists. Summary, metrics and
-    checkpoints of an earlier run in ``config.out`` are deleted, lest they be taken for this run's.
+    The path is ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC) with a number if that exists. Summary, metrics
+    and checkpoints of an earlier run in ``config.out`` are deleted, lest they be taken for this run's.
 
     Args:
         config: the run's configuration, with ``out``, ``runs`` and ``overwrite``.
@@ -90,7 +90,14 @@ def find_run(config: TrainConfig, task: str) -> Path:
     """Return the directory of the run to resume: the newest with the same task and an equal configuration.
 
     Searched are the runs below ``config.runs``. If ``config`` leaves ``workers`` unset, a run that was resumed matches
-    too: its ``config.toml`` states the number of workers that it started with. Raises UsageError where no run matches.
+    too: its ``config.toml`` states the number of workers that it started with.
+
+    Args:
+        config: configuration that the run must have, and the folder of runs (``runs``).
+        task: name of the task.
+
+    Raises:
+        UsageError: no run matches.
     """
     folder, wanted = Path(config.runs), config_sha256(config)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -128,7 +135,12 @@ def _sha256s(values: Mapping[str, Any], config: TrainConfig) -> set[str]:
 
 
 def config_toml(config: TrainConfig, task: str) -> str:
-    """Return the configuration as TOML for ``tutti train --config``; unset options are left out."""
+    """Return the configuration of a run as TOML text for ``tutti train --config``; unset options are left out.
+
+    Args:
+        config: the configuration.
+        task: name of the task, which becomes the key ``task``.
+    """
     import tomli_w
 
     values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
@@ -160,12 +172,12 @@ def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = (
 
 
 class RunDirectory:
-    """The listener that writes the run directory; the constructor writes ``config.toml`` and ``env.json``.
+    """Listener of a run's events that writes the run directory.
 
-    Lines of ``metrics.jsonl`` are written at once, so that they outlive the process, and whole: a full disk leaves no
-    partial line. While the disk is full, lines are buffered. Every line has ``time``, its Unix time, and ``seconds`` of
-    training until then. A resumed run keeps the lines up to its checkpoint's step, and adds a line of group ``resume``
-    with the number of lost steps.
+    The constructor writes ``config.toml`` and ``env.json``. Lines of ``metrics.jsonl`` are written at once, so that
+    they outlive the process, and whole: a full disk leaves no partial line. While the disk is full, lines are buffered.
+    Every line has ``time``, its Unix time, and ``seconds`` of training until then. A resumed run keeps the lines up to
+    its checkpoint's step, and adds a line of group ``resume`` with the number of lost steps.
 
     Args:
         path: the run directory.
@@ -213,7 +225,12 @@ class RunDirectory:
         """Write nothing for the header: its derived numbers follow from ``config.toml`` in the run directory."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Append a JSON line of group ``train`` to ``metrics.jsonl``: loss, metrics, learning rate, … of one step."""
+        """Append a JSON line of group ``train`` to ``metrics.jsonl``: loss, metrics, learning rate, … of one step.
+
+        Args:
+            record: numbers of the step.
+            pace: speed and seconds of training, and figures of one device, which the line has too.
+        """
         line: dict[str, Any] = {
             "group": "train",
             "step": record.step,
@@ -242,7 +259,10 @@ class RunDirectory:
         self._append(line)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Append a JSON line of group ``eval`` to ``metrics.jsonl``: step, held-out loss and metrics, time."""
+        """Append a JSON line of group ``eval`` to ``metrics.jsonl``: step, held-out loss and metrics, time.
+
+        The time is in seconds of training until the evaluation.
+        """
         line: dict[str, Any] = {
             "group": "eval",
             "step": record.step,
@@ -282,7 +302,7 @@ class RunDirectory:
         return found
 
     def close(self) -> None:
-        """Flush and close ``metrics.jsonl``."""
+        """Write the buffered lines of ``metrics.jsonl`` and close the file; lines that a full disk refuses are lost."""
         if not self._metrics.closed:
             # The error that ends the run matters more than lines that the full disk still refuses.
             with contextlib.suppress(DiskError):
@@ -384,8 +404,8 @@ def _environment_of(path: Path) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """Return a JSON object of this process's software and hardware, for ``env.json`` of a run.
 
-    It holds ``versions``, platform and host, usable CPU cores, torch threads, ``kernels`` (whether loops are compiled),
-    toolkit versions and the accelerators' names.
+    The object holds ``versions``, platform and host, usable CPU cores, torch threads, ``kernels`` (whether loops are
+    compiled), toolkit versions and the accelerators' names.
     """
     import torch
 
@@ -452,9 +472,14 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object to the file ``path``, which it replaces atomically; NaN and infinities become null.
+    """Write a JSON object to a file, which is replaced atomically; NaN and infinities become null.
 
-    Raises DiskError.
+    Args:
+        path: the file.
+        value: the object.
+
+    Raises:
+        DiskError: the file cannot be written.
     """
     _write(
         path,

@@ -19,12 +19,12 @@ _MOST_BARS, _MOST_POINTS = 32, 80
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
+    """Return whether matplotlib, which ``server_figure`` needs, is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def total_staleness(servers: Sequence[Mapping[str, Any]]) -> Counter[int]:
-    """Count updates of parameter servers by their staleness, summed over the servers.
+    """Return the number of updates of parameter servers by their staleness, summed over the servers.
 
     Staleness is the number of updates made between a worker's read of the parameters and its own update.
 
@@ -43,7 +43,11 @@ def total_staleness(servers: Sequence[Mapping[str, Any]]) -> Counter[int]:
 def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
     """Divide updates into bars of a histogram over staleness: at most 32, the last for the tail above 99 %.
 
-    ``seen`` maps a staleness to its number of updates. Returns the label and the number of updates of each bar.
+    Args:
+        seen: number of updates by staleness, the number of other updates between a worker's read and its own update.
+
+    Returns:
+        Label and number of updates of each bar, by growing staleness.
 
     >>> staleness_bars({0: 600, 1: 400, 2: 3, 700: 1})
     [('0', 600), ('1', 400), ('2+', 4)]
@@ -59,9 +63,14 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
 
 
 def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """Return the rate of updates over time: (time in seconds, updates a second), means over at most ``most`` intervals.
+    """Return the rate of updates over time, as means over at most ``most`` intervals.
 
-    ``points``: (seconds, updates so far), in order. The time is the middle of an interval.
+    Args:
+        points: (seconds, updates so far), in order.
+        most: largest number of intervals.
+
+    Returns:
+        (middle of the interval in seconds, updates a second) for each interval; empty for fewer than two points.
 
     >>> update_rates([(0, 0), (1, 10), (2, 30), (4, 40)])
     [(0.5, 10.0), (1.5, 20.0), (3.0, 5.0)]

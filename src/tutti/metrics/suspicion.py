@@ -69,10 +69,13 @@ def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> boo
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Return (first, later) pairs of logical workers whose data have equal digests, as indices in ``digests``.
+    """Return pairs of logical workers whose data have equal digests.
 
-    ``digests``: one a worker, in their order; None is ignored. A worker is paired with the first worker of its digest
-    only.
+    Args:
+        digests: digest of each worker's data, in the order of workers; None is ignored.
+
+    Returns:
+        (first, later) indices in ``digests``; a worker is paired with the first worker of its digest only.
 
     >>> equal_pairs([7, 8, 7, None, None])
     [(0, 2)]
@@ -90,9 +93,11 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 
 
 def tells(samples: Sequence[str], least: int) -> bool:
-    """Return whether the samples are many and varied enough that meeting the same ones again is no coincidence.
+    """Return whether samples are many and varied enough that meeting the same ones again is no coincidence.
 
-    True with at least ``least`` samples, of which more than half are different.
+    Args:
+        samples: digests of the samples, in the order in which they were seen.
+        least: smallest number of samples that is enough; more than half of them must be different.
 
     >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
     (True, False, False)

@@ -10,16 +10,18 @@ MFU = "throughput/device/mfu"
 
 @dataclass(frozen=True)
 class DeviceThroughput:
-    """What one sample of a run is worth to each of its devices.
+    """Tokens and FLOP of one sample of a run, and the peak of its devices, from which throughput figures follow.
 
-    MFU is the model's FLOP/s ÷ peak, HFU that of all FLOP that are computed, recomputation included (Chowdhery et al.
-    2022, arXiv 2204.02311, appendix B). Causal attention counts half, unlike in that paper.
+    Model FLOPs utilisation (MFU) is the model's FLOP/s ÷ peak, hardware FLOPs utilisation (HFU) that of all FLOP that
+    are computed, recomputation included (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Causal attention counts
+    half, unlike in that paper.
 
     Attributes:
-        devices: devices of the run.
+        devices: number of devices of the run.
         tokens: tokens of a sample; None if samples are no sequences.
-        model_flop, hardware_flop: of a sample, forward and backward; None if unknown.
-        peak: FLOP/s of a device; None if unknown.
+        model_flop, hardware_flop: FLOP of a sample, forward and backward, without and with recomputation; None if
+            unknown.
+        peak: peak FLOP/s of a device; None if unknown.
     """
 
     devices: int
@@ -53,6 +55,6 @@ def device_rates(factors: Mapping[str, float], samples_per_second: float) -> dic
 
     Args:
         factors: a multiplier of ``samples_per_second`` for each figure, from ``DeviceThroughput.factors``.
-        samples_per_second: of all devices together.
+        samples_per_second: throughput of all devices together.
     """
     return {name: factor * samples_per_second for name, factor in factors.items()}

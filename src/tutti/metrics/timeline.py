@@ -27,13 +27,13 @@ WORK = ("forward", "backward", "weight")
 
 
 class TimelineSegment(NamedTuple):
-    """An interval of one phase on one device, excluding nested phases.
+    """An interval of time that one device spent in one phase of training, without the phases nested in it.
 
     Attributes:
-        phase: a key of ``COLOURS``, or ``WAITING``.
-        start, end: seconds.
-        call: the collective that a waiting segment waits for.
-        ranks: the ranks that take part in it.
+        phase: name of the phase, a key of ``COLOURS`` such as ``forward``; or ``WAITING``.
+        start, end: seconds, on the clock of the timeline.
+        call: the collective that a waiting segment waits for; empty for others.
+        ranks: the ranks that take part in this collective.
     """
 
     phase: str
@@ -102,9 +102,13 @@ def _split(row: Row, rank: int, arrivals: Mapping[tuple[str, tuple[int, ...], in
 
 
 def span(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the start of the first and the end of the last segment over all devices, in seconds.
+    """Return the start of the first and the end of the last segment of a timeline, in seconds.
 
-    ``rows``: the segments of each device. Raises ValueError where there are none.
+    Args:
+        rows: the segments of each device.
+
+    Raises:
+        ValueError: there are no segments.
     """
     segments = [segment for row in rows for segment in row]
     if not segments:
@@ -115,7 +119,11 @@ def span(rows: Sequence[Row]) -> tuple[float, float]:
 def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
     """Return each device's time by phase, as fractions of the time from the first to the last segment of all devices.
 
-    ``other`` is time outside all segments. ``rows``: the segments of each device.
+    Args:
+        rows: the segments of each device.
+
+    Returns:
+        For each device a fraction for each of its phases, and ``other``, the time outside all segments.
 
     >>> shares([[TimelineSegment("forward", 0, 1)], [TimelineSegment("forward", 0, 4)]])
     [{'forward': 0.25, 'other': 0.75}, {'forward': 1.0, 'other': 0.0}]
@@ -131,10 +139,12 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a text table of each phase's share of the time in per cent, one line a device.
+    """Return a text table of each phase's share of a timeline's time in per cent, one line a device.
 
-    The last line is the mean share of time that devices spend outside forward and backward. ``rows``: the segments of
-    each device, by rank.
+    The last line is the mean share of time that devices spend outside forward and backward.
+
+    Args:
+        rows: the segments of each device, by rank.
     """
     begin, end = span(rows)
     parts = shares(rows)
@@ -148,9 +158,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def chrome(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing; times are microseconds.
+    """Return a timeline as a trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing.
 
-    ``rows``: the segments of each device; the trace begins at the first segment.
+    Times are microseconds; the trace begins at the first segment.
+
+    Args:
+        rows: the segments of each device, by rank.
+
+    Returns:
+        A JSON object with the keys ``traceEvents`` and ``displayTimeUnit``.
     """
     begin, _ = span(rows)
     events: list[dict[str, Any]] = [

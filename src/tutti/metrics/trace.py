@@ -24,12 +24,12 @@ TABLE = "shares.txt"
 
 
 class TraceRecorder:
-    """Records on this rank a segment of time for each phase of its steps; nested phases interrupt the outer one.
+    """Record on this rank a segment of time for each phase of its steps; nested phases interrupt the outer one.
 
     Collective: two barriers in the constructor align the ranks' clocks.
 
     Args:
-        comm: all ranks.
+        comm: communicator of all ranks.
         step: steps taken before the trace, the same on all ranks.
 
     Raises:
@@ -49,7 +49,9 @@ class TraceRecorder:
 
     @contextmanager
     def during(self, phase: str, call: str = "", ranks: tuple[int, ...] = ()) -> Iterator[None]:
-        """Record the time within the block as a segment of ``phase`` on this rank, without that of nested phases.
+        """Return a context manager that records the time within its block as a segment of ``phase`` on this rank.
+
+        The time of phases nested in the block is left out.
 
         Args:
             phase: the phase's name, a key of ``tutti.metrics.timeline.COLOURS`` (such as ``forward``), or ``WAITING``.
@@ -85,10 +87,10 @@ class TraceRecorder:
         """Write the trace of all ranks to ``folder``, on rank 0: ``timeline.svg``, ``trace.json`` and ``shares.txt``.
 
         ``trace.json`` is for ui.perfetto.dev or chrome://tracing, ``shares.txt`` has each device's time by phase.
-        Collective: one broadcast a rank.
+        Collective: one broadcast from each rank.
 
         Args:
-            folder: is created if it does not exist.
+            folder: folder of the files, created if it does not exist.
             step: steps taken at the end of the trace.
 
         Raises:

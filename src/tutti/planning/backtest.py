@@ -53,14 +53,18 @@ class BacktestResult:
     """Predictions of a back-test beside their measurements, and their errors.
 
     A cell is a class of predictions with the same basis and a similar extrapolation distance, named for example ``one
-    measured row, at most 2 ×``.
+    measured row, at most 2 ×``. A protocol says which rows of a table a prediction may see (zero-shot: none).
 
     Attributes:
-        rows: for each kind of table, group and protocol the number of predictions and their errors, as `make backtest
-            JSON=1` prints them.
-        cells: for each cell the number of independent series, the fraction of measurements within the 90 % bands, the
-            interval expected for it, and the median width of the bands.
-        refused: groups and protocols without a prediction, with the reason; tables that were not used.
+        rows: one dictionary for each kind of table, group of its rows (such as one hardware) and protocol, with the
+            keys ``table``, ``group``, ``protocol``, ``n`` (number of predictions), ``mean``, ``median`` and ``worst``
+            relative error, ``coverage90`` (fraction of measurements within the 90 % bands), ``median_band_width``,
+            ``within_25``, ``within_2x``, ``bias``, and where needed ``band`` and ``note`` (texts).
+        cells: one dictionary for each cell, with the keys ``cell``, ``series`` (number of independent series), ``sets``
+            (number of published sources), ``coverage90``, and where the cell has enough series ``low`` and ``high``
+            (95 % interval expected for the coverage), ``holds`` and ``median_band_width``.
+        refused: one dictionary for each group and protocol without a prediction, and for each unused table, with the
+            keys ``table``, ``group``, ``protocol`` and ``reason``.
         checked: every prediction with its measurement, and the group and protocol that it belongs to.
     """
 
@@ -70,7 +74,7 @@ class BacktestResult:
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return the errors of all predictions in units of their own predicted standard deviations.
+        """Return the errors of all predictions, divided by units that grow with their predicted standard deviations.
 
         An error is |ln(measured ÷ predicted)|; it is divided by a unit that grows with the standard deviation that the
         prediction states for the logarithm (``conformal_band.band_unit``). The quantiles of these scores are the widths
@@ -91,11 +95,12 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
     Args:
         folder: CSV and TSV files, also in subfolders; the kind of a table is recognised by its columns.
         shipped: scores of earlier predictions, by cell (predictions of one basis and a similar extrapolation distance)
-            and source, on which bands may rest besides this back-test's own; None for those that ship with the package.
+            and source, on which bands may rest besides this back-test's own; None for the scores that ship with the
+            package.
 
     Returns:
         Predictions, their errors, and the fraction of measurements inside their bands. A table that cannot be used is
-        in `refused` with the reason; nothing is raised for one.
+        in ``refused`` with the reason; nothing is raised for one.
     """
     result = BacktestResult()
     tables = read_tables(folder)

@@ -31,10 +31,12 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     samples) and are left out.
 
     Args:
-        rows: of tables of the kind ``data to target``.
+        rows: one row for each training run, with benchmark, round, global batch, and data until the target was reached
+            (``last_eval``), as tables of the kind ``data to target`` have them.
 
     Yields:
-        For each benchmark and protocol a list of predictions, each with its measurement; where it is empty, the reason.
+        One ``Asked`` for each benchmark and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
+        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
@@ -135,16 +137,17 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict how many samples larger batches need to reach a level of a metric, from the smallest batch's noise.
 
     A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the gradient noise scale at that
-    time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the
-    variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr. *Anchored* sees the run of the
-    smallest batch alone, *extrapolated* also one of another batch.
+    time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). The column
+    ``grad_var`` is the variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr. *Anchored*
+    predictions see the run of the smallest batch alone, *extrapolated* ones also a run of one other batch.
 
     Args:
-        rows: of tables of the kind ``metric by epoch``.
+        rows: one row for each epoch of a training run, with workload, batch, metric, ``grad_var`` and ``grad_sqr``, as
+            tables of the kind ``metric by epoch`` have them.
 
     Yields:
-        For each workload and each protocol (zero-shot, anchored, extrapolated) a list of predictions, each with its
-        measurement; where it is empty, the reason.
+        One ``Asked`` for each workload and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
+        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)

@@ -119,10 +119,12 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
     predict 2 N and more (*extrapolated*).
 
     Args:
-        rows: of tables of the kind ``all-reduce``: ranks, message size in bytes, seconds, hardware.
+        rows: one row for each measured all-reduce: ranks, message size in bytes, seconds, hardware, as tables of the
+            kind ``all-reduce`` have them.
 
     Yields:
-        For each hardware and protocol a list of predictions, each with its measurement; where it is empty, the reason.
+        One ``Asked`` for each hardware and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
+        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
     """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
@@ -155,11 +157,12 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
     replicas.
 
     Args:
-        rows: of tables of the kind ``small cluster``: replicas, seconds of a step, and where stated nodes and local
-            batch.
+        rows: one row for each measured configuration: workload, hardware, replicas, seconds of a step, and where stated
+            nodes and local batch, as tables of the kind ``small cluster`` have them.
 
     Yields:
-        For each workload and protocol a list of predictions, each with its measurement; where it is empty, the reason.
+        One ``Asked`` for each workload and protocol: its list of predictions, each with the measurement. Where the list
+        is empty, as always for zero-shot, ``reason`` says why.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -226,10 +229,12 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
     (*extrapolated*).
 
     Args:
-        rows: of tables of the kind ``iteration by grid``: model shape, batch, degrees of parallelism, seconds.
+        rows: one row for each measured configuration: hardware, model shape, batch, degrees of parallelism, seconds, as
+            tables of the kind ``iteration by grid`` have them.
 
     Yields:
-        For each hardware and protocol a list of predictions, each with its measurement; where it is empty, the reason.
+        One ``Asked`` for each hardware and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
+        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
     """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
@@ -407,15 +412,16 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the throughput of published training jobs, as device-seconds for each sample.
 
     *Zero-shot* predicts from other sources' utilisation of the same chip; *anchored* from the job of the same model and
-    sequence length on the fewest devices, or of another sequence length; *extrapolated* from one on at most half the
+    sequence length on the fewest devices, or of another sequence length; *extrapolated* from a job on at most half the
     devices. The scaling law is fitted to the other sources.
 
     Args:
-        rows: of tables of the kind ``published jobs``: one job a row, with its model, hardware, devices and throughput.
+        rows: one row for each job: source, model, hardware, number of devices and throughput, as tables of the kind
+            ``published jobs`` have them.
 
     Yields:
-        For each source and hardware, and each protocol, a list of predictions with their measurements; where it is
-        empty, the reason.
+        One ``Asked`` for each pair of source and hardware, and each protocol: its list of predictions, each with the
+        measurement. Where the list is empty, ``reason`` says why; elsewhere ``reason`` may name what was guessed.
     """
     every = list(map(_Job, rows))
     jobs = [job for job in every if math.isfinite(job.seconds)]
@@ -518,16 +524,17 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
     """Summarise the utilisation (hardware FLOP/s over the chip's dense peak) that published training jobs reached.
 
     Jobs of the same chip, memory, class of precision and published source (column ``set``, such as a paper or a
-    vendor's table) become one anchor. It has the median utilisation of its jobs, and the standard deviation of the
+    vendor's table) become one anchor, with the median utilisation of its jobs and the standard deviation of the
     logarithms. A job counts if its hardware FLOP/s follow from the number of parameters or the shape of its model and
     from its throughput, or if the table states TFLOP/s for each device. Chips and precisions without a known peak are
     left out.
 
     Args:
-        rows: of tables of the kind ``published jobs``, one job a row.
+        rows: one row for each job, as tables of the kind ``published jobs`` have them.
 
     Returns:
-        One anchor for each (chip, memory, precision, source), in the order of first appearance; its `source` is empty.
+        One anchor for each (chip, memory, precision, source), in the order of first appearance; its ``source`` is
+        empty.
     """
     jobs = [job for job in map(_Job, rows) if math.isfinite(job.utilisation())]
     found = []
@@ -555,11 +562,12 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
     The law L = E + A/N^α + B/D^β is fitted to the smaller runs. At least 20 runs are needed.
 
     Args:
-        rows: of tables of the kind ``scaling law``: model size, training FLOP and loss of a run.
+        rows: one row for each training run: model size, training FLOP and final loss, as tables of the kind ``scaling
+            law`` have them.
 
     Yields:
-        For each protocol (zero-shot, anchored, extrapolated) a list of predictions, each with its measurement; where it
-        is empty, as always for the first two, the reason.
+        One ``Asked`` for each protocol (zero-shot, anchored, extrapolated): its list of predictions, each with the
+        measurement. Where the list is empty, as always for the first two, ``reason`` says why.
     """
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}

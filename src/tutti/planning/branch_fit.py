@@ -23,12 +23,12 @@ _BOUNDED = 0.15
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch: training from the checkpoint on at a multiple of its batch.
+    """One continuation of training from a checkpoint, at a multiple of the checkpoint's global batch.
 
     Attributes:
         multiple: k; the branch's global batch is k times the checkpoint's.
-        seed: seed of its order of samples.
-        loss: held-out loss at its end.
+        seed: seed of the branch's order of samples.
+        loss: held-out loss at the end of the branch.
     """
 
     multiple: int
@@ -38,18 +38,19 @@ class Branch:
 
 @dataclass(frozen=True)
 class BranchFit:
-    """What branches of a checkpoint say of the critical batch size.
+    """Critical batch size, estimated from branches: trainings continued from one checkpoint at multiples of its batch.
 
     Attributes:
         batch: global batch of the checkpoint's run, in samples.
         start: held-out loss at the checkpoint.
         branches: all branches.
-        tolerance: loss by which a branch may exceed that at one times the batch.
-        within: largest multiple up to which no branch leaves the band, which is the tolerance and the chance of seeds.
-        critical_batch: B_crit of E(B) = E_min(1 + B/B_crit), in samples, from the progress within the window.
-        low, high: its 5 % and 95 % quantiles; 0 and ∞ where the branches do not bound it.
-        centre, spread: mean and standard deviation of its logarithm.
-        progress: fall of the loss at one times the batch, as fitted.
+        tolerance: loss by which a branch may exceed the mean loss of the branches at one times the batch.
+        within: largest multiple up to which no mean loss of branches exceeds that at one times the batch by more than
+            the tolerance and the chance of seeds.
+        critical_batch: B_crit of E(B) = E_min(1 + B/B_crit), in samples: the median of its posterior.
+        low, high: 5 % and 95 % quantiles of B_crit; 0 and ∞ where the branches do not bound it.
+        centre, spread: mean and standard deviation of ln B_crit.
+        progress: fitted fall of the held-out loss from the checkpoint to the end of a branch at one times the batch.
     """
 
     batch: int
@@ -65,31 +66,40 @@ class BranchFit:
     progress: float
 
     def means(self) -> dict[int, float]:
-        """Return the mean held-out loss at the ends of the branches, by multiple of the batch."""
+        """Return the mean held-out loss at the ends of the branches of one checkpoint, averaged over seeds.
+
+        The keys are the multiples of the checkpoint's global batch, in ascending order.
+        """
         return {multiple: sum(losses) / len(losses) for multiple, losses in _by_multiple(self.branches).items()}
 
     def loss_at(self, multiple: float) -> float:
-        """Return the fitted held-out loss at the end of a branch at a multiple of the batch."""
+        """Return the fitted held-out loss at the end of a branch, which is a training continued from the checkpoint.
+
+        Args:
+            multiple: global batch of the branch over that of the checkpoint.
+        """
         small = self.batch / self.critical_batch
         return self.start - self.progress * (1 + small) / (1 + multiple * small)
 
 
 def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance: float = 0.01) -> BranchFit:
-    """Estimate the critical batch size from the losses of branches at multiples of a batch size.
+    """Estimate the critical batch size from losses of branches: trainings that continue a checkpoint at larger batches.
 
-    Two answers. ``within`` is Merrill's: the largest multiple whose loss stays within a tolerance. It depends on the
-    tolerance and on the length of the branches. ``critical_batch`` is that of E(B) = E_min(1 + B/B_crit): samples are
-    worth 1/(1 + B/B_crit) each, so the loss falls by P(1 + B/B_crit)/(1 + kB/B_crit) in the window, to first order. P
-    is marginalised, the prior of log B_crit is flat, and the spread over seeds is unknown (Student's t).
+    There are two answers. ``within`` is that of Merrill et al. (arXiv 2505.23971): the largest multiple of the batch
+    whose loss stays within a tolerance. It depends on the tolerance and on the length of the branches.
+    ``critical_batch`` is B_crit of E(B) = E_min(1 + B/B_crit): samples are worth 1/(1 + B/B_crit) each, so the loss
+    falls by P(1 + B/B_crit)/(1 + kB/B_crit) along a branch, to first order. P is marginalised, the prior of log B_crit
+    is flat, and the spread over seeds is unknown (Student's t).
 
     Args:
         batch: global batch at the checkpoint, in samples.
         start: held-out loss at the checkpoint.
-        branches: at one times the batch and at two or more multiples, or at one multiple with two seeds each.
+        branches: branches at one times the batch and at two or more multiples, or at one multiple with two seeds each;
+            all of the same number of samples.
         tolerance: loss by which a branch may exceed that at one times the batch; Merrill et al. take 0.01.
 
     Returns:
-        Both answers, with the 90 % band of the second.
+        Both answers, with the 90 % band (``low``, ``high``) of the second.
 
     Raises:
         UsageError: a loss is not finite, the branches do not suffice, or training at one times the batch made no

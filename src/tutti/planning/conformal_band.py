@@ -53,8 +53,8 @@ class CheckedPrediction:
             band.
         basis: what the prediction rests on, such as ``one measured row``.
         distance: size that is predicted (devices, or samples of a batch) over the largest measured one.
-        series: measurements that share it are not independent.
-        predicted: in the measurement's unit.
+        series: name of a series of measurements; measurements of the same series are not independent.
+        predicted: the predicted value, in the measurement's unit.
         sigma: standard deviation of the predicted value's natural logarithm, over random draws of the law's constants.
         measured: the measured value.
     """
@@ -80,12 +80,18 @@ class CheckedPrediction:
 
     @property
     def width(self) -> float:
-        """Unit in which the prediction's error is scored: ``band_unit`` of its standard deviation of the log."""
+        """Unit in which the error of this prediction's logarithm is scored: (σ² + 0.05²)^¼.
+
+        σ is the standard deviation of the predicted value's natural logarithm.
+        """
         return band_unit(self.sigma)
 
     @property
     def score(self) -> float:
-        """Error |ln(measured ÷ predicted)| of the prediction, in units of its ``width``."""
+        """Error |ln(measured ÷ predicted)| of this prediction, divided by its unit (σ² + 0.05²)^¼ (``width``).
+
+        σ is the standard deviation of the predicted value's natural logarithm.
+        """
         return float(abs(np.log(self.measured / self.predicted)) / self.width)
 
 
@@ -104,11 +110,11 @@ def distance_class(distance: float) -> str:
 
 @dataclass(frozen=True)
 class CellScores:
-    """Scores (errors in units of predicted standard deviations) of one published source among similar predictions.
+    """Scores (errors divided by ``band_unit``) of one published source among similar predictions.
 
     Attributes:
         scores: at most 60 quantiles, which stand for all scores.
-        series: number of independent series that they come from.
+        series: number of independent series of measurements that the scores come from.
     """
 
     scores: tuple[float, ...]
@@ -120,7 +126,7 @@ Residuals = Mapping[str, Mapping[str, CellScores]]
 
 
 def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, CellScores]]:
-    """Summarise the scores of predictions: errors in units of their own predicted standard deviations, as quantiles.
+    """Summarise the scores of predictions, which are errors divided by ``CheckedPrediction.width``, as quantiles.
 
     Each series (measurements that are not independent) of a source has the same weight in the source's quantiles.
 
@@ -198,8 +204,8 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
     """Parse scores of checked predictions from the JSON text that `write_residuals` returns.
 
     Returns:
-        Scores (errors in units of predicted standard deviations) by cell (predictions of one basis and a similar
-        extrapolation distance), then by published source.
+        Scores (errors divided by ``band_unit``) by cell (predictions of one basis and a similar extrapolation
+        distance), then by published source.
     """
     stored = json.loads(text)["cells"]
     return {
@@ -212,8 +218,8 @@ def write_residuals(residuals: Residuals) -> str:
     """Return scores of checked predictions as JSON text, in the form of the package's ``residuals.json``.
 
     Args:
-        residuals: scores (errors in units of predicted standard deviations) by cell (predictions of one basis and a
-            similar extrapolation distance), then by published source.
+        residuals: scores (errors divided by ``band_unit``) by cell (predictions of one basis and a similar
+            extrapolation distance), then by published source.
     """
     cells = {
         cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}
@@ -228,8 +234,8 @@ def shipped_residuals() -> dict[str, dict[str, CellScores]]:
     `make backtest` has made them from published measurements.
 
     Returns:
-        Scores (errors in units of predicted standard deviations) by cell (predictions of one basis and a similar
-        extrapolation distance), then by published source; empty if the file is missing.
+        Scores (errors divided by ``band_unit``) by cell (predictions of one basis and a similar extrapolation
+        distance), then by published source; empty if the file is missing.
     """
     path = resources.files("tutti.planning") / "residuals.json"
     return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

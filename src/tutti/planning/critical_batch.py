@@ -29,15 +29,15 @@ _RECORD = "train again with --noise-every, such as tutti train TASK --workers 8 
 
 @dataclass(frozen=True)
 class NoiseEvidence:
-    """What one run says of the critical batch size.
+    """Measurements of one training run from which the critical batch size is estimated.
 
     Attributes:
         path: the run directory.
         batch: samples in a global batch.
         estimates: gradient noise estimates of the run's last measured steps, in order.
-        scaled: those of Adam's preconditioned gradient.
-        target: metric and value of ``--until``; None without it.
-        samples: training samples until the target was reached; None if it was not.
+        scaled: the same estimates for Adam's preconditioned gradient.
+        target: metric and value of ``--until``; None without that option.
+        samples: training samples until the target was reached; None if the run did not reach it.
     """
 
     path: Path
@@ -56,12 +56,12 @@ class CriticalBatch:
         noise: simple noise scale over all runs; None if none was measured.
         scaled: noise scale of Adam's preconditioned gradient; None if none was measured.
         batches: measured (batch, samples to the target, runs), by batch.
-        recipe: posterior of samples to the target; None without a run that reached one.
+        recipe: posterior of samples to the target; None without a run that reached a target.
         band: 5 % and 95 % quantile of the critical batch.
         critical_batch: the estimate in samples.
-        basis: what it rests on.
-        ways: the estimate by each way alone.
-        branches: the fit to branches of a checkpoint; None without.
+        basis: what the estimate rests on, in words.
+        ways: the estimate by each way of measuring alone: gradient noise, branches, samples to a target.
+        branches: the fit to trainings that continue a checkpoint at multiples of its batch; None without.
     """
 
     noise: NoiseBand | None
@@ -87,7 +87,7 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         was not reached.
 
     Raises:
-        UsageError: it is no finished run directory, or the run diverged.
+        UsageError: ``path`` is not the directory of a finished run, or the run diverged.
     """
     summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
     lines = _lines(path / "metrics.jsonl")
@@ -113,14 +113,15 @@ def critical_batch(
 ) -> CriticalBatch:
     """Estimate the critical batch size, at which training needs twice the least data, from runs of one task.
 
-    Where no run reached a target, it is that of the branches, else the gradient noise scale, with its band. Otherwise
-    it is the median of the posterior of B_crit in E(B) = E_min(1 + B/B_crit), fitted to the samples to the target, with
-    noise scale and branches as prior.
+    Where a run reached a target metric, the estimate is the median of the posterior of B_crit in E(B) = E_min(1 +
+    B/B_crit), fitted to the samples to the target, with gradient noise and branches as prior. Where none did, the
+    estimate is that of the branches, or without branches the gradient noise scale.
 
     Args:
         runs: evidence of one or more runs (``noise_evidence``).
         optimizer_noise: take the noise scale of Adam's preconditioned gradient instead of the simple one.
-        branches: the fit to branches of one of the runs (``fit_branches``); None without.
+        branches: critical batch fitted to trainings that continue a checkpoint of one of the runs at multiples of its
+            batch (``fit_branches``); None without.
 
     Returns:
         The critical batch in samples, its 5 % and 95 % quantiles, and the data that it rests on.

@@ -31,11 +31,11 @@ _EVEN = 0.01
 
 @dataclass(frozen=True)
 class MeasuredTarget:
-    """Runs that have trained to the target at one batch size.
+    """Number of training samples until a target metric was reached, measured by runs at one global batch size.
 
     Attributes:
         batch: samples in a global batch.
-        samples: to the target, in the median of the runs.
+        samples: training samples until a run reached the target, in the median of the runs.
         runs: number of runs.
     """
 
@@ -46,13 +46,13 @@ class MeasuredTarget:
 
 @dataclass(frozen=True, eq=False)
 class DataDemand:
-    """Samples that training to the target needs at one batch size.
+    """Number of samples that training to a target metric needs at one batch size.
 
     Attributes:
-        samples: the median.
-        draws: Monte Carlo draws of the samples.
-        band: low and high of the 90 % band; None where such predictions were not tested.
-        text: what the figure rests on, and where the band comes from or why there is none.
+        samples: number of samples, in the median.
+        draws: (256,) Monte Carlo draws of this number.
+        band: low and high end of its 90 % band; None where such predictions were not tested.
+        text: what the number rests on, and where the band comes from or why there is none.
     """
 
     samples: float
@@ -62,12 +62,15 @@ class DataDemand:
 
 
 class TargetData:
-    """Data to the target at any batch size: measured where runs have reached it, of the fitted law elsewhere.
+    """Number of training samples to a target metric at any batch size.
+
+    At a batch size at which runs have reached the target, the number is the measured one; elsewhere it is that of the
+    law E(B) = E_min(1 + B/B_crit).
 
     Args:
-        measured: data to the target at measured batches, one entry a batch.
-        recipe: a posterior over E_min and B_crit, which replaces the fit; None for none.
-        residuals: scores of the back-test, by cell.
+        measured: measured samples to the target, one entry for each batch size.
+        recipe: a posterior over E_min and B_crit, which replaces the fit of the law to ``measured``; None fits the law.
+        residuals: scores of checked predictions from which bands are derived (``shipped_residuals``).
 
     Raises:
         UsageError: neither a measured batch nor a recipe is known.
@@ -167,14 +170,16 @@ class PlannedStep:
 
     Attributes:
         devices, batch, strategy: the choice; ``batch`` in samples, ``strategy`` as text of ``--strategy``.
-        options: further options of ``tutti train`` that belong to it.
-        seconds: of a step, in the median.
-        draws: Monte Carlo draws of the seconds.
-        terms: seconds of it by cause (compute, communication, bubble, idling); empty for a measured step.
-        basis: what it rests on, in words.
-        measured: whether it was measured.
-        samples: to the target, where it was measured for this very algorithm; None: as any synchronous strategy.
-        least: whether ``seconds``, ``draws`` and ``terms`` are a lower bound, which another plan beats.
+        options: further options of ``tutti train`` that belong to the choice, as pairs of name and value.
+        seconds: median seconds of the step.
+        draws: (256,) Monte Carlo draws of the seconds.
+        terms: the step's seconds by cause (compute, communication, bubble, idling); empty for a measured step.
+        basis: what the seconds rest on, in words.
+        measured: whether the seconds were measured; otherwise they are predicted.
+        samples: training samples to the target, measured with this very strategy; None where they depend on the batch
+            alone, as for any synchronous strategy.
+        least: whether ``seconds``, ``draws`` and ``terms`` are only a lower bound, because even with it the step loses
+            against another plan.
     """
 
     devices: int
@@ -213,13 +218,13 @@ class DevicePlan:
     """One choice of devices, batch and strategy, with its training time to the target.
 
     Attributes:
-        step: the choice and its step.
-        data: samples to the target at its batch.
-        steps: of training, whole ones.
-        seconds: of training to the target, without start, evaluations, saves and failures.
-        draws: Monte Carlo draws of the seconds.
-        band: low and high of a 90 % band of the seconds; None where none was tested.
-        cost: devices · hours · price; None without a price.
+        step: the choice and the time of its training step.
+        data: training samples to the target at the choice's batch size.
+        steps: whole number of training steps to the target.
+        seconds: training time to the target, without start, evaluations, saves and failures.
+        draws: (256,) Monte Carlo draws of the seconds.
+        band: low and high end of a 90 % band of the seconds; None where such bands were not tested.
+        cost: devices · hours · price of a device for an hour; None without a price.
     """
 
     step: PlannedStep
@@ -247,14 +252,14 @@ class DevicePlan:
     def slow_end(self) -> float:
         """Return the seconds of training to compare with a deadline: the high end of the plan's 90 % band.
 
-        Without a band, the predicted seconds.
+        Without a band, return the predicted seconds.
         """
         return self.seconds if self.band is None else self.band[1]
 
     def high_cost(self) -> float | None:
         """Return the plan's cost if training takes as long as the high end of its band, in the currency of the price.
 
-        Without a band it is the cost of the predicted time. None where no price was given.
+        Without a band, return the cost of the predicted time. None where no price was given.
         """
         return None if self.cost is None else self.cost * self.slow_end() / self.seconds
 
@@ -264,8 +269,8 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
     Args:
         steps: measured or predicted steps, each with devices, batch and strategy.
-        data: samples to the target at any batch.
-        price: of one device for an hour; None for no costs.
+        data: number of training samples to the target at any batch size.
+        price: price of one device for an hour; None for no costs.
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training.
@@ -327,7 +332,7 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
 def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
     """Return how many times faster a plan trains than the fastest plan on fewer devices; None for the first plan.
 
-    It is a ratio of training times, above 1 where the plan is faster.
+    The ratio of the training times is above 1 where the plan is faster.
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
@@ -362,20 +367,20 @@ def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None
 def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
     """Return the plan with the fewest device-seconds (number of devices · seconds of training to the target).
 
-    Of equal plans it is the one with the shortest training.
+    Of plans with equally many, return the plan with the shortest training.
     """
     return min(plans, key=lambda plan: (plan.devices * plan.seconds, plan.seconds))
 
 
 @dataclass(frozen=True)
 class LostReason:
-    """Why a plan takes longer than another.
+    """Why a plan takes longer than the winner, the plan that it is compared with.
 
     Attributes:
-        gap: seconds that it takes longer.
+        gap: seconds that the plan takes longer than the winner.
         term: cause that closes most of the gap if its seconds are replaced by the winner's, such as ``communication``;
             empty for a tie.
-        closes: seconds that the term closes.
+        closes: seconds of the gap that this replacement closes.
         text: the reason in words.
     """
 
@@ -386,14 +391,14 @@ class LostReason:
 
     @property
     def tie(self) -> bool:
-        """Whether the training times of the two plans are too close to tell apart, so that no cause is named."""
+        """Whether the training times of two compared plans are too close to tell apart, so that no cause is named."""
         return not self.term
 
 
 def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
-    """Return whether the training times of two plans are too close to tell them apart.
+    """Return whether the training times of two plans are too close to tell the plans apart.
 
-    They are if the loser takes at most 1 % longer, or if it is at least as fast as the winner in at least 5 % of their
+    True if ``loser`` takes at most 1 % longer, or if it is at least as fast as ``winner`` in at least 5 % of their
     paired Monte Carlo draws.
     """
     if loser.seconds - winner.seconds <= _EVEN * winner.seconds:

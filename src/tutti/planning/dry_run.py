@@ -30,14 +30,15 @@ _REST = ("gradients", "messages", "average", "activations")
 
 
 def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequence[str]) -> int:
-    """Print the predicted memory of a device; if the run fits, train on all devices and print the measured memory too.
+    """Print the predicted memory of a device; if the run fits, train two steps and print the measured memory too.
 
-    Measured is the device that takes most. Nothing is measured where this host has too little free memory.
+    The steps run on all devices of the configuration, in processes of this host; printed is the memory of the device
+    that takes most. No step runs where this host has too little free memory.
 
     Args:
         task: name of the task.
-        config: the run, with a number of devices.
-        memory: memory of a device, such as ``16GB``; None: of this machine's devices.
+        config: configuration of the run, with a number of devices.
+        memory: memory of a device, such as ``16GB``; None takes the memory of this machine's devices.
         preload: names of modules that every rank's process imports at its start.
 
     Returns:
@@ -89,7 +90,7 @@ def _of_stages(
 
     Args:
         task: name of the task.
-        config: the run.
+        config: configuration of the run.
         found: sizes of the model.
         room: bytes of a device.
         preload: modules that every rank imports.

@@ -21,8 +21,8 @@ def filter_direction(parameters: Mapping[str, Tensor], seed: int) -> Tensor:
 
     Args:
         parameters: the trained parameters by name.
-        seed: of the random numbers, which depend on the parameter's name too and are made on the CPU, so that they are
-            equal on every device.
+        seed: seed of the random numbers, which depend on the parameter's name too and are made on the CPU, so that they
+            are equal on every device.
 
     Returns:
         The direction as one CPU vector (n,) of all n elements, in the order of ``parameters`` and in their dtype.
@@ -43,8 +43,10 @@ def filter_direction(parameters: Mapping[str, Tensor], seed: int) -> Tensor:
 def scale_filters(direction: Tensor, weight: Tensor) -> Tensor:
     """Return ``direction`` with each filter d scaled to d · ‖θ‖ / (‖d‖ + 1e-10), for the filters θ of ``weight``.
 
+    Filters are the slices along the first dimension, such as the output channels of a convolution.
+
     Args:
-        direction: of the weight's shape; its filters are the slices along the first dimension.
+        direction: a tensor of the weight's shape.
         weight: the weight.
 
     >>> scale_filters(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist()

@@ -47,13 +47,13 @@ class HardwareAnchor:
 
     Attributes:
         chip: the chip's name without maker, memory and form, such as ``A100``.
-        memory_gb: memory in GB, 0 where the source does not say.
+        memory_gb: memory of the chip in GB, 0 where the source does not say.
         precision: class of precision: 8, 16, tf32, 32.
         utilisation: median over the jobs of hardware FLOP/s over the chip's dense peak.
-        spread: standard deviation of its natural logarithm over the jobs.
+        spread: standard deviation of the utilisation's natural logarithm over the jobs.
         rows: number of jobs, which are rows of the source.
         set_name: name of the source's set of measurements.
-        source: where it was published.
+        source: where the measurements were published; may be empty.
         width: median of the models' hidden size; 0 where the source does not say.
     """
 
@@ -138,7 +138,7 @@ def write_anchors(anchors: Sequence[HardwareAnchor]) -> str:
     """Return utilisations of published jobs as JSON text, in the form of the package's ``published_hardware.json``.
 
     Args:
-        anchors: one for each chip, memory, precision and published source.
+        anchors: utilisations, one for each chip, memory, precision and published source.
     """
     return json.dumps({"version": 1, "anchors": [asdict(each) for each in anchors]}, indent=1) + "\n"
 
@@ -154,10 +154,11 @@ def anchored_rate(
 ) -> tuple[float, float, str]:
     """Estimate the hardware FLOP/s that training reaches on a chip, from published training jobs on it.
 
-    It is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of precision;
-    where some of them have the same memory, over these alone. A transformer of hidden size h has products of h² and
-    elementwise operators of h FLOP a token, which wait for memory: its rate is that of a wide one over 1 + 400/h, where
-    400 is a guess of the order of the words an elementwise operator moves times FLOP a word of memory bandwidth.
+    The estimate is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of
+    precision; where some of them have the same memory, over these alone. A transformer of hidden size h has products of
+    h² and elementwise operators of h FLOP a token, which wait for memory: its rate is that of a wide one over 1 +
+    400/h, where 400 is a guess of the order of the words an elementwise operator moves times FLOP a word of memory
+    bandwidth.
 
     Args:
         hardware: name of the hardware as people write it, such as ``A100-80GB``.

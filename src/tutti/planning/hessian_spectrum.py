@@ -17,7 +17,12 @@ _BROKEN_DOWN = 1e-10
 
 @dataclass(frozen=True)
 class Eigenvalue:
-    """An eigenvalue and its error bound: an eigenvalue of the operator lies within ``residual`` = ‖Hv − λv‖ of it."""
+    """An estimated eigenvalue of an operator H, with its error bound.
+
+    Attributes:
+        value: the estimate λ.
+        residual: ‖Hv − λv‖ for the unit vector v that belongs to λ; an eigenvalue of H lies within this distance of λ.
+    """
 
     value: float
     residual: float
@@ -25,15 +30,15 @@ class Eigenvalue:
 
 @dataclass(frozen=True)
 class SpectralDensity:
-    """Spectral density by stochastic Lanczos quadrature, and the trace by Hutchinson's estimator.
+    """Spectral density of an operator H by stochastic Lanczos quadrature, and its trace by Hutchinson's estimator.
 
     Attributes:
         nodes: eigenvalues at which the density has mass.
         weights: mass at each; they sum to 1.
         lowest, highest: extreme Ritz values; the spectrum reaches at least as far.
-        trace: mean of n·vᵀHv over the probes v.
-        trace_low, trace_high: its 90 % band by Student's t over the probes; both infinite for a single probe.
-        probes: random vectors.
+        trace: mean of n·vᵀHv over random unit vectors v of n dimensions.
+        trace_low, trace_high: 90 % band of the trace by Student's t over these vectors; both infinite for a single one.
+        probes: number of random vectors.
     """
 
     nodes: Vector
@@ -56,7 +61,7 @@ def largest_eigenvalues(product: Product, size: int, count: int, tolerance: floa
         size: dimensions of the operator.
         count: number of eigenvalues; all where the operator has fewer.
         tolerance: relative accuracy at which ARPACK stops.
-        seed: of the random start vector.
+        seed: seed of the random start vector.
 
     Returns:
         Eigenvalues with their error bounds, in falling order; fewer than ``count`` where ARPACK did not converge.
@@ -122,7 +127,7 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
         size: dimensions n of the operator.
         probes: number of random vectors.
         steps: Lanczos steps of each.
-        seed: of the random vectors.
+        seed: seed of the random vectors.
 
     Returns:
         Eigenvalue estimates with weights that sum to 1, and the trace with its 90 % band.

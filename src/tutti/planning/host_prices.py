@@ -19,10 +19,10 @@ _UPDATE_BYTES = 28
 
 
 class HostPrices:
-    """Prices of the host's part of a step, one element a Monte Carlo draw of the machine's constants.
+    """Seconds of the host's part of a training step: copies, sums and updates in host memory.
 
     Args:
-        costs: durations on the machine; its list of guesses names what is guessed.
+        costs: durations on the machine, to whose list of guesses lines on guessed rates are added.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -40,10 +40,13 @@ class HostPrices:
         return self._apart
 
     def moved(self, size: float) -> Array:
-        """Return the seconds of a copy between device and host; zeros on CPUs, whose memory is the host's.
+        """Return the seconds of a copy between device and host memory; zeros on CPUs, whose memory is the host's.
 
         Args:
-            size: bytes.
+            size: bytes to copy.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw, all equal.
         """
         return np.full(SAMPLES, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
 
@@ -54,17 +57,23 @@ class HostPrices:
             size: bytes that are copied, or read and written, by all operators together.
             calls: number of operators.
             kind: ``copy``, or ``other`` for elementwise operators.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
         if self._apart:
             return np.full(SAMPLES, size / _MEMORY_RATE)
         return copy_seconds(self._costs, size, calls, kind)
 
     def updated(self, optimizer: str, elements: float) -> Array:
-        """Return the seconds of an optimizer step in host memory.
+        """Return the seconds of an optimizer step on parameters in host memory.
 
         Args:
             optimizer: text of ``--optimizer``.
             elements: number of parameters that the step updates.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
         if not self._apart:
             return np.asarray(self._costs.update(optimizer, elements))

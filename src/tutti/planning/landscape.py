@@ -50,7 +50,7 @@ def landscape_rank(task: str, config: TrainConfig, options: LandscapeOptions, fo
         task: name of a built-in task, or ``file.py:function``.
         config: the run's configuration, with this measurement's device, precision and reproducible mode.
         options: what to measure, at which checkpoints.
-        folder: for the findings.
+        folder: folder of the file.
 
     Raises:
         UsageError: the data are a stream, no parameter is trained, or an operator has no second derivative.

@@ -15,26 +15,26 @@ LANDSCAPE_FILE = "landscape.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapeOptions:
-    """Options of a landscape.
+    """Options of a measurement of the loss landscape, which is the loss around a checkpoint in parameter space.
 
     Attributes:
-        checkpoint: directory of the checkpoint in the middle.
-        to: directory of a second run's checkpoint, for the line between both; None for none.
-        ema: take the averages of the weights.
-        parts: some of ``PARTS``.
-        samples: samples that are drawn from each set; None for all.
+        checkpoint: directory of the checkpoint around which the loss is measured.
+        to: directory of a second run's checkpoint, for losses on the line between both; None for no such line.
+        ema: take the averaged weights of the checkpoints instead of the trained ones.
+        parts: what to measure: some of ``PARTS``.
+        samples: number of samples that are drawn from each data set; None for all.
         block: samples of a forward and backward pass.
-        statistics: batch norm's statistics: of the checkpoint (``running``) or of each block (``batch``).
-        eigenvalues: largest eigenvalues to compute.
-        tolerance: their relative accuracy.
-        probes: random vectors of density and trace.
-        lanczos: Lanczos steps of each.
-        epsilon: half width of ε-sharpness's box.
+        statistics: batch norm's statistics: of the checkpoint (``running``) or of each block of samples (``batch``).
+        eigenvalues: number of the largest Hessian eigenvalues to compute.
+        tolerance: relative accuracy of the eigenvalues.
+        probes: number of random vectors for the spectral density and the trace.
+        lanczos: Lanczos steps of each of these vectors.
+        epsilon: half width of the box of ε-sharpness.
         rho: radius of SAM's sharpness.
-        points: points of a line.
-        grid: points of a side of the plane.
-        reach: distance from the middle to the ends of line and plane, in lengths of the filters.
-        seed: of samples, directions and probes.
+        points: number of points of a line.
+        grid: number of points of a side of the plane.
+        reach: distance from the checkpoint to the ends of line and plane, in units of a filter-normalised direction.
+        seed: seed of samples, directions and probes.
     """
 
     checkpoint: Path

@@ -23,13 +23,13 @@ OTHER_SETS = 8.0
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """A law with the posterior of its constants' logarithms (normal, by Laplace's approximation).
+    """A scaling law of time with the posterior of its constants' logarithms (normal, by Laplace's approximation).
 
     Attributes:
-        law: the law.
-        log_constants: natural logarithms of the constants.
-        covariance: their posterior covariance.
-        rows: measurements that were fitted.
+        law: the formula of the seconds, with the names of its constants.
+        log_constants: (constants,) natural logarithms of the constants at the optimum.
+        covariance: (constants, constants) posterior covariance of these logarithms.
+        rows: number of measurements that the law was fitted to.
     """
 
     law: ScalingLaw
@@ -54,7 +54,7 @@ class FittedLaw:
         return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
 
     def constants(self) -> dict[str, float]:
-        """Return the law's fitted constants in SI units by their names, such as ``latency_s``."""
+        """Return the fitted constants of the scaling law by their names, such as ``latency_s``, in SI units."""
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 
 
@@ -64,11 +64,12 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
     Maximum a posteriori: soft-L1 loss of the errors of log seconds.
 
     Args:
-        law: the law; its prior comes from `law.centre` and `law.spread`.
-        inputs: an array for each input of the law by its name, with one element a measurement.
-        seconds: measured, positive; may be empty, where the prior is the answer.
+        law: formula of the seconds and its constants; the prior of the constants comes from ``law.centre`` and
+            ``law.spread``.
+        inputs: an array (n,) for each input of the law by its name, with one element for each measurement.
+        seconds: (n,) measured seconds, positive; for n = 0 the fit is the prior.
         independent: number of independent measurements as which all of them weigh at most: more are weighted down.
-            `OTHER_SETS` for measurements of another source than the one to predict, which say less about it.
+            ``OTHER_SETS`` for measurements of another source than the one to predict, which say less about it.
 
     Returns:
         The fitted law. The covariance of its log constants is (JᵀJ)⁻¹ at the optimum, prior included.
@@ -94,12 +95,14 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
 
 @dataclass(frozen=True)
 class TargetPosterior:
-    """Posterior of data to a target: weights over a grid of log B_crit, with the log E_min that fits best at each.
+    """Posterior of the law E(B) = E_min(1 + B/B_crit), the data that training needs to a target at batch size B.
+
+    The posterior has weights over a grid of log B_crit, with the log E_min that fits best at each grid point.
 
     Attributes:
-        log_critical: natural logarithms of critical batch sizes.
-        log_least: natural logarithm of E_min at each.
-        weights: posterior weights, which sum to 1.
+        log_critical: (grid,) natural logarithms of critical batch sizes B_crit.
+        log_least: (grid,) natural logarithm of the best-fitting E_min at each.
+        weights: (grid,) posterior weights, which sum to 1.
         seed: standard deviation of log E between runs.
     """
 
@@ -139,15 +142,18 @@ def fit_target(
     The posterior of B_crit is computed on a grid; E_min is the best fit at each grid point. The likelihood is Student's
     t, since the spread between runs is unknown too. Without a noise scale the prior says that people measure at batches
     well below the critical one: log B_crit ~ N(log 64·max B, 2²), a guess from published submissions. With one it is
-    log B_crit ~ N(log B_simple, 0.7²).
+    log B_crit ~ N(log B_simple, ``noise_spread``²).
 
     Args:
         batches: (n,) batch sizes in samples.
-        data: (n,) samples, or epochs, that training needed to the target at each.
+        data: (n,) samples, or epochs, that training needed to the target at each batch size.
         runs: (n,) number of runs that each value comes from; two or more count for more than one, with diminishing
             returns.
         noise: measured gradient noise scale B_simple in samples; None if there is none.
         noise_spread: standard deviation of log B_crit given the noise scale.
+
+    Returns:
+        Posterior weights over 400 values of log B_crit, with log E_min at each.
     """
     middle = np.log(_CRITICAL_FACTOR * batches.max() if noise is None else noise)
     spread = _CRITICAL_SPREAD if noise is None else noise_spread

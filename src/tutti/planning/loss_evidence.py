@@ -13,13 +13,13 @@ from tutti.metrics.records import read_summary
 
 @dataclass(frozen=True)
 class LossEvidence:
-    """Model size, data and final loss of one run.
+    """Model size, data and final loss of one training run.
 
     Attributes:
-        path: its run directory.
-        parameters: number of parameters of its model.
-        samples: number of samples that it was trained on.
-        loss: at its end, held-out where the run has evaluated.
+        path: the run directory.
+        parameters: number of parameters of the run's model.
+        samples: number of samples that the model was trained on.
+        loss: loss at the end of the run: held-out where the run has evaluated, else of training.
     """
 
     path: Path

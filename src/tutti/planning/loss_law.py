@@ -26,12 +26,12 @@ _JUDGED = 8
 
 @dataclass(frozen=True)
 class LossLaw:
-    """A fitted law of the loss.
+    """Constants of the loss law L = E + A/N^α + B/D^β, fitted to training runs.
 
     Attributes:
-        irreducible: E.
-        size_factor, size_exponent: A and α for N in parameters; both 0 where all runs have one size.
-        data_factor, data_exponent: B and β for D in samples or tokens.
+        irreducible: E, the loss of unlimited model size and data.
+        size_factor, size_exponent: A and α, for N in parameters; both 0 where all runs have one size.
+        data_factor, data_exponent: B and β, for D in samples or tokens.
     """
 
     irreducible: float
@@ -56,7 +56,12 @@ class LossLaw:
 
 @dataclass(frozen=True)
 class FittedLoss:
-    """A law with laws fitted to runs drawn with replacement, whose quantiles give intervals."""
+    """The loss law L = E + A/N^α + B/D^β fitted to training runs, with bootstrap draws of it.
+
+    Attributes:
+        law: the law fitted to all runs.
+        draws: one law for each bootstrap draw, fitted to runs drawn with replacement.
+    """
 
     law: LossLaw
     draws: tuple[LossLaw, ...]
@@ -82,7 +87,7 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
         data: (runs,) samples or tokens D of each run.
         loss: (runs,) loss of each run, above 0.
         draws: number of bootstrap draws (runs drawn with replacement).
-        seed: of the bootstrap.
+        seed: seed of the bootstrap draws.
 
     Returns:
         The law with its constants, and one law for each bootstrap draw.
@@ -106,7 +111,7 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
 def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array) -> tuple[Array, Array]:
     """Return low and high end of the 90 % band of the loss of further training runs, each (runs,).
 
-    It covers the laws fitted to the bootstrap draws, each with the random spread of a run around its law.
+    The band covers the laws fitted to the bootstrap draws, each with the random spread of a run around its law.
 
     Args:
         fitted: the law L = E + A/N^α + B/D^β, fitted to runs and to bootstrap draws of them.
@@ -122,7 +127,7 @@ def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array)
 def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> float:
     """Return the robust standard deviation of the logarithm of runs' losses around a law.
 
-    It is 1.4826 times the median of |log(predicted/measured)|.
+    The estimate is 1.4826 times the median of |log(predicted/measured)|.
 
     Args:
         law: the loss law L = E + A/N^α + B/D^β.
@@ -148,12 +153,12 @@ def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], ND
 def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: Array) -> float:
     """Estimate how far the losses of larger runs lie from the law: the standard deviation of their logarithms.
 
-    It is the root mean square error of the largest tenth of the runs, predicted by a law fitted to the others, and at
-    least the error of the law on the runs that it is fitted to. That alone is returned where the others are too few for
-    a fit.
+    The estimate is the root mean square error of the largest tenth of the runs, predicted by a law fitted to all
+    others, and at least the error of the law on the runs that it is fitted to. This error alone is returned where too
+    few others are left for a fit.
 
     Args:
-        fitted: the law fitted to all of these runs.
+        fitted: the law L = E + A/N^α + B/D^β, fitted to all of these runs.
         parameters, data, loss: (runs,) number of parameters N, samples or tokens D, and loss of each run.
     """
     own = float(np.sqrt(np.mean(np.log(fitted.law.loss(parameters, data) / loss) ** 2)))

@@ -34,7 +34,12 @@ _MASK = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class SurfaceValue:
-    """Mean loss and metrics over all samples of a set."""
+    """Mean loss and metrics of a model over all samples of a data set, at one point in parameter space.
+
+    Attributes:
+        loss: mean loss.
+        metrics: mean of each metric, by its name.
+    """
 
     loss: float
     metrics: dict[str, float]
@@ -42,7 +47,7 @@ class SurfaceValue:
 
 @dataclass(frozen=True)
 class SampleBlocks:
-    """Samples of a set, in blocks, which are batches that are computed at once; a rank holds its share of the blocks.
+    """One rank's share of a data set's samples, in blocks, which are batches that are computed at once.
 
     Attributes:
         batches: index of the block, its batch and its number of samples, for this rank's blocks in order.
@@ -64,12 +69,12 @@ def sample_blocks(
     choice is the same on all ranks.
 
     Args:
-        source: the samples.
+        source: the data set.
         samples: number of samples to draw; all where the source has fewer, or None.
-        block: samples in a block.
-        comm: the data ranks.
+        block: number of samples in a block.
+        comm: communicator of the data ranks.
         place: moves a batch to the device.
-        seed: of the random choice.
+        seed: seed of the random choice.
 
     Returns:
         This rank's batches on the device, and the number of blocks and samples on all ranks.
@@ -100,9 +105,9 @@ class LossSurface:
         model: the whole model, on the device.
         loss: the loss function.
         sets: samples by name of the set; derivatives are those of the first.
-        comm: the data ranks.
-        seed: of draws in the loss function, keyed by block.
-        counted: called with the kind of each pass.
+        comm: communicator of the data ranks.
+        seed: seed of random draws in the loss function, keyed by block.
+        counted: called with the kind of each pass, such as ``gradient``.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class LossSurface:
     def point(self) -> Tensor:
         """Return the model's current values as a vector: trainable parameters, then other floating-point tensors.
 
-        The others are frozen parameters and buffers. Not collective.
+        Other tensors are frozen parameters and buffers. Not collective.
         """
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self._tensors])
 
@@ -155,7 +160,10 @@ class LossSurface:
 
         Args:
             point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
-            of: name of the set; None for the first.
+            of: name of the set of samples; None for the first.
+
+        Returns:
+            Mean loss and mean metrics over the samples of all data ranks.
         """
         number = self.sets.index(of or self.sets[0])
         self._ask(_VALUE, number, point)
@@ -202,7 +210,7 @@ class LossSurface:
     def serve(self) -> None:
         """Compute this rank's share of every loss, gradient and Hessian product that rank 0 asks for.
 
-        For all data ranks but rank 0. Blocks until rank 0 calls ``close``; waits for rank 0's broadcasts meanwhile.
+        Call it on all data ranks but rank 0, whose broadcasts it awaits. Blocks until rank 0 calls ``close``.
         """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)
@@ -307,6 +315,7 @@ def for_landscape(model: nn.Module, batch_statistics: bool) -> nn.Module:
     """Set a model to evaluation mode, in place, for measuring its loss landscape: without dropout.
 
     Batch norms take their running statistics, or those of each block of samples; running statistics do not change.
+    Return the model.
 
     Args:
         model: the model, which is returned.

@@ -36,7 +36,7 @@ _SHORT = 1.35
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster of equal nodes.
+    """A cluster of equal nodes and the links between them.
 
     Attributes:
         per_node: devices of a node.
@@ -68,17 +68,17 @@ class Network:
 
 
 class StepCosts(Protocol):
-    """Durations of computing, messages and updates on a machine.
+    """Durations of computing, messages and optimizer updates on a machine.
 
     Each is (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
 
     Attributes:
-        name: of the machine.
+        name: name of the machine.
         basis: ``measured`` or ``published``.
-        network: its links.
-        rests: lines on what the durations rest on.
-        guesses: lines on every number that is guessed, without repetition.
-        overlaps: whether collectives run beside computing; on CPUs those of ``sharded`` block.
+        network: the machine's nodes and links.
+        rests: lines in words on what the durations rest on.
+        guesses: lines in words on every number that is guessed, without repetition.
+        overlaps: whether collectives run beside computing; on CPUs those of the strategy ``sharded`` block.
     """
 
     name: str
@@ -89,7 +89,11 @@ class StepCosts(Protocol):
     overlaps: bool
 
     def note(self, text: str) -> None:
-        """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""
+        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
+
+        Args:
+            text: the line, which names a guessed number.
+        """
 
     def share_node(self, devices: int) -> None:
         """Set the number of devices of the run, on which all durations that are asked for later depend.
@@ -164,7 +168,7 @@ class StepCosts(Protocol):
 
         Args:
             ranks: number of ranks that wait for each other.
-            seconds: of computing in a step on a typical rank.
+            seconds: seconds of computing in a step on a typical rank.
 
         Returns:
             (256,) ratios of seconds, at least 1, one for each Monte Carlo draw of the machine's uncertain constants.
@@ -229,12 +233,15 @@ def _rounds(algorithm: Algorithm, ranks: int) -> list[tuple[int, float]]:
 
 @dataclass
 class MeasuredCosts:
-    """Durations of computing, messages and updates on a machine that ``tutti bench`` has measured.
+    """Durations of computing, messages and optimizer updates on a machine that ``tutti bench`` has measured.
 
     Args:
-        machine: content of its ``machine.json``.
-        precision: of the run, such as ``bf16``.
+        machine: measured curves and figures, the content of the machine's ``machine.json``.
+        precision: precision of the run, such as ``bf16``.
         network: nodes of this machine; a link between nodes must be stated, because it was not measured.
+        rests: lines in words on what the durations rest on, to which more are added.
+        guesses: lines in words on numbers that are guessed, to which more are added.
+        basis: ``measured``.
     """
 
     machine: Machine
@@ -387,7 +394,8 @@ class MeasuredCosts:
 
         Args:
             ranks: number of ranks that wait for each other.
-            seconds: of computing in a step on a typical rank; jitter over time averages out over longer computing.
+            seconds: seconds of computing in a step on a typical rank; jitter over time averages out over longer
+                computing.
 
         Returns:
             (256,) ratios of seconds, at least 1, one for each Monte Carlo draw; all 1 for one rank.
@@ -447,7 +455,7 @@ class MeasuredCosts:
     def share_node(self, devices: int) -> None:
         """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
 
-        It is taken from the measurement of ranks that compute at once, otherwise from the division of CPU threads.
+        The factor comes from the measurement of ranks that compute at once, otherwise from the division of CPU threads.
 
         Args:
             devices: number of devices of the run, on all nodes.
@@ -502,7 +510,11 @@ class MeasuredCosts:
         return self._drawn[name]
 
     def note(self, text: str) -> None:
-        """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""
+        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
+
+        Args:
+            text: the line, which names a guessed number.
+        """
         if text not in self.guesses:
             self.guesses.append(text)
 
@@ -517,9 +529,12 @@ class PublishedCosts:
     """Durations on hardware that published jobs ran on: one FLOP/s rate for all computing, and guessed links.
 
     Args:
-        hardware: the chip, as people write it.
-        precision: of the run, such as ``bf16``.
+        hardware: name of the chip, as people write it, such as ``A100-80GB``.
+        precision: precision of the run, such as ``bf16``.
         network: nodes and links; a stated link between nodes replaces the guess.
+        rests: lines in words on what the durations rest on, to which more are added.
+        guesses: lines in words on numbers that are guessed, to which more are added.
+        basis: ``published``.
     """
 
     hardware: str
@@ -556,7 +571,7 @@ class PublishedCosts:
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
         """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
 
-        It is at least the number of operators times 5 µs, a guess at the launch of one.
+        The seconds are at least the number of operators times 5 µs, a guess at the launch of one.
 
         Args:
             works: work of one or more passes, by class of operator.
@@ -672,7 +687,11 @@ class PublishedCosts:
         return LinkCost(_NODE_HOP, wire * adapters)
 
     def note(self, text: str) -> None:
-        """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""
+        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
+
+        Args:
+            text: the line, which names a guessed number.
+        """
         if text not in self.guesses:
             self.guesses.append(text)
 
@@ -683,10 +702,13 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
     Args:
         text: path of a ``machine.json`` of ``tutti bench``; or CHIPxN, such as ``a100x8``: a chip and the devices of a
             node.
-        precision: of the run, such as ``bf16``.
+        precision: precision of the run, such as ``bf16``.
         per_node: devices of a node; None: as many as were measured together, or as ``text`` says.
         between: cost of a message between nodes (latency and bandwidth); None: unknown, so that a collective over
             several nodes of a measured machine raises UsageError.
+
+    Returns:
+        An object whose methods give the seconds of passes, optimizer steps, collectives and messages.
 
     Raises:
         UsageError: no such file, no such hardware, or a file of another version.
@@ -721,7 +743,7 @@ def curve_seconds(curve: Curve, size: float) -> float:
     the rate (size a second) of the last. A curve without points is its fitted line.
 
     Args:
-        curve: of a machine file.
+        curve: measured points of seconds over size, and a line fitted to them.
         size: work or bytes of one call, in the curve's unit.
     """
     if not curve.points:

@@ -126,7 +126,7 @@ class TableRow:
     numbers: Mapping[str, float]
 
     def number(self, role: str, default: float = math.nan) -> float:
-        """Return the row's number for a quantity, such as ``step_time``, in SI units.
+        """Return the number of a table row for a quantity, such as ``step_time``, in SI units.
 
         Args:
             role: standard name of the quantity, as ``column_role`` gives it.
@@ -135,22 +135,25 @@ class TableRow:
         return self.numbers.get(role, default)
 
     def label(self, *roles: str) -> str:
-        """Return the row's texts in the columns with some roles, such as ``hardware``, joined by `` / ``.
+        """Return the texts of a table row in columns with given roles, such as ``hardware``, joined by `` / ``.
 
         Missing cells are left out; the text is empty where all are missing.
+
+        Args:
+            roles: standard names of the quantities in the columns, as ``column_role`` gives them.
         """
         return " / ".join(self.text[role] for role in roles if self.text.get(role))
 
 
 @dataclass
 class MeasurementTable:
-    """A table with its kind, or the reason why it has none.
+    """A published table of measurements with its recognised kind, or the reason why the table cannot be used.
 
     Attributes:
         name: the file's name, for messages alone.
-        kind: one of the kinds of published tables, or empty.
-        rows: rows that have what the kind needs.
-        reason: why the table, or a part of its rows, is not used.
+        kind: what the table measures, such as ``all-reduce`` or ``published jobs``; empty where this is not recognised.
+        rows: rows with all cells that the kind needs.
+        reason: why the table, or a part of its rows, is not used; empty where all of it is.
     """
 
     name: str
@@ -213,6 +216,9 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
     Args:
         cells: text of each cell by header of its column.
         roles: role (standard name, such as ``step_time``) and unit factor of each known column, by its header.
+
+    Returns:
+        The row, with a text and, where the cell is a number, a number for each role.
     """
     text: dict[str, str] = {}
     numbers: dict[str, float] = {}
@@ -234,8 +240,8 @@ def replicas_by_node(placement: str, replicas: float = math.nan, nodes: float = 
 
     Args:
         placement: the text.
-        replicas: of all nodes, NaN if unknown.
-        nodes: their number, NaN if unknown.
+        replicas: number of replicas on all nodes; NaN if unknown.
+        nodes: number of nodes; NaN if unknown.
 
     Returns:
         Number of replicas of each node, in the first reading that agrees with both totals; empty if none does.

@@ -44,11 +44,11 @@ class Facts:
 
     Attributes:
         parameters: number of parameters.
-        whole, trained: all parameters, and trainable parameters.
-        words: state elements that the optimizer keeps for each trainable parameter.
+        whole, trained: bytes of all parameters, and of trainable parameters.
+        words: number of state elements that the optimizer keeps for each trainable parameter.
         buffers: buffers of one logical worker.
         unit, rest: parameters of the largest FSDP-wrapped module, and parameters outside of all of them.
-        samples: samples in the largest forward.
+        samples: number of samples in the largest forward.
         activations: activations of these samples; None if unknown.
     """
 
@@ -64,11 +64,13 @@ class Facts:
 
 
 def resolve_task(task: str | Task, config: TrainConfig) -> Task:
-    """Return a task; one that is given by its name is loaded with the run's data, model and augmentation.
+    """Return the task of a run; a name is loaded as a task with the run's data, model and augmentation.
+
+    A task (model, loss and data) that is given as an object is returned unchanged.
 
     Args:
         task: the task, or its name.
-        config: the run.
+        config: configuration of the run.
     """
     if isinstance(task, Task):
         return task
@@ -78,12 +80,12 @@ def resolve_task(task: str | Task, config: TrainConfig) -> Task:
 def model_facts(name: str | Task, config: TrainConfig) -> Facts:
     """Return the bytes of a task's parameters, buffers, optimizer state and activations before any split over devices.
 
-    They come from shapes, on fake tensors: nothing is allocated or computed. The exception are the activations of a
-    model or loss that depends on values (``.item()``, boolean indexing): they are measured on a few real samples.
+    The sizes come from shapes, on fake tensors: nothing is allocated or computed. The exception are the activations of
+    a model or loss that depends on values (``.item()``, boolean indexing), which are measured on a few real samples.
 
     Args:
         name: the task, or its name.
-        config: the run: model, batch, precision, optimizer, strategy, and a number of devices.
+        config: configuration of the run: model, batch, precision, optimizer, strategy, and a number of devices.
 
     Returns:
         The sizes; activations are those of the largest forward of the run, None where the task reads a stream.
@@ -117,7 +119,7 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
 
     Args:
         found: sizes of the model and its task before any split (``model_facts``). Unknown activations count as 0.
-        config: the run.
+        config: configuration of the run.
 
     Returns:
         The bytes by kind: parameters, gradients, optimizer state, communication buffers (``messages``), the averaged
@@ -150,7 +152,12 @@ def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
 
 
 def model_of(task: Task, config: TrainConfig) -> nn.Module:
-    """Build the task's model, in float64 for the precision fp64, and else as the task builds it."""
+    """Build a task's model, in float64 for the precision fp64, and else as the task builds it.
+
+    Args:
+        task: the task, which has a function that builds the model.
+        config: configuration of the run, for its precision.
+    """
     model = task.model()
     return model.double() if config.precision == "fp64" else model
 
@@ -174,12 +181,12 @@ def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
 def summing(trained: float, shards: int, ranks: int) -> float:
     """Return the bytes of communication buffers for reducing whole gradients over the data ranks.
 
-    The gradients that backward makes are not included. 0 for one rank.
+    The gradients that backward makes are not included. The result is 0 for one rank.
 
     Args:
         trained: bytes of trainable parameters.
-        shards: ranks that shard the optimizer state.
-        ranks: data ranks.
+        shards: number of ranks that shard the optimizer state.
+        ranks: number of data ranks.
     """
     if shards > 1:
         return min(_BUCKETS, 2 * trained) + trained / shards
@@ -235,7 +242,7 @@ def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
     Args:
         sample: batch of one sample, of any nesting of tensors.
         samples: number of samples of the new batch.
-        config: the run.
+        config: configuration of the run.
     """
 
     def more(tensor: Tensor) -> Tensor:
@@ -252,8 +259,8 @@ def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
 
     Args:
         model: the model, or a callable in its place.
-        task: has the loss.
-        config: the run, for its precision.
+        task: the task, whose loss function is called.
+        config: configuration of the run, for its precision.
         batch: a micro-batch.
     """
     narrow = _CAST.get(config.precision)
@@ -272,7 +279,7 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
 
     Args:
         name: name of the task.
-        config: the run.
+        config: configuration of the run.
         directory: folder for the file ``memory.json``.
     """
     world = context.init(config.device, config.timeout)
@@ -317,7 +324,7 @@ def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig 
 
     Args:
         found: sizes of the model (``model_facts``).
-        config: the run, which does not fit.
+        config: configuration of the run, which does not fit.
         room: bytes of a device.
 
     Returns:

@@ -12,10 +12,12 @@ _REFRESH, _QUIET = 0.1, 10.0
 
 
 class PassCounter:
-    """Count passes and report them: one line that is rewritten on a terminal; elsewhere a line a part, and every 10 s.
+    """Count passes over samples, and print the progress of a measurement.
+
+    On a terminal one line is rewritten; elsewhere a line is printed at the end of each named part, and every 10 s.
 
     Args:
-        stream: where to write.
+        stream: text stream to write to, such as ``sys.stderr``.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -25,10 +27,10 @@ class PassCounter:
 
     @contextmanager
     def part(self, name: str, total: int = 0) -> Iterator[None]:
-        """Report progress in passes over the samples under a name, while the block of this context manager runs.
+        """Return a context manager that reports progress in passes over the samples while its block runs.
 
         Args:
-            name: shown before the count.
+            name: name of the part of the measurement, shown before the count.
             total: number of passes that the block will make; 0 if unknown.
         """
         self._name, self._total, self._before = name, total, self.passes.total()
@@ -39,10 +41,10 @@ class PassCounter:
     def count(self, kind: str) -> None:
         """Count one pass over the samples, and write progress where the last report is old enough.
 
-        That is 0.1 s on a terminal, where the line is rewritten, and 10 s elsewhere.
+        Old enough is 0.1 s on a terminal, where the line is rewritten, and 10 s elsewhere.
 
         Args:
-            kind: key under which ``passes`` counts it, such as ``gradient``.
+            kind: key under which ``passes`` counts the pass, such as ``gradient``.
         """
         self.passes[kind] += 1
         if time.monotonic() - self._said >= (_REFRESH if self._live else _QUIET):

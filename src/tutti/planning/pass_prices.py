@@ -21,11 +21,11 @@ PASSES: tuple[Pass, Pass] = ("forward", "backward")
 class PassPrices:
     """Seconds of the forwards and backwards of a model's module groups on a typical device, each computed once.
 
-    They hold for one number of devices a node, which `StepCosts.share_node` sets.
+    The seconds hold for one number of devices a node, which `StepCosts.share_node` sets.
 
     Attributes:
-        workload: of the model and its loss.
-        costs: durations on the machine.
+        workload: FLOP, bytes and calls of the model and its loss, by module group.
+        costs: durations of computing and communication on the machine.
     """
 
     workload: Workload

@@ -24,12 +24,13 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
 def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
-    """Return the names of the module groups of a virtual pipeline stage, whose tensor-parallel collectives it makes.
+    """Return the names of the module groups whose tensor-parallel collectives a virtual pipeline stage makes.
 
-    The last stage also has the groups of the loss, and of parameters and operators outside of all module groups.
+    Each stage has its own groups; the last stage also has the groups of the loss, and of parameters and operators
+    outside of all module groups.
 
     Args:
-        facts: of the stages.
+        facts: module groups of each virtual stage.
         virtual: index of the virtual stage.
     """
     last = virtual == len(facts.groups) - 1
@@ -43,7 +44,7 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 
     Args:
         prices: seconds of the passes of the model's module groups.
-        facts: of the stages.
+        facts: module groups of each virtual stage.
         passed: ``forward`` or ``backward``.
         samples: number of samples in the micro-batch.
         checkpointing: choice of activation checkpointing, such as ``none``.
@@ -72,8 +73,8 @@ def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int
     The gradients that are sent back have as many.
 
     Args:
-        prices: of the model's module groups; only the sizes of their outputs are read.
-        facts: of the stages.
+        prices: passes of the model's module groups, of which only the sizes of their outputs are read.
+        facts: names of the module groups whose outputs cross each cut.
         cut: index of the cut, which is between the virtual stages ``cut`` and ``cut + 1``.
         samples: number of samples in the micro-batch.
     """
@@ -82,7 +83,7 @@ def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int
 
 
 class PipelineBuilder(ReplicaBuilder):
-    """Builds simulated training steps of pipelines, whose stages may be split over tensor ranks."""
+    """Build simulated training steps of pipelines, whose stages may be split over tensor ranks."""
 
     def build(self, choice: Any, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.

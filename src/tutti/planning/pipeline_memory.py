@@ -36,7 +36,12 @@ _FEW = 2
 
 @dataclass(frozen=True)
 class MicroBatchSizes:
-    """Micro-batches of a logical worker in a full batch: their number, and samples in the first, the largest."""
+    """Micro-batches into which a logical worker splits its share of a full global batch.
+
+    Attributes:
+        count: number of micro-batches.
+        samples: number of samples in the first micro-batch, which is the largest.
+    """
 
     count: int
     samples: int
@@ -45,8 +50,10 @@ class MicroBatchSizes:
     def of(cls, config: TrainConfig) -> MicroBatchSizes:
         """Compute number and size of a logical worker's micro-batches from strategy, batch and ``--micro-batch``.
 
+        With synchronised batch norm there is one micro-batch, the share of data rank 0.
+
         Args:
-            config: the run, with a number of devices.
+            config: configuration of the run, with a number of devices.
 
         Returns:
             The number of micro-batches in a full batch, and the samples in the first one, which is the largest.
@@ -66,22 +73,22 @@ def timed(config: TrainConfig) -> bool:
     """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
 
     Args:
-        config: the run; its strategy is a pipeline.
+        config: configuration of the run; its strategy is a pipeline.
     """
     layout = parallel.parse_strategy(config.strategy).layout
     return layout.schedule != "one_by_one" and not config.reproducible and not layout.begins
 
 
 def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
-    """Measure the seconds of each of the model's modules as a pipeline run does, and write them into a JSON file.
+    """Measure the seconds of each of the model's modules on one device, and write them into the file ``seconds.json``.
 
-    The file has the seconds by name of the module. It initialises and ends tutti on one device, so call it in a process
-    of its own.
+    The file holds the seconds by name of the module. The function initialises and ends tutti on one device, so call it
+    in a process of its own.
 
     Args:
         name: name of the task.
-        config: the run, changed to one device by ``alone``.
-        directory: folder for the file ``seconds.json``.
+        config: configuration of the run, changed to one device by ``alone``.
+        directory: folder for the file.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)
@@ -94,9 +101,12 @@ def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
 
 
 def alone(config: TrainConfig) -> TrainConfig:
-    """Return a run's configuration changed to one device and strategy ``single``, with micro-batches of the same size.
+    """Return a configuration with one device and strategy ``single``, and micro-batches of a pipeline run's size.
 
-    ``time_modules`` takes it to measure the modules of a pipeline.
+    ``time_modules`` measures the seconds of the pipeline's modules with this configuration.
+
+    Args:
+        config: configuration of the pipeline run, with a number of devices.
     """
     workers = config.workers or parallel.parse_strategy(config.strategy).data_ranks(int(config.devices))
     micro = MicroBatchSizes.of(config).samples
@@ -110,7 +120,7 @@ def observe_stages(name: str | Task, config: TrainConfig, seconds: Mapping[str, 
 
     Args:
         name: the task, or its name.
-        config: the run.
+        config: configuration of the run.
         seconds: measured time of each module by its name; empty to partition by parameters.
 
     Returns:
@@ -162,7 +172,7 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
     Args:
         found: sizes of the model.
         ahead: blocks and partition of the model, from ``observe_stages``.
-        config: the run.
+        config: configuration of the run.
 
     Returns:
         One entry for each pipeline rank: the bytes on its device.
@@ -179,7 +189,7 @@ def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) ->
     Args:
         found: sizes of the model.
         ahead: blocks and partition of the model, from ``observe_stages``.
-        config: the run.
+        config: configuration of the run.
         room: bytes of a device.
     """
     choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
@@ -197,7 +207,7 @@ def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
     Unchanged if a cut is before a module without a name and so cannot be written.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         ahead: blocks and partition of the model, from ``observe_stages``.
     """
     if not all(ahead.names):
@@ -214,7 +224,7 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room
     Args:
         found: sizes of the model.
         ahead: blocks and partition of the model, from ``observe_stages``.
-        config: the run.
+        config: configuration of the run.
         room: bytes of a device.
 
     Returns:

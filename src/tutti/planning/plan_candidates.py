@@ -124,7 +124,7 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
     """Refuse strategies for which the samples to the target cannot be known without a run of their own.
 
-    These are strategies whose workers make updates alone, such as ``local_sgd``.
+    Refused are strategies whose workers make updates alone, such as ``local_sgd``, unless a run has measured them.
 
     Args:
         strategies: asked for, as texts of ``--strategy``.
@@ -149,8 +149,8 @@ def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
     """Return the configuration of a run with the devices, batch, strategy and further options of a planned step.
 
     Args:
-        step: the planned step.
-        base: all other options; its number of workers is dropped.
+        step: the planned step: a choice of devices, batch and strategy.
+        base: configuration with all other options; its number of workers is dropped.
     """
     chosen: dict[str, Any] = {"micro_batch": None, "activation_checkpointing": "none", **dict(step.options)}
     return replace(

@@ -26,11 +26,12 @@ def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, nea
     """Return the configuration of the planned run, which trains until the target is reached or its length ends.
 
     Args:
-        plan: devices, batch and strategy.
-        base: all further options.
+        plan: devices, batch and strategy of the run.
+        base: configuration with all further options.
         target: metric and level at which the run ends.
-        near: run whose options ``base`` has; its length is kept where that is long enough, because the learning-rate
-            schedule depends on it. Otherwise, and for None, the length is twice the samples that the target needs.
+        near: evidence of a finished run with the options of ``base``. Its length is kept where that is long enough,
+            because the learning-rate schedule depends on it; otherwise, and for None, the length is twice the samples
+            that the target needs.
     """
     most = math.ceil(_ROOM * plan.data.samples)
     length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}
@@ -88,7 +89,7 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
-        target: metric and value to which they train.
+        target: metric and value to which the plans train.
         chosen: the plan within deadline and budget; None for the one with the most devices whose last doubling still
             made training 1.5 × as fast.
     """
@@ -167,7 +168,7 @@ def write_plan_figure(best: Sequence[DevicePlan], title: str, path: Path) -> Non
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
-        title: of the figure.
+        title: text above the figure.
         path: the file to write, ``.svg`` or ``.png``.
 
     Raises:

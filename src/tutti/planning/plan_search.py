@@ -49,7 +49,7 @@ def plan_choices(
 
     Args:
         counts: numbers of devices.
-        batches: samples of global batches.
+        batches: global batch sizes, in samples.
         strategies: texts of ``--strategy``; options that they leave open are searched (``open_options``).
         checkpointing: choices of activation checkpointing, such as ``none``.
     """
@@ -132,14 +132,14 @@ def _micro_batches(share: int) -> list[int | None]:
 
 @dataclass
 class StepPricer:
-    """Predicts the seconds of training steps on a machine; what plans have in common is traced and computed once.
+    """Predict the seconds of training steps on a machine; what plans have in common is traced and computed once.
 
     Attributes:
-        sizes: of the task's model.
-        base: options of the run besides those of a plan.
-        costs: durations on the machine.
-        factors: by name of the strategy, the factor on predicted seconds, from measured steps, and the number of these;
-            under "" over all strategies.
+        sizes: traces of the task's model and loss.
+        base: configuration with the options of the run besides those of a plan.
+        costs: durations of computing and communication on the machine.
+        factors: by name of the strategy, and under "" over all strategies: measured ÷ predicted seconds of earlier
+            steps, by which predictions are multiplied, and the number of these steps.
     """
 
     sizes: TaskSizes
@@ -251,7 +251,7 @@ def calibrate(measured: Sequence[PlannedStep], pricer: StepPricer, found: PlanCa
     cannot be simulated are skipped.
 
     Args:
-        measured: steps of runs.
+        measured: steps that runs have measured.
         pricer: predicts the steps, and receives the factors as ``factors``.
         found: receives a line in words on the factors in ``rests``.
     """
@@ -286,10 +286,10 @@ def search_plans(
 
     Args:
         choices: plans, as from ``plan_choices``.
-        measured: steps of runs, which replace predictions of the same plan.
-        pricer: predicts the others.
-        data: samples to the target by batch.
-        memory: bytes of a device; None where it is not to be checked.
+        measured: steps that runs have measured, which replace predictions of the same plan.
+        pricer: predicts all other steps.
+        data: number of training samples to the target at any batch size.
+        memory: bytes of a device's memory; None where memory is not to be checked.
         found: receives steps (simulated, or with a lower bound), counts of refused plans, sources and guesses.
     """
     known = {step_key(step) for step in measured}

@@ -28,13 +28,15 @@ _Key = TypeVar("_Key", bound=Hashable)
 class Asked:
     """Predictions of one group of measurements under one protocol of the back-test, or the reason why there are none.
 
+    The back-test predicts a part of published measurements from the rest, to learn how far predictions are off.
+
     Attributes:
         group: published source or workload, and hardware.
         protocol: which measurements the predictions may use: ``zero-shot`` none of the group, ``anchored`` the
             smallest, ``extrapolated`` sizes of at most half the predicted one.
         predictions: each with its measurement.
-        reason: why some or all could not be predicted, or what they guess.
-        table: kind of the table.
+        reason: why some or all could not be predicted, or what the predictions guess; may be empty.
+        table: what the table of the measurements is about, such as ``all-reduce``.
     """
 
     group: str
@@ -46,6 +48,10 @@ class Asked:
 
 def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> dict[_Key, list[_Element]]:
     """Group elements by ``key(element)``.
+
+    Args:
+        elements: the elements.
+        key: function that returns the group of an element, a hashable value.
 
     Returns:
         A list of elements for each key; keys are in the order of first appearance, elements in their given order.
@@ -59,12 +65,12 @@ def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> di
 def cuts(sizes: Sequence[float]) -> list[float]:
     """Return the sizes at which a back-test divides measurements by size into a fitted and a predicted part.
 
-    Measurements of sizes (such as numbers of devices) up to a cut are fitted, and those of at least twice the cut
-    predicted. There is one cut in each doubling: the largest size that is no larger than a power of two, if there is a
-    smaller size and one of at least twice the cut.
+    Measurements of sizes (such as numbers of devices) up to a cut are fitted, and measurements of at least twice the
+    cut predicted. There is one cut in each doubling: the largest size that is no larger than a power of two, if there
+    is a smaller size and one of at least twice the cut.
 
     Args:
-        sizes: of the measurements, in any order.
+        sizes: sizes of the measurements, in any order.
 
     >>> cuts([1, 2, 3, 4, 8, 16])
     [2, 4, 8]

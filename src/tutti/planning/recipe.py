@@ -15,12 +15,15 @@ RECIPE_FORMAT = 1
 
 @dataclass(frozen=True)
 class CriticalBatchWay:
-    """The critical batch size by one way of measuring it alone.
+    """The critical batch size B_crit as estimated by one way of measuring it alone.
+
+    B_crit is the batch at which training needs twice the least data to a target.
 
     Attributes:
-        name: ``noise``, ``branches`` or ``target``.
+        name: ``noise`` (gradient noise), ``branches`` (trainings that continue a checkpoint at larger batches) or
+            ``target`` (samples to the target at several batches).
         critical_batch: B_crit, in samples.
-        low, high: ends of its 90 % band; 0 and ∞ where the data do not bound it.
+        low, high: ends of the 90 % band of B_crit; 0 and ∞ where the data do not bound it.
         basis: the measurements, in words.
     """
 
@@ -31,22 +34,28 @@ class CriticalBatchWay:
     basis: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as a JSON object, for ``recipe.json``; an end of the band that is not bounded is null."""
+        """Return one way's estimate of the critical batch size as a JSON object, for ``recipe.json``.
+
+        The keys are ``name``, ``critical_batch`` (samples), ``band`` (its two ends; null for an unbounded high end) and
+        ``basis``.
+        """
         band = [self.low, self.high if math.isfinite(self.high) else None]
         return {"name": self.name, "critical_batch": self.critical_batch, "band": band, "basis": self.basis}
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """What is known of the data that a batch needs to a target (McCandlish et al. 2018, arXiv 1812.06162, eq. 2.11).
+    """Constants of E(B) = E_min(1 + B/B_crit), the samples that training at global batch B needs to a target.
+
+    The law is that of McCandlish et al. 2018, arXiv 1812.06162, eq. 2.11.
 
     Attributes:
         metric: name of the held-out metric of the target.
-        value: the target.
+        value: value of the metric at the target.
         samples_min: E_min, samples to the target at small batches, in the median.
         critical_batch: B_crit, samples, in the median.
         draws: draws of (E_min, B_crit) from their posterior.
-        basis: what they rest on, in words.
+        basis: what the constants rest on, in words.
         ways: the critical batch size by each way alone that was measured.
     """
 

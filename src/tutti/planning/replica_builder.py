@@ -151,10 +151,12 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
 
 @dataclass
 class ReplicaBuilder:
-    """Builds simulated training steps of one configuration: computations and messages with their dependences.
+    """Build simulated training steps of one configuration: computations and messages with their dependences.
 
     Attributes:
-        facts, config, costs: as of ``build_step``.
+        facts: what the model computes and sends in a step.
+        config: configuration of the run, with a number of devices.
+        costs: durations on the machine.
         slow: (256,) ratios by which the slowest device computes longer than a typical one.
         prices: seconds of the passes of the model's module groups on a typical device.
         shape: extents of the device mesh, by axis.
@@ -200,6 +202,9 @@ class ReplicaBuilder:
             exchange: options of local SGD, with the period in steps.
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
             ranks: number of data ranks.
+
+        Returns:
+            The computations and messages of one rank, which stands for all.
         """
         program, tensors = StepProgram(), self.facts.tensors
         self.passes(program, parts)
@@ -363,7 +368,7 @@ class ReplicaBuilder:
 
         Args:
             program: the step.
-            delays: (256,) seconds of each.
+            delays: (256,) seconds of each delay.
             device: index of the device in the program.
             needs: indices of the actions before it; None for the last action of the step.
 
@@ -483,7 +488,7 @@ class ReplicaBuilder:
 
     @property
     def apart(self) -> int:
-        """Number of devices of one replica, which is the stride in devices from one data rank to the next."""
+        """Number of devices of one model replica, which is the stride in devices from one data rank to the next."""
         return self.shape["stage"] * self.shape["tensor"]
 
     def _totals(self, program: StepProgram, tensors: Sequence[TensorFacts], last: int) -> int:
@@ -517,11 +522,13 @@ class ReplicaBuilder:
     def message(self, program: StepProgram, seconds: Array, needs: tuple[int, ...], text: str, device: int = 0) -> int:
         """Append a message or collective of a device to a simulated step, and return its index in ``program.actions``.
 
+        It occupies the device's link.
+
         Args:
-            program: the step.
+            program: the step, to which the message is added.
             seconds: (256,) duration, one for each Monte Carlo draw.
-            needs: indices of the actions before it.
-            text: names it in timelines.
+            needs: indices of the actions that end before the message begins.
+            text: name of the message in timelines.
             device: index of the device in the program.
         """
         return program.add(StepAction(device, COMMUNICATION, seconds, needs, link=True, text=text))
@@ -544,5 +551,8 @@ class ReplicaBuilder:
 
 
 def known(*places: int) -> tuple[int, ...]:
-    """Return the indices of actions without negative ones, which stand for no action, and without repetition."""
+    """Return the indices of actions of a simulated step without negative ones, and without repetition.
+
+    A negative index stands for no action. The order is that of the arguments.
+    """
     return tuple(dict.fromkeys(place for place in places if place >= 0))

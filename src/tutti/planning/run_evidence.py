@@ -28,17 +28,17 @@ _RECIPE = ("optimizer", "schedule", "lr_scale", "clip", "ema", "gradient_noise",
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """A finished run.
+    """Configuration, target and step times of a finished training run, from which further runs are planned.
 
     Attributes:
         path: run directory.
-        task: name of its task.
-        config: its configuration.
-        target: entry ``target`` of its summary; None without ``--until``.
+        task: name of the run's task.
+        config: configuration of the run.
+        target: entry ``target`` of the run's ``summary.json``; None without ``--until``.
         step_seconds: seconds of a step of a whole global batch; None where fewer than ten steps were recorded.
         step_spread: standard error of the logarithm of ``step_seconds``.
         host: name of the host, and the type of its device (cpu, or an accelerator).
-        held_out: names of the held-out values that it reported.
+        held_out: names of the held-out values that the run reported.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class RunEvidence:
 
     @property
     def devices(self) -> int:
-        """Number of devices on which the run was trained."""
+        """Number of devices on which the finished run was trained."""
         return int(self.config.devices)
 
 
@@ -61,6 +61,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
     Args:
         paths: each a run directory, or a folder whose direct subfolders are searched for run directories.
+
+    Returns:
+        The run directories, in the order of ``paths`` and within a folder sorted by name.
 
     Raises:
         UsageError: a path is neither.
@@ -157,7 +160,7 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
     Runs whose batch size or learning rate adapts during training are left out.
 
     Args:
-        found: runs; the first one that is kept sets model and data.
+        found: the runs; the first kept run sets model and data.
         task: name of the task.
 
     Returns:
@@ -200,7 +203,7 @@ def measured_targets(
     A run that missed the target counts as infinitely many samples; a batch whose median run missed it is left out.
 
     Args:
-        runs: runs of one problem, of synchronous strategies.
+        runs: runs of one task, model and data, with synchronous strategies.
         target: metric and level; None for the one target of the runs.
 
     Returns:

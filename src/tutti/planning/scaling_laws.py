@@ -19,14 +19,15 @@ Inputs = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A law of time with its positive constants.
+    """A formula for the seconds of measurements over their sizes, with positive constants to be fitted.
 
     Attributes:
-        name: shown in results.
-        constants: one name a constant, in the order of the vector.
+        name: name of the law, shown in results.
+        constants: names of the constants, in the order of the vector of constants.
         spread: standard deviation of the prior of each constant's natural logarithm.
-        centre: prior medians, from the fitted measurements' scale (their inputs and seconds).
-        seconds: the law: constants and inputs to seconds.
+        centre: function of the inputs and seconds of the fitted measurements that returns the prior medians
+            (constants,).
+        seconds: function of constants (constants,) and inputs, arrays (n,) by name, that returns seconds (n,).
     """
 
     name: str
@@ -41,8 +42,8 @@ def ring_allreduce_law(ranks: Array, size: Array, latency: Array | float, rate: 
 
     Args:
         ranks: number of ranks N.
-        size: message in bytes n.
-        latency: α, seconds a message.
+        size: n, bytes of the vector.
+        latency: α, seconds of latency of a message.
         rate: β, bytes/s.
 
     Source: Patarasuk & Yuan 2009; Thakur et al. 2005.
@@ -164,11 +165,13 @@ def transformer_flops_per_token(
 ) -> Array:
     """Return the hardware FLOP of training one token: 6N + 12·L·h·s, and a third more with full recomputation.
 
+    All arguments are arrays of one shape, which the result has too.
+
     Args:
-        parameters: N.
-        layers: L.
-        hidden: h, heads times their width.
-        length: s, tokens a sequence.
+        parameters: N, number of parameters of the model.
+        layers: L, number of layers.
+        hidden: h, number of attention heads times the width of one.
+        length: s, tokens of a sequence.
         recompute: 1 where activations are recomputed in full, 0 where they are kept.
 
     Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311, appendix B), no discount for a causal mask.

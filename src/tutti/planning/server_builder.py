@@ -42,7 +42,7 @@ def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int,
 
     Args:
         tensors: trainable parameters, in the model's order.
-        ranks: data ranks.
+        ranks: number of data ranks.
 
     Returns:
         Number of reads (one for each bucket) and bytes, by (source rank, owner rank).
@@ -63,8 +63,8 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
     Args:
         tensors: trainable parameters, in the model's order.
         servers: number of servers.
-        optimizer: text of ``--optimizer``; one that mixes the elements of a tensor needs each tensor whole on one
-            server.
+        optimizer: text of ``--optimizer``; an optimizer that mixes the elements of a tensor needs each tensor whole on
+            one server.
 
     Returns:
         The pieces of parameters that each server holds.
@@ -112,10 +112,12 @@ def is_elementwise(optimizer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def server_hyperparameters(optimizer: str, named: Shapes) -> int:
-    """Return the number of hyperparameter values that a rank sends to parameter servers in a step.
+    """Return the number of hyperparameter values that a rank sends to parameter servers in a step; cached.
+
+    Hyperparameters are options of the optimizer such as the learning rate.
 
     Args:
-        optimizer: text of ``--optimizer``.
+        optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
         named: names and shapes of the parameters.
     """
     return len(hyperparameters.keys(_small_optimizer(optimizer, named)))
@@ -131,7 +133,7 @@ def _small_optimizer(optimizer: str, named: Shapes) -> torch.optim.Optimizer:
 
 
 class ServerBuilder(ReplicaBuilder):
-    """Builds simulated training steps of central storage and of parameter servers."""
+    """Build simulated training steps of the strategies ``central_storage`` and ``parameter_server``."""
 
     def central_storage(self, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of the strategy ``central_storage``, which sums gradients in shared memory.
@@ -181,8 +183,8 @@ class ServerBuilder(ReplicaBuilder):
     def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step with parameter servers, which sum gradients and update parameters.
 
-        In the mode ``sync`` it is one update of all ranks together; in ``async`` and ``bounded`` the mean step of one
-        rank, which waits for a server that is busy with others.
+        In the mode ``sync`` the step is one update of all ranks together; in ``async`` and ``bounded`` it is the mean
+        step of one rank, which waits for a server that is busy with other ranks.
 
         Args:
             exchange: options of the servers: number, mode, transport, steps between pushes and fetches.

@@ -37,7 +37,7 @@ def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
     Rank 0 has at least as many samples as any other.
 
     Args:
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
     """
     choice = parallel.parse_strategy(config.strategy)
     ranks = choice.data_ranks(int(config.devices))
@@ -54,7 +54,7 @@ def check_buildable(config: TrainConfig) -> None:
     """Raise UsageError if the training step of a run cannot be simulated with its strategy or options.
 
     Args:
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
     """
     choice = parallel.parse_strategy(config.strategy)
     where = f"--strategy {config.strategy}"
@@ -102,7 +102,7 @@ def build_step(
 
     Args:
         facts: what the model computes and sends.
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
         costs: durations on the machine.
         prices: cache of the seconds of the model's passes, shared with plans on as many devices a node; None for a new
             one.
@@ -143,10 +143,10 @@ def build_step(
 def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
     """Return how many times longer the device that all others wait for computes than a typical one.
 
-    Asynchronous workers wait for no other: all ratios are 1.
+    Asynchronous workers wait for nobody, so that all their ratios are 1.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         costs: durations on the machine.
         computing: (256,) seconds of all passes of a data rank on a typical device.
 
@@ -164,7 +164,7 @@ def check_split(choice: Any, config: TrainConfig) -> None:
 
     Args:
         choice: the parsed strategy.
-        config: the run.
+        config: configuration of the run.
     """
     layout, shape = choice.layout, choice.shape(int(config.devices))
     if not isinstance(layout, TensorConfig):
@@ -208,7 +208,7 @@ def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], price
     """Return the seconds of forward and backward of all micro-batches of a data rank, on one typical device.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         parts: number of samples in each micro-batch, one list for each logical worker (``rank_micro_batches``).
         prices: seconds of the model's passes.
 

@@ -20,7 +20,7 @@ def check_delays(config: TrainConfig) -> None:
     """Raise UsageError if a run's ``--slow`` names a rank or worker that does not exist, or cannot be simulated.
 
     Args:
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
     """
     if not config.slowness:
         return
@@ -42,7 +42,7 @@ def worker_delays(config: TrainConfig, computing: Sequence[Array], stage: int = 
     A delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the update.
 
     Args:
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
         computing: (256,) seconds of forward and backward of each logical worker of a data rank, on the device.
         stage: pipeline stage of the device.
 

@@ -28,13 +28,13 @@ _WIRE_BYTES = {"bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A trainable parameter.
+    """Name, shape and dtype of a parameter of the model.
 
     Attributes:
-        name: in the model.
-        group: name of the module group of the workload that holds it.
-        shape: its shape.
-        dtype: its dtype.
+        name: name of the parameter in the model.
+        group: name of the module group that holds the parameter.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter.
     """
 
     name: str
@@ -44,12 +44,12 @@ class TensorFacts:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the trainable parameter."""
+        """Number of elements of the model parameter."""
         return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
 
     @property
     def bytes(self) -> int:
-        """Bytes of the trainable parameter."""
+        """Bytes of the model parameter, unsharded."""
         return self.elements * self.dtype.itemsize
 
     def padded(self, ranks: int) -> int:
@@ -66,12 +66,12 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What the virtual stages of a pipeline hold and send.
+    """Module groups, parameters and outgoing activations of the virtual stages of a pipeline.
 
     Attributes:
         groups: names of the module groups of each virtual stage.
-        tensors: places of the trainable parameters of each virtual stage in ``StepFacts.tensors``.
-        crossing: names of the module groups whose outputs cross each cut.
+        tensors: indices of the trainable parameters of each virtual stage in ``StepFacts.tensors``.
+        crossing: for each cut between two stages the names of the module groups whose outputs a later stage needs.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -81,16 +81,17 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the step of a model computes and sends.
+    """What one training step of a model computes and sends, before durations on a machine are known.
 
     Attributes:
-        workload: of the model and its loss.
+        workload: FLOP, bytes and calls of the model and its loss, by module group.
         tensors: trainable parameters, in the model's order.
-        stages: of a pipeline, else None.
+        stages: stages of a pipeline; None without one.
         frozen: parameters that are not trained, in the model's order.
         messages: collectives over the tensor ranks in one micro-batch, in order, by choice of activation checkpointing;
             empty where no layer is split.
-        whole: facts of the model on one device, without stages; None where no layer is split over tensor ranks.
+        whole: the same facts for the model on one device, without stages; None where no layer is split over tensor
+            ranks.
     """
 
     workload: Workload
@@ -101,7 +102,10 @@ class StepFacts:
     whole: StepFacts | None = None
 
     def alone(self) -> StepFacts:
-        """Return the facts of the same model on one device, where no layer is split over tensor ranks."""
+        """Return what a training step of the same model computes and sends if no layer is split over tensor ranks.
+
+        This object itself is returned where no layer is split.
+        """
         return self.whole or self
 
 
@@ -155,10 +159,10 @@ def local_sgd_collectives(
 
     Args:
         tensors: trainable parameters.
-        ranks: data ranks.
-        workers: logical workers over all ranks.
-        period: steps between two averages.
-        rank: the rank; the first has most workers.
+        ranks: number of data ranks.
+        workers: number of logical workers over all ranks.
+        period: steps between two averages of the parameters.
+        rank: index of the data rank; rank 0 has most workers.
 
     Returns:
         An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of the
@@ -182,7 +186,10 @@ def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
 
     Args:
         tensors: trainable parameters, in the model's order.
-        ranks: ranks that shard the optimizer state; rows are padded to a multiple of them.
+        ranks: number of ranks that shard the optimizer state; rows are padded to a multiple of this number.
+
+    Returns:
+        Bytes for each bucket, in the order of the buckets.
     """
     buckets = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int(_BUCKET_MB * _MEGABYTE))
     return [sum(tensors[i].padded(ranks) * tensors[i].dtype.itemsize for i in group) for group in buckets]
@@ -195,7 +202,7 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
 
     Args:
         tensors: trainable parameters.
-        ranks: ranks over which the rows are sharded.
+        ranks: number of ranks over which the rows are sharded.
 
     Returns:
         Bytes by name of the dtype, such as ``torch.float32``.
@@ -226,7 +233,7 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
 
     Args:
         facts: what the model computes and sends.
-        ranks: ranks over which the rows are sharded.
+        ranks: number of ranks over which the rows are sharded.
         frozen: include parameters that are not trained, which are gathered and have no gradient.
 
     Returns:
@@ -242,17 +249,17 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
 def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis: str = "data") -> PeriodicCollective:
     """Return the backend collective that tutti's communicator really runs for a requested collective, and its bytes.
 
-    On CPUs a reduce-scatter runs as an all-to-all, after which each rank adds up its slices, because Gloo's own is an
-    all-reduce. On CPU ranks of one node, a collective of small tensors goes through shared memory: each rank reads the
-    tensors of all ranks. Small is at most 1 MiB (``SMALL_BYTES``) in the tensor that one rank contributes: ``size`` /
-    ``ranks`` for an all-gather, ``size`` for others.
+    On CPUs a reduce-scatter runs as an all-to-all, after which each rank adds up its slices, because Gloo's
+    reduce-scatter is an all-reduce. On CPU ranks of one node, a collective of small tensors goes through shared memory:
+    each rank reads the tensors of all ranks. Small is at most 1 MiB (``SMALL_BYTES``) in the tensor that one rank
+    contributes: ``size`` / ``ranks`` for an all-gather, ``size`` for others.
 
     Args:
         kind: requested collective: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         ranks: number of ranks.
         size: bytes of the whole tensor: the vector to sum, or the gathered result.
         cpu: whether the ranks compute on CPUs.
-        shared: whether they are on one node and may use shared memory.
+        shared: whether the ranks are on one node and may use shared memory.
         axis: copied into the result: axis of the device mesh along which the ranks lie, ``data``, ``shard``,
             ``replica``, ``tensor`` or ``model``.
 
@@ -273,7 +280,8 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
     """Return the bytes of the small all-reduce at the end of a sharded step.
 
-    It holds, in float64, digests of the step, loss sums, a flag for each parameter, and the squared gradient norm.
+    The message holds, in float64, digests of the step, loss sums, a flag for each parameter, and the squared gradient
+    norm.
 
     Args:
         tensors: trainable parameters.

@@ -43,9 +43,9 @@ class StepFloor:
     """A lower bound of a training step's seconds.
 
     Attributes:
-        seconds: (256,) one for each Monte Carlo draw of the machine's uncertain constants; the simulated step takes as
-            long or longer in each.
-        terms: seconds of the median by cause: compute, communication, bubble, idling.
+        seconds: (256,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants; the simulated
+            step takes as long or longer in each.
+        terms: seconds of the median bound by cause: compute, communication, bubble, idling.
     """
 
     seconds: Array
@@ -57,7 +57,7 @@ def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: 
 
     Args:
         facts: what the model computes and sends.
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
         costs: durations on the machine.
         prices: seconds of the model's passes.
 

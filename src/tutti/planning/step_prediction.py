@@ -60,21 +60,23 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A predicted training step.
+    """A predicted training step: its time, memory and messages.
 
     Attributes:
-        strategy, devices, batch: of the run.
+        strategy, devices, batch: strategy, number of devices and global batch (samples) of the run.
         micro_batches: samples of each micro-batch of data rank 0.
-        seconds: median over Monte Carlo draws of the machine's uncertain constants.
-        draws: 5 % and 95 % quantile over the draws alone; no band, because it leaves out what the model misses.
-        band: low and high of the 90 % band, None where nothing like this was checked.
+        seconds: seconds of a step, the median over Monte Carlo draws of the machine's uncertain constants.
+        draws: 5 % and 95 % quantile of the seconds over these draws; no band, because it leaves out what the model
+            misses.
+        band: low and high end of the 90 % band of the seconds; None where no similar prediction was checked.
         band_text: where the band comes from, or why there is none.
         shares: compute, communication and idling as fractions of the devices' time; for a pipeline ``bubble`` too.
-        samples_per_second: of all devices.
-        efficiency: samples a second and device, over those of one device.
+        samples_per_second: throughput of all devices together.
+        efficiency: samples a second and device, over those of one device alone.
         memory: bytes on the fullest device, by kind.
-        messages: ``vectors``, the number of vectors that are added up over data ranks in a step, and ``bytes``, theirs.
-        delays: of ranks or logical workers (``--slow``), in words.
+        messages: ``vectors``, the number of vectors that are added up over data ranks in a step, and ``bytes``, their
+            total size.
+        delays: delays of ranks or logical workers (``--slow``), in words.
     """
 
     strategy: str
@@ -98,7 +100,7 @@ class TaskSizes:
 
     Args:
         task: the task, or its name.
-        config: a run, for its data, model and precision.
+        config: configuration of a run, for its data, model and precision.
         choices: activation checkpointing that plans may choose; a choice that finds nothing to recompute is left out.
 
     Raises:
@@ -131,7 +133,7 @@ class TaskSizes:
         Runs with an equal partition of the model share one trace.
 
         Args:
-            config: a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
+            config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
         Returns:
             Work and parameters of the model by module group, its pipeline stages, and tensor-parallel collectives.
@@ -163,7 +165,7 @@ class TaskSizes:
         Computed once for each choice of activation checkpointing.
 
         Args:
-            config: a run, whose activation checkpointing decides about the activations.
+            config: configuration of a run, whose activation checkpointing decides about the activations.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
@@ -174,7 +176,7 @@ class TaskSizes:
         """Return the predicted bytes that training the task takes on the device that holds most.
 
         Args:
-            config: the run, with a number of devices.
+            config: configuration of the run, with a number of devices.
         """
         choice, facts = parallel.parse_strategy(config.strategy), self.memory(config)
         if choice.shape(int(config.devices))["stage"] == 1:
@@ -299,7 +301,10 @@ def gather_sizes(task: str | Task, config: TrainConfig) -> ModelSizes:
 
     Args:
         task: the task, or its name.
-        config: a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
+        config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
+
+    Returns:
+        Work, parameters and messages of the step, and bytes of the model's state and activations before any split.
 
     Raises:
         UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
@@ -316,13 +321,13 @@ def predict_step(
 
     Args:
         task: the task, or its name.
-        sizes: of its model, from ``gather_sizes``.
-        config: the run, with a number of devices.
+        sizes: sizes of the task's model, from ``gather_sizes``.
+        config: configuration of the run, with a number of devices.
         costs: durations on the machine.
         residuals: scores of earlier predictions for the 90 % band, by class of prediction and source.
 
     Returns:
-        The prediction, and start and end of every action of the step.
+        The prediction, and start and end of every action (computation or message) of the step.
 
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
@@ -394,10 +399,10 @@ def step_band(
 def alone_config(config: TrainConfig) -> TrainConfig:
     """Return a run's configuration changed to one device: the same global batch, in micro-batches of the same size.
 
-    Nothing delays it.
+    The option ``--slow``, which delays ranks, is dropped.
 
     Args:
-        config: the run, with a number of devices.
+        config: configuration of the run, with a number of devices.
 
     >>> alone_config(TrainConfig(devices="4", batch_size=64)).micro_batch
     16
@@ -432,6 +437,10 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
         found: the predictions, one for each number of devices.
         costs: durations on the machine, with their basis and guesses.
         task_name: name of the task.
+
+    Returns:
+        The keys ``format``, ``version``, ``task``, ``units``, ``machine``, ``basis``, ``rests_on``, ``guesses``, and
+        ``steps``, a list with the attributes of each prediction.
     """
     units = {"seconds": "s", "memory": "byte", "bytes": "byte"}
     steps = [asdict(each) for each in found]
@@ -451,7 +460,7 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
     The simulated device is as slow as the slowest; a typical device computes less, and waits for the rest.
 
     Args:
-        times: of the simulated step.
+        times: start and end of every action of the simulated step.
         slow: (256,) ratios by which the slowest device computes longer, one for each Monte Carlo draw.
         pipeline: whether idling of devices is the bubble of a pipeline.
 

@@ -30,8 +30,8 @@ class GradientVector:
     """A flat vector that ranks add up: a gradient bucket, to the last of which loss sums and flags may be appended.
 
     Attributes:
-        parameters: indices of its parameters in the model's list.
-        elements: of the vector, loss sums and flags included.
+        parameters: indices of the bucket's parameters in the model's list of trainable parameters.
+        elements: number of elements of the vector, loss sums and flags included.
         itemsize: bytes of an element in messages.
     """
 
@@ -41,20 +41,22 @@ class GradientVector:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the vector in messages."""
+        """Bytes that the whole gradient vector takes in messages, in their dtype."""
         return self.elements * self.itemsize
 
 
 @dataclass(frozen=True)
 class PeriodicCollective:
-    """A collective over ranks along axes of the device mesh, which recurs every few steps.
+    """A collective over ranks along axes of the device mesh, which recurs every few training steps.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``shared_memory``.
-        bytes: of the whole tensor: the vector to sum, the gathered result, or in shared memory all ranks' tensors.
-        period: steps from one to the next.
-        axis: the ranks: ``data``, ``shard``, ``replica``, ``tensor``, or ``model`` (the ranks of one replica).
-        stage: stage of the pipeline whose ranks make it.
+        bytes: bytes of the whole tensor: the vector to sum, the gathered result, or in shared memory all ranks'
+            tensors.
+        period: training steps from one such collective to the next.
+        axis: ranks that take part: ``data``, ``shard``, ``replica``, ``tensor``, or ``model`` (the ranks of one
+            replica).
+        stage: index of the pipeline stage whose ranks take part.
         calls: number of such collectives, one after the other.
     """
 
@@ -68,13 +70,13 @@ class PeriodicCollective:
 
 @dataclass(frozen=True)
 class StepAction:
-    """One computation or message of one device.
+    """One computation or message of one device in a simulated training step.
 
     Attributes:
-        device: place of the representative device.
-        phase: forward, backward, weight, update, idle or communication, as in a timeline.
-        seconds: duration, one element a sample.
-        needs: places of the actions that end before this one begins.
+        device: index of the simulated device; each stands for all devices with the same work.
+        phase: ``forward``, ``backward``, ``weight`` (weight gradients), ``update``, ``idle`` or ``communication``.
+        seconds: duration, (256,) with one element for each Monte Carlo draw.
+        needs: indices of the actions that end before this one begins.
         link: whether the action occupies the device's link, and not its compute units.
         text: what is computed or sent.
     """
@@ -92,12 +94,14 @@ class StepProgram:
     """The computations and messages (actions) of one simulated training step, each after the actions that it needs.
 
     Attributes:
-        devices: number of representative devices.
-        actions: in an order in which they can be evaluated; those of one resource in the order in which it runs them.
+        devices: number of devices that are simulated; each stands for all with the same work.
+        actions: actions in an order in which they can be evaluated; those of one resource in the order in which it runs
+            them.
         vectors: vectors that the step adds up over the data ranks, in order.
         collectives: collectives that are no sum of vectors, in order.
         between_stages: messages and bytes from one device of a pipeline to another, by (source, destination).
-        between_ranks: what one data rank reads of another's gradients in shared memory, by (source, destination).
+        between_ranks: reads and bytes by which a data rank takes another's gradients from shared memory, by (source,
+            destination).
         flows: requests of each data rank to parameter servers.
     """
 
@@ -113,13 +117,13 @@ class StepProgram:
         """Append a computation or message to the simulated step.
 
         Args:
-            action: its ``needs`` are indices of actions that were added before.
+            action: the computation or message; its ``needs`` are indices of actions that were added before.
 
         Returns:
-            Its index, for ``needs`` of later actions.
+            Index of the action, for ``needs`` of later actions.
 
         Raises:
-            ValueError: the action needs one that has not been added yet.
+            ValueError: ``needs`` names an action that has not been added yet.
         """
         if any(need >= len(self.actions) for need in action.needs):
             raise ValueError(f"action {len(self.actions)} needs a later one: {action.needs}")
@@ -161,7 +165,7 @@ def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> 
     """Return the number of calls and bytes of collectives over a number of steps, by kind of collective.
 
     Args:
-        collectives: each with its period in steps, and its calls and bytes each time.
+        collectives: the collectives, each with its period in steps, and its calls and bytes each time.
         steps: number of steps, counted from the start of a period.
 
     >>> collective_totals([PeriodicCollective("all_gather", 8), PeriodicCollective("all_gather", 100, 4)], 6)
@@ -227,8 +231,8 @@ class StepTimes:
     def rows(self) -> list[list[TimelineSegment]]:
         """Return the simulated step's timeline in the median draw: for each device its segments by start time.
 
-        A segment has phase, start and end in seconds, and a text. Communication is a segment only while the same device
-        does not compute.
+        A segment is an interval with phase, start and end in seconds, and a text. Communication is a segment only while
+        the same device does not compute.
         """
         place, found = self.median_sample, []
         for device in range(self.program.devices):

@@ -30,7 +30,7 @@ def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) 
 
     Args:
         found: the predictions, sorted by number of devices.
-        title: of the figure.
+        title: text above the figure.
         path: the SVG file to write.
 
     Raises:

@@ -19,14 +19,14 @@ from tutti.workload.message_log import MessageLog
 
 
 class TensorSplit:
-    """The split of a model over tensor ranks, as a run on CPUs makes it.
+    """The split of a model's layers over tensor ranks, as a run on CPUs makes it.
 
     The plan is found on real tensors, because splits of blocks are proved by computing.
 
     Args:
-        task: has model and loss.
+        task: model and loss.
         sample: batch of one sample.
-        config: the run.
+        config: configuration of the run.
         layout: options of tensor parallelism.
         ranks: number of tensor ranks.
 
@@ -36,7 +36,7 @@ class TensorSplit:
         closed: names of blocks that no pipeline cut may go through.
 
     Raises:
-        UsageError: a plan by hand cannot be carried out.
+        UsageError: a plan that the user has written by hand cannot be carried out.
     """
 
     def __init__(self, task: Task, sample: Any, config: TrainConfig, layout: TensorConfig, ranks: int) -> None:
@@ -58,6 +58,9 @@ class TensorSplit:
 
         Args:
             log: receives the collectives of the model's passes; None for a model of which only the sizes are wanted.
+
+        Returns:
+            The model, whose split layers hold the first rank's slices.
         """
         model = self._task.model()
         ranks = TensorRanks(cast(Communicator, log or MessageLog(self.ranks)))

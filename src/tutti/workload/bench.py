@@ -33,14 +33,14 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
     Args:
         parts: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
         ranks: numbers of ranks to measure links and collectives with, one after the other.
-        device: auto, cpu or an accelerator.
-        folder: on the disk to measure.
+        device: ``auto``, ``cpu`` or the name of an accelerator.
+        folder: a folder on the disk to measure.
 
     Returns:
         All measured numbers and curves, with the names of host and device.
 
     Raises:
-        TuttiError: a rank failed, whose exit code it has; its own message is printed before.
+        TuttiError: a rank failed; the error has that rank's exit code, and the rank's own message is printed before.
     """
     begin = time.perf_counter()
     load = os.getloadavg()[0]
@@ -97,11 +97,11 @@ def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path,
     0 writes figures and curves as JSON into ``directory``.
 
     Args:
-        parts: to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
-        device: auto, cpu or an accelerator.
+        parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
+        device: ``auto``, ``cpu`` or the name of an accelerator.
         begin: ``time.monotonic`` when the launcher was called.
         directory: folder for the JSON file.
-        folder: on the disk to measure.
+        folder: a folder on the disk to measure.
     """
     import torch
 

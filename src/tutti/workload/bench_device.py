@@ -28,7 +28,7 @@ _LONG = 0.5
 def bench_device(device: torch.device, found: Findings) -> None:
     """Measure how many seconds operators take on a device, by size and precision. Not collective.
 
-    These are matrix products, attention, convolutions, copies, elementwise operators, normalisation, and a minimal
+    Measured are matrix products, attention, convolutions, copies, elementwise operators, normalisation, and a minimal
     operation, whose seconds are the fixed cost of a call.
 
     Args:
@@ -88,8 +88,8 @@ def bench_optimizer(device: torch.device, found: Findings) -> None:
     """Measure the seconds of a step of SGD with momentum and of Adam, over the number of parameters. Not collective.
 
     Args:
-        device: of the parameters.
-        found: receives the curves ``optimizer/sgd`` and ``optimizer/adam`` of median seconds.
+        device: device of the parameters.
+        found: receives the curves ``optimizer/sgd`` and ``optimizer/adam`` of median seconds over parameters.
     """
     for text in _OPTIMIZERS:
         points = []

@@ -44,7 +44,7 @@ def bench_disk(folder: Path, found: Findings) -> None:
     """Measure the speed of writing a file of 64 MiB until it is on the disk, and of reading it from there.
 
     Args:
-        folder: on the disk to measure.
+        folder: a folder on the disk to measure; the file is temporary.
         found: receives the figures ``disk/write`` and ``disk/read``, in bytes a second (median of 3).
 
     Raises:

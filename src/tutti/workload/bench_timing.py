@@ -23,10 +23,12 @@ _LARGE = 2**18
 
 @dataclass
 class Findings:
-    """Figures (single numbers) and curves (seconds over size) of a machine, as they are measured.
+    """Measured figures (single numbers) and curves (seconds over size) of a machine.
 
     Attributes:
-        show: print each finding to standard error.
+        show: print each figure and curve to standard error when it is added.
+        figures: figures by name, such as ``disk/read``.
+        curves: curves by name, such as ``device/copy``.
     """
 
     show: bool = True
@@ -37,8 +39,8 @@ class Findings:
         """Add a number to the measured figures of a machine: the median of some values, with their interquartile range.
 
         Args:
-            name: of the figure, such as ``disk/read``.
-            unit: of the values, such as ``s``, ``byte/s`` or ``ratio``.
+            name: name of the figure, such as ``disk/read``.
+            unit: unit of the values, such as ``s``, ``byte/s`` or ``ratio``.
             values: measured values, at least one.
         """
         figure = self.figures[name] = Figure(
@@ -50,8 +52,8 @@ class Findings:
         """Add a curve of seconds over size to the measurements of a machine: the points, and a line fitted to them.
 
         Args:
-            name: of the curve, such as ``device/copy``.
-            unit: of sizes, such as ``byte`` or ``FLOP``.
+            name: name of the curve, such as ``device/copy``.
+            unit: unit of the sizes, such as ``byte`` or ``FLOP``.
             points: median seconds by size.
         """
         curve = self.curves[name] = fit_line(unit, points)
@@ -72,7 +74,10 @@ class Findings:
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def content(self) -> dict[str, Any]:
-        """Return all measured numbers and curves as a JSON object, with the keys ``figures`` and ``curves``."""
+        """Return all measured numbers and curves of a machine as a JSON object.
+
+        The keys are ``figures`` and ``curves``; each holds a JSON object for each name.
+        """
         return {
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},
             "curves": {name: asdict(curve) for name, curve in self.curves.items()},
@@ -83,9 +88,9 @@ def time_calls(call: Callable[[], object], device: torch.device, seconds: float 
     """Measure how long a call takes, repeatedly, after two calls that do not count.
 
     Args:
-        call: what is timed.
-        device: whose kernels each measurement waits for.
-        seconds: to measure for; at least 5 and at most 100 measurements.
+        call: function that is timed.
+        device: device whose kernels each measurement waits for.
+        seconds: seconds to go on measuring for; at least 5 and at most 100 measurements are made.
         calls: calls in one measurement, for a call that is short beside the clock's resolution.
 
     Returns:
@@ -110,7 +115,7 @@ def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
 
     Args:
         size: work or bytes of one call.
-        seconds: of each measurement, at least two.
+        seconds: seconds of each measurement, at least two.
     """
     return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
 
@@ -129,8 +134,11 @@ def fit_line(unit: str, points: Sequence[CurvePoint]) -> Curve:
     """Fit the line seconds = fixed + size / rate to measured points, with least squares of relative errors; fixed ≥ 0.
 
     Args:
-        unit: of the sizes, such as ``byte`` or ``FLOP``.
+        unit: unit of the sizes, such as ``byte`` or ``FLOP``.
         points: measured seconds by size.
+
+    Returns:
+        The points sorted by size, with ``rate``, ``fixed`` and the largest relative error of the line at a point.
 
     >>> line = fit_line("byte", [CurvePoint(size, 1e-5 + size / 1e9, 0.0, 5) for size in (1e3, 1e5, 1e7)])
     >>> round(line.rate), round(line.fixed * 1e6, 6), round(line.error, 9)

@@ -17,12 +17,12 @@ _HOPPER_200 = "NVIDIA H200 data sheet, 2024; half of the rates with sparsity"
 
 @dataclass(frozen=True)
 class PublishedPeak:
-    """Peak rates of one accelerator.
+    """Published peak FLOP/s of dense matrix products of one accelerator.
 
     Attributes:
-        name: pattern of the name that the driver reports.
+        name: regular expression for the device name that the driver reports.
         flop: FLOP/s by precision of the products: fp32, tf32, bf16, fp16, fp64.
-        source: where they are published.
+        source: where the peaks are published.
     """
 
     name: str

@@ -42,10 +42,11 @@ class OperatorFlop:
     """Floating-point operations of one operator call.
 
     Attributes:
-        kind: class of the operator, whose rate on a device is measured together.
-        flop: work of the model.
-        recomputed: work of the kernel beyond it: scores that a fused attention's backward computes again.
-        masked: work that causal masking saves, which ``flop`` does not contain.
+        kind: class of the operator, such as ``matmul``; the rate of all operators of a class on a device is measured
+            together.
+        flop: operations that the model asks for.
+        recomputed: operations of the kernel beyond these: scores that a fused attention's backward computes again.
+        masked: operations that causal masking saves, which ``flop`` does not contain.
     """
 
     kind: OperatorClass
@@ -59,8 +60,8 @@ def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
 
     Args:
         func: the operator, an overload of ``torch.ops``.
-        args, kwargs: its arguments.
-        result: its result.
+        args, kwargs: arguments of the call.
+        result: result of the call.
 
     Returns:
         FLOP with the class of the operator; None for an operator without a formula, such as elementwise ones.
@@ -85,7 +86,10 @@ def operator_name(func: Any) -> str:
 def class_without_flop(func: Any) -> OperatorClass:
     """Return the class of an operator whose seconds depend on the bytes that it reads and writes, not on FLOP.
 
-    It is ``normalisation``, ``transcendental`` (such as GELU or tanh) or ``other``, by the operator's name.
+    Classes are ``normalisation``, ``transcendental`` (such as GELU or tanh) and ``other``, by the operator's name.
+
+    Args:
+        func: the operator, an overload of ``torch.ops``.
 
     >>> import torch
     >>> aten = torch.ops.aten
@@ -101,7 +105,7 @@ def class_without_flop(func: Any) -> OperatorClass:
 def lacks_formula(func: Any) -> bool:
     """Return whether an operator that ``count_flop`` cannot count may still do FLOP, so that a total would be too low.
 
-    That is an operator with a product in its name, such as ``linalg_inv_ex``, or a custom kernel.
+    True for an operator with a product in its name, such as ``linalg_inv_ex``, and for a custom kernel.
 
     Args:
         func: the operator, an overload of ``torch.ops``.
@@ -117,13 +121,13 @@ def lacks_formula(func: Any) -> bool:
 def decoder_flop_per_token(parameters: float, layers: int, width: int, length: int) -> float:
     """Return the training FLOP (forward and backward) of a token of a decoder, 6N + 12·L·(H·Q)·T.
 
-    What causal masking saves is not subtracted. Chowdhery et al. 2022, arXiv 2204.02311, appendix B. Divided by three
-    it is the forward's.
+    What causal masking saves is not subtracted. Chowdhery et al. 2022, arXiv 2204.02311, appendix B. A third of it is
+    the forward's.
 
     Args:
-        parameters: N, without embeddings that are only looked up.
-        layers: L.
-        width: H·Q, heads × size of a head.
+        parameters: N, number of parameters without embeddings that are only looked up.
+        layers: L, number of layers.
+        width: H·Q, attention heads × size of a head.
         length: T, tokens of a sequence.
 
     >>> decoder_flop_per_token(1.3e9, 24, 2048, 2048)

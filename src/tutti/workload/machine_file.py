@@ -19,11 +19,11 @@ Basis = Literal["measured", "published", "stated", "guessed"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a machine.
+    """One measured or stated number of a machine, such as the seconds of a minimal operation.
 
     Attributes:
         value: the number; a median where it was measured.
-        unit: such as ``FLOP/s``, ``byte/s``, ``s``, ``sample/s`` or ``ratio``.
+        unit: unit of the number, such as ``FLOP/s``, ``byte/s``, ``s``, ``sample/s`` or ``ratio``.
         n: number of measurements behind it.
         spread: interquartile range of these measurements, in the same unit; None where there is one alone.
         basis: where the number comes from.
@@ -38,11 +38,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Seconds of one size.
+    """Measured seconds of a call of one size.
 
     Attributes:
         size: work or bytes of one call, in the curve's unit.
-        seconds: median.
+        seconds: median seconds of a call.
         spread: interquartile range in seconds.
         n: number of measurements.
     """
@@ -55,14 +55,14 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over size, and the line through them: seconds = fixed + size / rate.
+    """Measured seconds of an operation over its size, and the line through them: seconds = fixed + size / rate.
 
-    It is a saturating rate r(w) = r∞ · w / (w + w½) with r∞ = rate and w½ = fixed · rate.
+    The line is a saturating rate r(w) = r∞ · w / (w + w½) with r∞ = rate and w½ = fixed · rate.
 
     Attributes:
-        unit: of sizes: FLOP, byte, or element.
-        points: by growing size.
-        rate: sizes a second of large calls.
+        unit: unit of the sizes: FLOP, byte, or element.
+        points: measured points, by growing size.
+        rate: size a second of large calls.
         fixed: seconds of an empty call.
         error: largest relative error of the line at a point.
 
@@ -87,15 +87,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Machine:
-    """A measured machine.
+    """Numbers and curves that ``tutti bench`` has measured on one machine, the content of ``machine.json``.
 
     Attributes:
-        host: name, CPU, cores, memory and versions.
+        host: name, CPU, cores, memory and versions of the host.
         device: type, name, and CPU threads of one device.
         parts: parts of ``tutti bench`` that were measured.
-        figures: numbers by name, such as ``device/operation/seconds``.
-        curves: curves by name, such as ``device/matmul/fp32`` or ``collectives/all_reduce/2``.
-        measured: date and time (UTC).
+        figures: single numbers by name, such as ``device/operation/seconds``.
+        curves: curves of seconds over size by name, such as ``device/matmul/fp32`` or ``collectives/all_reduce/2``.
+        measured: date and time (UTC) of the measurement, in ISO format.
         seconds: time that the measurement took.
     """
 
@@ -110,10 +110,13 @@ class Machine:
     def figure(self, name: str) -> Figure:
         """Return a measured number of the machine by its name, such as ``device/operation/seconds``.
 
-        It has a value (a median), unit, number of measurements and interquartile range.
+        The number has a value (a median), unit, number of measurements and interquartile range.
+
+        Args:
+            name: name of the number, a key of ``figures``.
 
         Raises:
-            UsageError: it was not measured; the message names the command that does.
+            UsageError: the number was not measured; the message names the command that does.
         """
         if name not in self.figures:
             raise self._missing(name)
@@ -122,8 +125,11 @@ class Machine:
     def curve(self, name: str) -> Curve:
         """Return a measured curve of the machine, seconds over size, by its name, such as ``device/copy``.
 
+        Args:
+            name: name of the curve, a key of ``curves``.
+
         Raises:
-            UsageError: it was not measured; the message names the command that does.
+            UsageError: the curve was not measured; the message names the command that does.
         """
         if name not in self.curves:
             raise self._missing(name)
@@ -144,14 +150,17 @@ def peak_name(precision: str, threads: int | None) -> str:
     For example ``device/peak/fp32/threads=8``.
 
     Args:
-        precision: such as ``fp32``.
+        precision: precision of the product, such as ``fp32``.
         threads: CPU threads of the device; None for an accelerator.
     """
     return f"device/peak/{precision}" + ("" if threads is None else f"/threads={threads}")
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
-    """Return the measured numbers and curves of a machine as the JSON object that ``machine.json`` holds."""
+    """Return the measured numbers and curves of a machine as the JSON object that ``machine.json`` holds.
+
+    The keys are ``format``, ``version`` and the attributes of ``Machine``.
+    """
     return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 
 
@@ -176,6 +185,9 @@ def read_machine(path: Path) -> Machine:
 
     Args:
         path: the ``machine.json``.
+
+    Returns:
+        The machine's figures (single numbers) and curves (seconds over size) by name, and host and device.
 
     Raises:
         UsageError: the file is missing or damaged, of another format or of another version.

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class State:
-    """State of training in bytes for each parameter.
+    """State of training in bytes for each parameter of the model.
 
-    ``State(2, 2, 12)`` is 16-bit weights with Adam on 32-bit copies: K = 12 of the paper.
+    ``State(2, 2, 12)`` is 16-bit weights with Adam on 32-bit copies: K = 12 of the ZeRO paper (arXiv 1910.02054).
+
+    Attributes:
+        parameter: bytes of the parameter itself.
+        gradient: bytes of its gradient.
+        optimizer: bytes of the optimizer state, such as moments and 32-bit copies.
     """
 
     parameter: float = 4.0
@@ -23,12 +28,12 @@ class State:
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """Distribution of a model over devices.
+    """Distribution of a model's training state over devices.
 
     Attributes:
-        shards: devices that shard one copy of the state.
+        shards: number of devices that shard one copy of the state.
         zero: ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
-        stages, tensor: pipeline stages, and tensor-parallel ranks, of one replica.
+        stages, tensor: number of pipeline stages, and of tensor-parallel ranks, of one replica.
     """
 
     shards: int = 1
@@ -39,11 +44,14 @@ class DeviceSplit:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device that holds most.
+    """Bytes of each kind that training takes on the device that holds most.
 
     Attributes:
+        parameters, gradients, optimizer: parameters, their gradients, and optimizer state.
         messages: communication buffers: gradients in buckets, gathered parameters.
-        average: the average of the weights (EMA).
+        average: the exponential moving average of the weights.
+        activations: activations that the forward keeps for backward.
+        buffers: buffers of the model.
     """
 
     parameters: float

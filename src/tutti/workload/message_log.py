@@ -15,7 +15,14 @@ _TOLERANCE = 1e-6
 
 
 class LoggedCall(NamedTuple):
-    """One collective of a trace: module group and pass in which it is made, kind, and bytes of the whole tensor."""
+    """One collective that was recorded while a model was traced.
+
+    Attributes:
+        group: name of the module group within which the collective is made.
+        passed: pass in which it is made: ``forward`` or ``backward``, which includes recomputation.
+        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        bytes: bytes of the whole tensor.
+    """
 
     group: str
     passed: str
@@ -24,13 +31,13 @@ class LoggedCall(NamedTuple):
 
 
 class GroupMessage(NamedTuple):
-    """One collective over the tensor ranks in a micro-batch.
+    """One collective over the tensor ranks in a micro-batch, with its bytes as a function of the number of samples.
 
     Attributes:
-        group: name of the module group within which it is made.
+        group: name of the module group within which the collective is made.
         passed: ``forward`` or ``backward``; recomputation is part of backward.
-        kind: all_reduce, all_gather or reduce_scatter.
-        bytes: of the whole tensor, as a function of samples.
+        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        bytes: bytes of the whole tensor, as a linear function of the samples of the micro-batch.
     """
 
     group: str

@@ -12,10 +12,10 @@ from tutti.torch_compat import TorchDispatchMode, storage_key, tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Within the block, count the bytes of new tensors' storages, real or fake.
+    """Context manager that counts the bytes of the storages of tensors made in its block, real or fake.
 
     Attributes:
-        peak: the largest number of bytes alive at once; may be reset.
+        peak: the largest number of bytes alive at once so far; may be reset.
     """
 
     def __init__(self) -> None:

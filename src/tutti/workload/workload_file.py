@@ -21,7 +21,11 @@ REST, LOSS = "(rest)", "(loss)"
 
 @dataclass(frozen=True)
 class Affine:
-    """A quantity of a micro-batch of n samples: ``fixed`` + ``per_sample`` · n.
+    """A quantity, such as FLOP or bytes, of a micro-batch of n samples: ``fixed`` + ``per_sample`` · n.
+
+    Attributes:
+        fixed: part that does not depend on the number of samples.
+        per_sample: what each sample adds.
 
     >>> Affine(10.0, 2.0).at(4)
     18.0
@@ -40,7 +44,9 @@ class Affine:
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """Work of the operators of one class in one pass.
+    """Work of all operators of one class (such as matrix products) in one forward or backward.
+
+    Each quantity is a linear function of the samples of a micro-batch.
 
     Attributes:
         flop: floating-point operations; a multiply-add is two.
@@ -65,15 +71,18 @@ class GroupWork:
     """Work and sizes of a module group: a module that is sharded as a unit, the rest of the model, or the loss.
 
     Attributes:
-        name: name of the module in the model; ``REST`` or ``LOSS``.
+        name: name of the module in the model; ``REST`` or ``LOSS`` for the rest of the model and the loss.
         kind: class of the module.
-        parameters, trained_parameters: number of parameters, each in the innermost group that holds it.
+        parameters, trained_parameters: number of parameters, all and trainable, each counted in the innermost group
+            that holds it.
         parameter_bytes, buffer_bytes: bytes of parameters and of buffers.
-        forward, backward: work of the passes, without recomputation.
-        recompute: work that backward does again, by activation checkpointing; ``none`` has what fused kernels repeat.
-        activation_bytes: bytes that the forward keeps for backward, by activation checkpointing.
-        output_bytes: bytes of the tensors that the module returns: the message of a pipeline that cuts after it.
-        ready: place in which the gradients of its last parameter become complete, from 0; None without parameters.
+        forward, backward: work of the passes by class of operator, without recomputation.
+        recompute: work that backward does again, by choice of activation checkpointing; ``none`` has what fused kernels
+            repeat.
+        activation_bytes: bytes that the forward keeps for backward, by choice of activation checkpointing.
+        output_bytes: bytes of the tensors that the module returns: the message of a pipeline that is cut after it.
+        ready: position, from 0, in the order of gradients at which the last gradient of the group is complete; None
+            without parameters.
     """
 
     name: str
@@ -92,19 +101,19 @@ class GroupWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """The workload of one model and loss.
+    """FLOP, bytes and operator calls of a training step of one model and loss, by module group.
 
     Attributes:
         task: name of the task.
-        precision: of the run: fp32, bf16, fp16 or fp64.
-        groups: in the order of the model, then ``REST`` and ``LOSS``.
+        precision: precision of the run: fp32, bf16, fp16 or fp64.
+        groups: module groups in the order of the model, then ``REST`` and ``LOSS``.
         gradient_order: names of the parameters in the order in which backward completes their gradients.
         tokens_per_sample: positions of a sample, if a sample is a sequence of whole numbers; else None.
         samples: numbers of samples that were traced; the last one checks a line through the others.
         basis: ``traced on fake tensors`` or ``traced on real tensors``.
-        not_affine: quantities that are no line in samples, each with figures; none of their values may be extrapolated.
+        not_affine: descriptions of quantities that are no line in samples, and so must not be extrapolated.
         without_formula: operators whose FLOP are unknown and counted as 0, with their calls at the first trace.
-        versions: of tutti and torch.
+        versions: versions of tutti and torch.
     """
 
     task: str
@@ -177,7 +186,10 @@ def write_workload(workload: Workload, path: Path) -> None:
 
 
 def workload_json(workload: Workload) -> dict[str, Any]:
-    """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds."""
+    """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds.
+
+    The keys are ``format``, ``version``, ``units`` and the attributes of ``Workload``.
+    """
     units = {"flop": "FLOP", "bytes": "byte", "calls": "operator calls", "fixed": "", "per_sample": "1/sample"}
     return {"format": FORMAT, "version": VERSION, "units": units, **asdict(workload)}
 
@@ -211,9 +223,9 @@ def versioned_json(path: Path, form: str, version: int, made_by: str) -> dict[st
 
     Args:
         path: the file.
-        form: the ``format`` that it must have.
-        version: the ``version`` that it must have.
-        made_by: the command that writes such a file, for the error.
+        form: the ``format`` that the object must have.
+        version: the ``version`` that the object must have.
+        made_by: the command that writes such a file, for the error's remedy.
 
     Raises:
         UsageError: the file is missing, no JSON object, of another format or of another version.

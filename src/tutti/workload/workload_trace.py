@@ -57,14 +57,15 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """A model and its loss, to be traced.
+    """A model and its loss, whose work is to be traced.
 
     Attributes:
         name: name of the task.
         build: builds the plain model, without arguments.
         loss: loss function of the task.
         sample: a batch of one sample.
-        groups: returns the modules of the model whose parameters are gathered together, the innermost first.
+        groups: function that returns the modules of the model whose parameters are gathered together, the innermost
+            first.
         precision: fp32, bf16, fp16 or fp64.
         log: records the collectives of a model whose layers are split; None for a whole model.
     """
