@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,7 @@ KINDS: dict[str, tuple[Any, Mixing]] = {
     "decayed": (mixers.of(mixers.Decayed), Mixing(flat=False)),
     "together": (mixers.of(mixers.Together), TOGETHER),
     "drawing": (mixers.of(mixers.Drawing), Mixing(False, False, False, False, draws=True)),
+    "drawing of NumPy and Python": (mixers.of(mixers.NumPyDrawing), Mixing(False, False, False, False, draws=True)),
     "lbfgs": (mixers.of(torch.optim.LBFGS), Mixing(False, False, False, False, closure=True)),
     "ours": (mixers.of(LAMB), Mixing(flat=False)),
     "ours, matrices": (mixers.of(Muon), Mixing(flat=False)),
@@ -52,9 +55,11 @@ def test_what_is_mixed_is_found(kind: str) -> None:
     before = [p.detach().clone() for p in net.parameters()]
     torch.manual_seed(5)
     optimizer = make(net)
+    others = random.getstate(), repr(np.random.get_state())
     drawn, state = torch.get_rng_state(), {p: dict(s) for p, s in optimizer.state.items()}
     assert mixing_of(optimizer) == want
     assert torch.equal(drawn, torch.get_rng_state()) and state == {p: dict(s) for p, s in optimizer.state.items()}
+    assert others == (random.getstate(), repr(np.random.get_state()))
     assert all(torch.equal(p, old) and p.grad is None for p, old in zip(net.parameters(), before, strict=True))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -89,6 +91,13 @@ class Drawing(Own):
 
     def direction(self, p: Tensor) -> Tensor:
         return p.grad + torch.randn_like(p)
+
+
+class NumPyDrawing(Own):
+    """Adds noise to each gradient that NumPy draws, and Python scales."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        return p.grad + random.random() * torch.from_numpy(np.random.standard_normal(p.shape)).to(p)
 
 
 class Mode(Own):

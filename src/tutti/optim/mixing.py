@@ -9,11 +9,14 @@ pieces, and on half of the tensors, and the results are compared.
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,7 +44,7 @@ class Mixing:
         columns: the same for slices along the other dimensions.
         flat: the same for pieces of the flattened tensor.
         tensors: a step on a subset of the tensors equals their step among all tensors.
-        draws: a step draws from PyTorch's global RNG.
+        draws: a step draws from a global generator of PyTorch, NumPy or Python.
         closure: ``step`` cannot be called without a closure.
         untried: why the trial failed; None if it succeeded.
     """
@@ -59,8 +62,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     """Find out by trial which slices of tensors ``optimizer`` can step on with the result of a step on whole tensors.
 
     An update that combines elements, such as Muon's, cannot step on slices. A copy of the optimizer is tried on small
-    tensors; results are cached by class and settings. The optimizer's parameters and the RNG state stay as they are.
-    Not collective.
+    tensors; results are cached by class and settings. The optimizer's parameters and the states of the global
+    generators stay as they are. Not collective.
 
     An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices itself and is not tried.
 
@@ -150,7 +153,8 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
 def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
     closure = needs_closure(optimizer)
     wholes = [_Cut(i, _itself) for i in range(len(trial.values))]
-    with torch.random.fork_rng(devices=[]):
+    with _own_generators():
+        before = random.getstate(), _numpy_state()
         try:
             reference = list(_run(optimizer, groups, trial, wholes, closure))
         except Exception as error:
@@ -158,6 +162,7 @@ def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing
             return Mixing(False, False, False, False, closure=closure, untried=why)
         drawn = torch.random.get_rng_state()
         draws = not torch.equal(drawn, torch.default_generator.manual_seed(0).get_state())
+        draws = draws or before != (random.getstate(), _numpy_state())
 
         def equal(*parts: Sequence[_Cut]) -> bool:
             return all(_same(optimizer, groups, trial, cuts, closure, reference) for cuts in parts)
@@ -173,6 +178,23 @@ def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing
             draws,
             closure,
         )
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Within the block the optimizer may draw from the global generators without an effect on later draws."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _numpy_state() -> str:
+    state: dict[str, Any] = np.random.get_state(legacy=False)["state"]
+    return f"{state['pos']} {state['key'].tolist()}"
 
 
 def _groups(optimizer: Optimizer) -> list[_Group]:
