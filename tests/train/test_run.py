@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tutti.errors import TuttiError
+from tutti.errors import TuttiError, UsageError
 
 BATCH = 6
 
@@ -196,3 +197,47 @@ def failing() -> list[Any]:
 
 def test_an_error_in_a_step_is_the_users_own_and_knows_its_step() -> None:
     assert worlds.run(3, failing) == [[("mine",), 3, 2]] * 3
+
+
+def replaced(change: str, strategy: str, loop: bool) -> int:
+    """Change the model or the optimizer after an epoch, and train on. Returns the updates that were made."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows = TensorDataset(torch.randn(8, 3, dtype=torch.float64))
+    run = tutti.prepare(
+        net, optimizer, rows, lambda net, batch: net(batch[0]).square().mean(), strategy=strategy, batch_size=4
+    )
+
+    def train(epoch: int) -> None:
+        for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
+            if loop:
+                optimizer.zero_grad()
+                run.backward(net(batch[0]).square().mean())
+                optimizer.step()
+            else:
+                run.step(batch)
+
+    train(0)
+    if change == "tied":
+        net[2].weight = net[0].weight
+    elif change == "added":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    else:
+        net[2] = nn.Linear(3, 3).double()
+    with pytest.raises(UsageError, match=r"after tutti\.prepare"):
+        run.state() if change == "replaced, then read" else train(1)
+    return run.updates
+
+
+@pytest.mark.parametrize("change", ["tied", "added", "replaced", "replaced, then read"])
+@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "mirrored"), (2, "central_storage")])
+@pytest.mark.parametrize("loop", [False, True])
+def test_parameters_that_the_model_did_not_have_are_refused(change: str, size: int, strategy: str, loop: bool) -> None:
+    assert worlds.run(size, replaced, change=change, strategy=strategy, loop=loop) == [2] * size
+
+
+@pytest.mark.parametrize("strategy", ["sharded:stage=1", "sharded"])
+@pytest.mark.parametrize("change", ["tied", "added"])
+def test_parameters_that_shards_do_not_have_are_refused(change: str, strategy: str) -> None:
+    assert worlds.run(2, replaced, change=change, strategy=strategy, loop=False) == [2, 2]

@@ -43,6 +43,11 @@ class HookWatch:
         # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
         self._elsewhere = self._hooked if self._stages else None
 
+    @property
+    def originals(self) -> list[Tensor]:
+        """The parameters of the script's model before the strategy replaced any, of those that still exist."""
+        return [original for each in self._originals.values() if (original := each()) is not None]
+
     def watch(self, parts: Sequence[nn.Module]) -> None:
         """From now on check, in each step, the gradient hooks on these modules and their parameters.
 

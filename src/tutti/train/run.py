@@ -187,7 +187,9 @@ class Run:
         self._stepping = self._stop = self._warm = False
         self._step_told = self._epoch_told = True
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
-        self._trainability = TrainabilityWatch(replica, sync, optimizers, self.average)
+        self._trainability = TrainabilityWatch(
+            replica, sync, optimizers, self.average, hooks.originals, run_context.grid.shard > 1
+        )
         self.custom = CustomLoop(self, optimizers, choice)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
@@ -266,8 +268,9 @@ class Run:
             start: first batch; default: 0, or after ``restore`` the batch after the last one consumed.
 
         Raises:
-            UsageError: ``restore`` has loaded a later epoch.
+            UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
         """
+        self._trainability.check_replaced()
         start = self._start(number) if start is None else start
         self.callbacks.begin(self)
         if self.callbacks.ended():
@@ -781,6 +784,7 @@ class Run:
 
     def _read_whole(self, averaged: bool) -> None:
         """Compare over ranks this call and the copies of the model. Collective."""
+        self._trainability.check_replaced()
         self.together("reading the whole state" + " with the average" * averaged)
         check_replicas(self, "reading the whole state")
 
@@ -859,6 +863,7 @@ class Run:
                 "a run cannot be saved in the middle of a global batch",
                 remedy="save where run.stepped is true after optimizer.step(), or after run.microbatches() has ended",
             )
+        self._trainability.check_replaced()
         saver = run_state.saver(self, Path(folder), keep)
         saver.save(run_state.run_facts(self, extra or {}))
         saver.wait()

@@ -1,9 +1,12 @@
-"""Detect parameters that a script thaws or freezes, and parameters that it adds to its optimizers, during a run."""
+"""Detect parameters that a script thaws, freezes or replaces, or adds to its optimizers, during a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+from weakref import ref
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
@@ -19,13 +22,24 @@ class TrainabilityWatch:
         sync: gradient synchronisation.
         optimizers: the script's optimizers; none where ``tutti.prepare`` was given options.
         average: average of the weights, which takes thawed parameters in; None for none.
+        given: parameters of the script's model before the strategy replaced any of them.
+        shards: whether parameters are sharded, and modules are given other objects of the same names now and then.
     """
 
     def __init__(
-        self, replica: ReplicaRunner, sync: GradientSync, optimizers: Sequence[Optimizer], average: Average | None
+        self,
+        replica: ReplicaRunner,
+        sync: GradientSync,
+        optimizers: Sequence[Optimizer],
+        average: Average | None,
+        given: Iterable[Tensor] = (),
+        shards: bool = False,
     ) -> None:
         self._replica, self._sync, self._optimizers, self._average = replica, sync, optimizers, average
+        self._by_name = shards
         self._look()
+        members = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._known = {id(p): ref(p) for p in [*given, *(p for _, p in self._named), *members]}
 
     def _look(self) -> None:
         self._named = parameters(self._replica.parts)
@@ -45,7 +59,8 @@ class TrainabilityWatch:
             Whether ``requires_grad`` of any parameter has changed.
 
         Raises:
-            UsageError: the strategy cannot train a thawed parameter, or no optimizer has it.
+            UsageError: the strategy cannot train a thawed parameter, or no optimizer has it; or the script has added
+                a parameter to an optimizer that the model did not have in ``tutti.prepare``.
         """
         self._replica.unify_flags()
         flags = [p.requires_grad for _, p in self._named]
@@ -63,10 +78,50 @@ class TrainabilityWatch:
                     self._average.adopt(thawed)
             self._look()
         if self._sizes() != self._counts:
+            self._check_known()
             for optimizer in self._optimizers:
                 self._sync.adopt(optimizer)
             self._look()
         return changed
+
+    def _check_known(self) -> None:
+        """Raise UsageError if an optimizer has a parameter that the model did not have in ``tutti.prepare``."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    known = self._known.get(id(p))
+                    if known is None or known() is not p:
+                        names = [name for name, other in parameters(self._replica.parts) if other is p]
+                        self._refuse_new(
+                            f"the script has added {names[0] if names else 'a parameter'} to the optimizer"
+                        )
+
+    def check_replaced(self) -> None:
+        """Check that the modules still have the parameter objects with which the run began. Not collective.
+
+        Raises:
+            UsageError: the script has replaced, tied or added a parameter since ``tutti.prepare``.
+        """
+        before, now = self._objects(self._named), self._objects(parameters(self._replica.parts))
+        if now.keys() - before.keys():
+            name = next(name for key, name in now.items() if key not in before)
+            self._refuse_new(f"the script has made {name} a parameter of the model")
+        if before.keys() - now.keys():
+            name = next(name for key, name in before.items() if key not in now)
+            self._refuse_new(f"the script has taken the parameter {name} out of the model")
+
+    def _objects(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str | int, str]:
+        """Return the parameters' names by what tells parameters apart: their objects, or else their names."""
+        return {name if self._by_name else id(p): name for name, p in named}
+
+    def _refuse_new(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} after tutti.prepare",
+            why="gradients are summed over devices and workers, and weights compared, saved and returned, for the"
+            " parameters that the model had then",
+            remedy="make and tie all parameters before tutti.prepare (freeze those that are trained later), write new"
+            " values into them (copy_), or call tutti.prepare again",
+        )
 
     def _check_trained(self, name: str) -> None:
         if not self._optimizers:
