@@ -183,6 +183,7 @@ class StepContext:
         loss_scale: factor on the loss in backward; gradients are divided by it before their norm is taken.
         call: index of this gradient synchronisation within the step, from 0; a custom training loop may make several.
         whole: whether the global batch is a single micro-batch, whose backward divides by the loss's count.
+        settings: learning rates, momenta and weight decays of the script's optimizers, compared over data ranks.
     """
 
     global_step: int
@@ -192,6 +193,7 @@ class StepContext:
     loss_scale: float = 1.0
     call: int = 0
     whole: bool = False
+    settings: str = ""
 
 
 class GradientVariance(NamedTuple):

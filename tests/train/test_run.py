@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tutti.errors import TuttiError, UsageError
+from tutti.errors import MismatchError, TuttiError, UsageError
 
 BATCH = 6
 
@@ -241,3 +241,60 @@ def test_parameters_that_the_model_did_not_have_are_refused(change: str, size: i
 @pytest.mark.parametrize("change", ["tied", "added"])
 def test_parameters_that_shards_do_not_have_are_refused(change: str, strategy: str) -> None:
     assert worlds.run(2, replaced, change=change, strategy=strategy, loop=False) == [2, 2]
+
+
+def by_rank(strategy: str, loop: bool) -> int:
+    """Train with a learning rate that follows each rank's own numbers from the second epoch on: updates made."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    rows = TensorDataset(torch.randn(8, 3, dtype=torch.float64))
+    run = tutti.prepare(
+        net, optimizer, rows, lambda net, batch: net(batch[0]).square().mean(), strategy=strategy, batch_size=4
+    )
+    for epoch in range(2):
+        if epoch == 1:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + tutti.rank())
+        try:
+            for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
+                if loop:
+                    optimizer.zero_grad()
+                    run.backward(net(batch[0]).square().mean())
+                    optimizer.step()
+                else:
+                    run.step(batch)
+        except MismatchError as error:
+            assert "the optimizer's settings in step 3" in str(error) and "lr 0.1" in str(error)
+    return run.updates
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["mirrored", "mirrored:algorithm=native", "sharded:stage=1", "sharded", "central_storage", "parameter_server"],
+)
+@pytest.mark.parametrize("loop", [False, True])
+def test_settings_that_differ_between_ranks_are_refused(strategy: str, loop: bool) -> None:
+    assert worlds.run(2, by_rank, strategy=strategy, loop=loop) == [2, 2]
+
+
+def changing(guarded: bool, name: str) -> int:
+    """Change a setting of the optimizer in each body of the loop, or once a global batch: updates made."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    run = tutti.prepare(net, optimizer, data(), workers=3, batch_size=BATCH)
+    for batch in run.microbatches(0):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["momentum"] = 0.5 + run.clock / 100
+        run.backward(loss(net, batch))
+        try:
+            optimizer.step()
+        except UsageError as error:
+            assert "changes the optimizer's settings" in str(error) and "test_run.py" in str(error)
+            return run.updates
+        if run.stepped or not guarded:
+            optimizer.param_groups[0][name] *= 0.9
+    return run.updates
+
+
+def test_settings_that_every_body_changes_are_refused() -> None:
+    assert [worlds.run(1, changing, guarded=guarded, name="lr") for guarded in (False, True)] == [[0], [4]]

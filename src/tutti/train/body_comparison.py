@@ -43,6 +43,7 @@ class BodyComparison:
         self._batches = 0
         self._events: list[tuple[str, int]] = []
         self._first: list[tuple[str, int]] | None = None
+        self._settings: dict[int, str] = {}
         self._written: tuple[list[int], list[float] | None] = ([], None)
         self._at_forward: list[bool] | None = None
         self._hooks_at_forward: list[int] | None = None
@@ -50,7 +51,7 @@ class BodyComparison:
 
     def begin_batch(self) -> None:
         """Forget what the script's loop body did in the last global batch, before it first runs for a new one."""
-        self._first = None
+        self._first, self._settings = None, {}
 
     def begin_body(self, final: bool) -> None:
         """Begin to record the backward passes and optimizer steps that the script's loop body makes for a micro-batch.
@@ -130,8 +131,24 @@ class BodyComparison:
                 if place >= len(self._first) or self._first[place] != (kind, index):
                     self.refuse_different()
             self._check_writes()
+            if kind == "step":
+                self._check_settings()
         self._events.append((kind, index))
         self._at_forward = None
+
+    def _check_settings(self) -> None:
+        """Raise UsageError if an optimizer has other settings than at this place of the rank's first body."""
+        now, place = self._run.settings.text(), len(self._events)
+        before = self._settings.setdefault(place, now)
+        # Of a scheduler that steps in every body the run's checks warn.
+        if before != now and not self._run.settings.scheduled():
+            raise UsageError(
+                "the loop's body changes the optimizer's settings, with several micro-batches a rank",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why=f"this rank runs the body several times a global batch: {before} in the first, {now} now",
+                remedy="change them where run.stepped is true, as a function of run.clock, or by tutti.prepare's"
+                " scheduler=",
+            )
 
     def refuse_different(self) -> NoReturn:
         """Raise UsageError: the script's loop body did different things for the micro-batches of one global batch."""

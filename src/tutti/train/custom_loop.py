@@ -306,7 +306,8 @@ class CustomLoop:
         """Reduce the gradients of this call over ranks. Collective."""
         run, sync = self._run, self._sync
         self._check_remote()
-        step_context = run._step_context_now = replace(run._step_context_now, call=call)
+        step_context = replace(run._step_context_now, call=call, settings=run.settings.text())
+        run._step_context_now = step_context
         held = sync.pop_gradients()
         sync.begin_worker(micro_batch.worker, step_context)
         for worker in self._busy[:-1]:

@@ -45,6 +45,7 @@ from tutti.train.prediction import predict_samples
 from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
+from tutti.train.shared_settings import SharedSettings
 from tutti.train.step import train_step
 from tutti.train.step_windows import profiled, traced
 from tutti.train.trainability import TrainabilityWatch
@@ -147,6 +148,7 @@ class Run:
         callbacks: the script's callbacks.
         optimizer_settings: options of each parameter group as they were given.
         epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
+        settings: learning rates, momenta and weight decays of the caller's optimizers.
         changes: what resumes have changed by name: step, and both values of each setting.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
@@ -190,6 +192,7 @@ class Run:
         self._trainability = TrainabilityWatch(
             replica, sync, optimizers, self.average, hooks.originals, run_context.grid.shard > 1
         )
+        self.settings = SharedSettings(optimizers)
         self.custom = CustomLoop(self, optimizers, choice)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
@@ -492,7 +495,8 @@ class Run:
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
         factor = self.lr_schedule(self.progress) * self._rate if self.lr_schedule is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        self._step_context_now = StepContext(self.taken, samples, factor, self._stop, scale)
+        settings = self.settings.text()
+        self._step_context_now = StepContext(self.taken, samples, factor, self._stop, scale, settings=settings)
         return self._step_context_now
 
     def _enter(self, phase: int) -> None:

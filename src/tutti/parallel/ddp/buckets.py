@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.random_keys import mix
+from tutti.comm.random_keys import mix, name_key
 from tutti.device import numbers_for
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_copy_
@@ -237,13 +237,16 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     """Return small integers from whose sum over ranks ``digests_agree`` finds whether all ranks are in the same step.
 
     Args:
-        step_context: the step; its number, call and batch size are hashed.
-        key: hash of the parameters' layout, from ``layout_key``.
+        step_context: the step; its number, call and batch size are hashed, with ``key`` the optimizers' settings, too.
+        key: hash of the parameters' layout, from ``layout_key``; 0 for ranks of one replica.
 
     Returns:
-        [a, a², b, b²] with a and b below 251: a of step and call, b of ``key`` and batch size.
+        [a, a², b, b²] with a and b below 251: a of step and call, b of ``key``, batch size and settings.
     """
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
+    if key and step_context.settings:
+        # With the step, so that equal remainders of unequal settings are found in the next step.
+        b = mix(b, name_key(step_context.settings), step_context.global_step) % 251
     return [a, a * a, b, b * b]
 
 

@@ -476,7 +476,7 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
-    """Raise MismatchError after a wrong digest, naming the steps or batch sizes that differ between ranks.
+    """Raise MismatchError after a wrong digest, naming the steps, batch sizes or settings that differ between ranks.
 
     Never returns. Collective: an all-gather over ``comm``. Called before any update, on every rank, since all have read
     the same sums.
@@ -487,6 +487,11 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     """
     lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
     comm.agree(lines, "the step under way", "run the same number of steps with the same batches on every rank")
+    remedy = (
+        "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
+        " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"
+    )
+    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.global_step + 1}", remedy)
     raise MismatchError(
         "the gradients' digest is wrong although all ranks are in the same step",
         where=f"step {step_context.global_step + 1}",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.partition import even_share
-from tutti.comm.random_keys import mix
+from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
@@ -169,8 +169,9 @@ class SharedReducer:
         return used
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
+        settings = name_key(step_context.settings)
         self._digests[self._comm.rank][_DIGEST] = (
-            mix(self._key, step_context.global_step, step_context.samples, step_context.call) >> 1
+            mix(self._key, step_context.global_step, step_context.samples, step_context.call, settings) >> 1
         )
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]

@@ -1,0 +1,51 @@
+"""The settings of the script's optimizers that must be equal on all ranks in a step, and in all bodies of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tutti.python_compat import live_objects
+
+_NAMES = ("lr", "momentum", "betas", "weight_decay")
+"""What scripts and schedulers change during training; other entries of a group may be an optimizer's own counts."""
+
+
+class SharedSettings:
+    """Reads learning rates, momenta and weight decays of the script's optimizers as a text.
+
+    Args:
+        optimizers: the script's optimizers; none where ``tutti.prepare`` was given options.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._values: list[tuple[str, Any]] = []
+        self._text = ""
+
+    def text(self) -> str:
+        """Return the settings of all groups, those of one name together; the same text for the same settings."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        values = [(name, _plain(group[name])) for group in groups for name in _NAMES if name in group]
+        if values != self._values:
+            found: dict[str, list[str]] = {}
+            for name, value in values:
+                found.setdefault(name, []).append(repr(value))
+            self._values, self._text = values, ", ".join(f"{name} {' '.join(each)}" for name, each in found.items())
+        return self._text
+
+    def scheduled(self) -> bool:
+        """Return whether a scheduler of PyTorch sets the rates of one of the optimizers. It looks at all objects."""
+        own = {id(optimizer) for optimizer in self._optimizers}
+        return any(id(getattr(scheduler, "optimizer", None)) in own for scheduler in live_objects(LRScheduler))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # Reading it from an accelerator would wait for the device.
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
