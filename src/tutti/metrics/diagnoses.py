@@ -40,6 +40,10 @@ CLASSICS: Mapping[str, Classic] = {
         "the learning rate runs ahead of the training, and by another factor on another number of devices",
         "write scheduler.step() under 'if run.stepped:'",
     ),
+    "counted-forwards": Classic(
+        "a device calls the model once for each micro-batch, so that it counts faster on few devices",
+        "keep the number in a buffer, of which each logical worker has its own, or set it where run.stepped is true",
+    ),
     "loss-denominator": Classic(
         "a gradient then depends on how many samples are computed together, and with it on workers and micro-batches",
         "return the mean over the batch's samples, or (sum, count)",

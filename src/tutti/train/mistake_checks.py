@@ -31,6 +31,7 @@ from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
 from tutti.python_compat import live_objects
 from tutti.train.metric_objects import metric_objects
+from tutti.train.python_state import numbers, python_state
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Checks:
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
         self._evaluated = self._aside = False
+        self._numbers: dict[str, float] = {}
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
 
@@ -119,6 +121,8 @@ class Checks:
                 self.ended = self._schedules(self._run.optimizer, micro_batches)
         if several and self._steps == 2:
             self._statistics()
+        if self._speaks:
+            self._counters(sum(len(micro_batches) for _, micro_batches in work))
         if isinstance(batch, CollatedBatch):
             # Batches of the script's own function may hold anything, and cannot be divided into samples.
             self._first = {}
@@ -128,7 +132,19 @@ class Checks:
             if several and self._steps & (self._steps - 1) == 0 and self._same_data(given):
                 self._first = {}
         more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
-        self.looking = several and self._run.context.in_step and more
+        self.looking = (several and self._run.context.in_step and more) or (not several and bool(self._numbers))
+
+    def _counters(self, micro_batches: int) -> None:
+        """Report a number that the model keeps in Python, and changes with every micro-batch. Called in two steps."""
+        before, self._numbers = self._numbers, {}
+        if self._steps == 1 and micro_batches > 1:
+            self._numbers = numbers(self._run.replica.parts)
+        now = numbers(self._run.replica.parts) if before else {}
+        for name, value in before.items():
+            if isinstance(value, int) and now.get(name, value) - value >= micro_batches > 1:
+                finding = f"the model's {name} grew by {now[name] - value} in a step of {micro_batches} micro-batches"
+                self.diagnoses.report("counted-forwards", finding, self._run.clock)
+                return
 
     def _collect(self, work: Work) -> None:
         for worker, micro_batches in work:
@@ -181,7 +197,7 @@ class Checks:
             return
         try:
             few = slice_batch(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))
-            with self._untouched():
+            with self._untouched(), python_state(self._run.replica.parts, loss):
                 once = self._value(loss, few)
                 twice = self._value(loss, map_tensors(few, lambda tensor: torch.cat([tensor, tensor])))
         except Exception:
