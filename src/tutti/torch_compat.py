@@ -105,6 +105,7 @@ __all__ = [
     "set_fsdp_collectives",
     "set_gradient_hooks",
     "set_group_timeout",
+    "shape_of_node",
     "sparse_indices",
     "storage_key",
     "tensor_version",
@@ -336,6 +337,15 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
         return None
     reduction = "mean" if node._saved_reduction == 1 else "sum"
     return CrossEntropyNode(reduction, node._saved_total_weight, node._saved_target.numel())
+
+
+def shape_of_node(node: Any) -> tuple[int, ...] | None:
+    """Return the shape of the only tensor that an autograd node's operator returned in the forward; None for several.
+
+    Nodes' shapes are private.
+    """
+    found = node._input_metadata
+    return tuple(found[0].shape) if len(found) == 1 else None
 
 
 def divisor_of_node(node: Any) -> Tensor | None:

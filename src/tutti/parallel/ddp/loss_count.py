@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from tutti.errors import UsageError
+from tutti.parallel.ddp.loss_shape import check_adds_up
 from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node
 from tutti.types import MicroBatch
 
@@ -62,8 +63,10 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
     Raises:
         UsageError: the micro-batch is a part of the batch, and the loss adds other terms to a mean over some of its
-            targets, or is the sum of a cross-entropy.
+            targets, or is the sum of a cross-entropy, or no mean at all (``loss_shape``).
     """
+    if not micro_batch.whole:
+        check_adds_up(objective.grad_fn, micro_batch)
     means, others = _terms(objective.grad_fn)
     counts = [_count(term, micro_batch) for term in means]
     if len(means) == 1 and not others:

@@ -1,0 +1,140 @@
+"""Refuse losses of a part of the batch that do not add up to the loss of the batch, by their autograd graph.
+
+The mean over a batch is the mean of its parts' means. Its square root is not, nor a sum that is divided by what some
+samples count, as a mask does. Such a loss depends on how the batch is divided over workers and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tutti.errors import UsageError
+from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
+from tutti.types import MicroBatch
+
+_CURVED = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Sqrt", "Rsqrt", "Pow", "Exp", "Log", "Log1P", "Abs", "Reciprocal", "Tanh", "Sigmoid", "Softplus", "Relu"),
+        *("Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum"),
+    )
+) | {"ClampBackward1", "PowBackward1"}
+"""Nodes of functions that are not linear."""
+_LOSSES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
+        *("NllLoss", "NllLoss2D"),
+    )
+)
+"""Nodes that reduce a batch, whatever they are given."""
+_COUNTED = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+"""Of the losses those whose targets ``loss_count`` counts."""
+_REDUCTIONS = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
+_MOST, _DEEP = 64, 4096
+
+
+def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
+    """Check that the loss of a part of the batch is linear in what it means over samples.
+
+    Args:
+        root: the autograd node of the loss.
+        micro_batch: the part.
+
+    Raises:
+        UsageError: the loss is a function of a mean, a ratio or product of means, or a sum that is divided by another
+            number than samples.
+    """
+    ahead, seen = [root], set[Any]()
+    while ahead and len(seen) < _MOST:
+        node = ahead.pop()
+        if node is None or node in seen or not is_scalar_node(node):
+            continue
+        seen.add(node)
+        if _reduces(node, micro_batch):
+            _check_elements(node, micro_batch)
+            continue
+        before = [each for each, _ in node.next_functions if each is not None]
+        name = node.name()
+        if name in _CURVED and any(_holds(each, micro_batch) for each in before):
+            what = name.removesuffix("0").removesuffix("1").removesuffix("Backward").lower()
+            raise _refused(f"the loss is no mean over samples: it takes {what} of a mean or a sum over them")
+        if name in ("DivBackward0", "MulBackward0") and len(before) == 2:
+            below = before[1:] if name == "DivBackward0" else before
+            if all(_holds(each, micro_batch) for each in below):
+                kind = "divides by a mean or a sum" if name == "DivBackward0" else "multiplies means or sums"
+                raise _refused(f"the loss is no mean over samples: it {kind} over them")
+        ahead += before
+    _check_divisor(root, micro_batch)
+
+
+def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
+    """Raise UsageError if a loss of PyTorch is a mean over elements that are not equally many for each sample."""
+    inputs = node.next_functions[0][0] if node.name() in _LOSSES - _COUNTED else None
+    shape = None if inputs is None else shape_of_node(inputs)
+    if shape is not None and micro_batch.samples and math.prod(shape) % micro_batch.samples and _of_several(node):
+        raise _refused(f"the loss is a mean over {math.prod(shape)} elements, of {micro_batch.samples} samples")
+
+
+def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
+    divisor = None if root is None else divisor_of_node(root)
+    if divisor is None or divisor.numel() != 1 or divisor.requires_grad or micro_batch.samples < 1:
+        return
+    total = next((before for before, _ in root.next_functions if before is not None), None)
+    if total is None or total.name() not in ("SumBackward0", "SumBackward1") or not _reduces(total, micro_batch):
+        return
+    number = float(divisor)
+    if number % micro_batch.samples:
+        raise _refused(f"the loss is a sum divided by {number:g}, of {micro_batch.samples} samples")
+
+
+def _holds(node: Any, micro_batch: MicroBatch) -> bool:
+    """Return whether a mean or a sum over samples is below a node, through nodes of one number each."""
+    ahead, seen = [node], set[Any]()
+    while ahead and len(seen) < _MOST:
+        node = ahead.pop()
+        if node is None or node in seen or not is_scalar_node(node):
+            continue
+        seen.add(node)
+        if _reduces(node, micro_batch):
+            return True
+        ahead += [before for before, _ in node.next_functions]
+    return False
+
+
+def _reduces(node: Any, micro_batch: MicroBatch) -> bool:
+    """Return whether a node is a mean or a sum over the samples of the micro-batch, and not of parameters alone."""
+    if node.name() in _LOSSES:
+        return True
+    if node.name() not in _REDUCTIONS or not node.next_functions or node.next_functions[0][0] is None:
+        return False
+    shape = shape_of_node(node.next_functions[0][0])
+    return bool(shape) and shape is not None and shape[0] == micro_batch.samples and _of_several(node)
+
+
+def _of_several(node: Any) -> bool:
+    """Return whether a value was computed from several parameters; a penalty on weights has one in each term."""
+    ahead, seen, leaves = [node], set[Any](), set[Any]()
+    while ahead and len(seen) < _DEEP:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.add(node)
+            if len(leaves) > 1:
+                return True
+        ahead += [before for before, _ in node.next_functions]
+    return False
+
+
+def _refused(what: str) -> UsageError:
+    return UsageError(
+        what,
+        why="a micro-batch has a part of the global batch, and the losses of the parts do not add up to that of the"
+        " whole, so that the gradient would depend on workers and micro-batches",
+        remedy="return (sum, count), with what divides the sum as the count; or take one worker without micro_batch;"
+        " for the mean of the parts' losses, as gradient accumulation by hand gives it, return (loss * n, n) of n"
+        " samples",
+    )

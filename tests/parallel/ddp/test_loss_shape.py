@@ -1,0 +1,81 @@
+"""Losses of a part of the batch that do not add up to that of the batch are refused, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.errors import UsageError
+from tutti.parallel.ddp.loss_output import read_loss
+from tutti.types import MicroBatch
+
+SAMPLES = 8
+mse, bce, entropy = functional.mse_loss, functional.binary_cross_entropy_with_logits, functional.cross_entropy
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
+
+
+def read(loss: Loss, whole: bool = False) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, SAMPLES), nn.Tanh(), nn.Linear(SAMPLES, 3)).double()
+    inputs = torch.randn(SAMPLES, 3, dtype=torch.float64)
+    mask = (torch.arange(SAMPLES) < 5).double()
+    found = loss(net, net(inputs), inputs, mask)
+    read_loss(found, MicroBatch(0, 0, None, SAMPLES, 1 / SAMPLES, 0, True, whole=whole))
+
+
+def masked(out: Tensor, want: Tensor, mask: Tensor) -> Tensor:
+    return ((out - want).square().mean(1) * mask).sum()
+
+
+REFUSED: dict[str, Loss] = {
+    "root of a mean": lambda net, out, want, mask: mse(out, want).sqrt(),
+    "root of a mean by hand": lambda net, out, want, mask: 2 * ((out - want) ** 2).mean().sqrt() + 1,
+    "root of a cross-entropy": lambda net, out, want, mask: entropy(out, want.argmax(1)).sqrt(),
+    "perplexity": lambda net, out, want, mask: entropy(out, want.argmax(1)).exp(),
+    "flooding": lambda net, out, want, mask: (mse(out, want) - 0.5).abs() + 0.5,
+    "logarithm of a sum": lambda net, out, want, mask: mse(out, want, reduction="sum").log(),
+    "dice": lambda net, out, want, mask: 1 - 2 * (out * want).sum() / (out.square().sum() + want.square().sum()),
+    "product of means": lambda net, out, want, mask: mse(out, want) * out.abs().mean(),
+    "largest of two means": lambda net, out, want, mask: torch.maximum(mse(out, want), out.abs().mean()),
+    "mean over a mask": lambda net, out, want, mask: masked(out, want, mask) / mask.sum(),
+    "mean over at least one": lambda net, out, want, mask: masked(out, want, mask) / mask.sum().clamp(min=1),
+    "sum over a constant": lambda net, out, want, mask: masked(out, want, mask) / 100,
+    "mean over chosen rows": lambda net, out, want, mask: mse(out[mask > 0, 0], want[mask > 0, 0]),
+    "chosen rows beside": lambda net, out, want, mask: bce(out[mask > 0, 0], mask[mask > 0]) + out.square().mean(),
+}
+TAKEN: dict[str, Loss] = {
+    "mean": lambda net, out, want, mask: mse(out, want),
+    "sum over samples": lambda net, out, want, mask: mse(out, want, reduction="sum") / len(out),
+    "weighted": lambda net, out, want, mask: masked(out, want, mask) / len(out),
+    "mean over elements by hand": lambda net, out, want, mask: (out - want).square().sum() / out.numel(),
+    "two terms": lambda net, out, want, mask: 0.3 * mse(out, want) + out.abs().mean() / 4,
+    "learned weights": lambda net, out, want, mask: mse(out, want) * (-net[0].bias[0]).exp() + net[0].bias[0],
+    "penalty": lambda net, out, want, mask: mse(out, want) + sum(p.square().sum().sqrt() for p in net.parameters()),
+    "Gram penalty": lambda net, out, want, mask: (
+        mse(out, want) + (net[0].weight @ net[0].weight.T).square().sum().sqrt()
+    ),
+    "anchor": lambda net, out, want, mask: mse(out, want) + mse(net[2].bias, torch.zeros(3).double()),
+    "detached weight": lambda net, out, want, mask: mse(out, want) * mask.sum() / 8,
+    "norms of samples": lambda net, out, want, mask: (out - want).norm(dim=1).mean(),
+    "hinge": lambda net, out, want, mask: (1 - out * want).relu().mean(),
+    "cross-entropy of chosen rows": lambda net, out, want, mask: entropy(out[mask > 0], want.argmax(1)[mask > 0]),
+    "sum and count": lambda net, out, want, mask: (masked(out, want, mask), mask.sum()),
+    "root as one says": lambda net, out, want, mask: (mse(out, want).sqrt() * len(out), len(out)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_add_up_is_refused_in_a_part_of_the_batch(name: str) -> None:
+    with pytest.raises(UsageError, match="the losses of the parts do not add up"):
+        read(REFUSED[name])
+    read(REFUSED[name], whole=True)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_means_over_samples_are_taken(name: str) -> None:
+    read(TAKEN[name])
