@@ -282,6 +282,24 @@ def overflowing(strategy: str) -> tuple[list[bool], Any, tuple[str, ...]]:
     return skipped, all(bool(t.isfinite().all()) for n, t in run.state().items() if "running" not in n), names
 
 
+def changed(strategy: str) -> dict[str, Any]:
+    """SGD whose momentum and weight decay are the default 0 until the script changes them."""
+    net = model().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    run = tutti.prepare(net, optimizer, samples(72), loss, strategy=strategy, workers=2, batch_size=24)
+    for epoch in range(3):
+        optimizer.param_groups[0].update(momentum=0.4 * epoch, weight_decay=0.1 * epoch)
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+def test_settings_that_a_script_changes_from_0_reach_the_servers() -> None:
+    [alone] = worlds.run(1, changed, strategy="single")
+    for found in worlds.run(2, changed, strategy="parameter_server"):
+        assert largest_difference(found, alone) < 1e-12
+
+
 @pytest.mark.parametrize("mode", ["mode=sync,servers=2", "mode=async"])
 def test_a_gradient_that_is_not_finite_changes_nothing(mode: str) -> None:
     answers = worlds.run(3, overflowing, strategy=f"parameter_server:{mode}")

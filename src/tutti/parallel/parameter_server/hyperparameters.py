@@ -11,11 +11,14 @@ from torch.optim import Optimizer
 Key = tuple[int, str, int | None]
 """Index of the parameter group, name of the hyperparameter, and index in it where it is a tuple (betas)."""
 
+_REAL = frozenset({"lr", "momentum", "dampening", "weight_decay"})
+"""Hyperparameters that are real numbers even where they are written as integers, such as the default 0."""
+
 
 def keys(optimizer: Optimizer) -> list[Key]:
     """List an optimizer's hyperparameters that a rank sends to the parameter servers with each update.
 
-    These are all entries of all ``param_groups`` that are a float, a tensor or a tuple of floats, and ``lr``.
+    These are all entries of ``param_groups`` that are a float, a tensor or a tuple of floats, and those in ``_REAL``.
 
     Args:
         optimizer: read from its ``param_groups``.
@@ -27,7 +30,7 @@ def keys(optimizer: Optimizer) -> list[Key]:
     found: list[Key] = []
     for number, group in enumerate(optimizer.param_groups):
         for name, value in sorted((k, v) for k, v in group.items() if k not in ("params", "param_names")):
-            if isinstance(value, float | Tensor) or name == "lr":
+            if isinstance(value, float | Tensor) or (name in _REAL and isinstance(value, int)):
                 found.append((number, name, None))
             elif isinstance(value, tuple) and value and all(isinstance(v, float) for v in value):
                 found += [(number, name, i) for i in range(len(value))]
