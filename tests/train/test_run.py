@@ -298,3 +298,31 @@ def changing(guarded: bool, name: str) -> int:
 
 def test_settings_that_every_body_changes_are_refused() -> None:
     assert [worlds.run(1, changing, guarded=guarded, name="lr") for guarded in (False, True)] == [[0], [4]]
+
+
+def state_by_hand(strategy: str, how: str) -> str:
+    """Reset momentum after an epoch: what the refusal says, or nothing."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    run = tutti.prepare(net, optimizer, data(), loss, strategy=strategy, workers=2, batch_size=BATCH)
+    for batch in run.epoch(0):
+        run.step(batch)
+    try:
+        if how == "clear":
+            optimizer.state.clear()
+        for state in optimizer.state.values():
+            state["momentum_buffer"].zero_()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["clear", "zero"])
+def test_state_that_the_scripts_optimizer_does_not_have_is_refused(how: str) -> None:
+    for strategy in ("central_storage", "parameter_server"):
+        assert all(
+            "reading or writing the state" in text for text in worlds.run(2, state_by_hand, strategy=strategy, how=how)
+        )
+    for strategy in ("mirrored", "sharded:stage=1", "sharded"):
+        assert worlds.run(2, state_by_hand, strategy=strategy, how=how) == ["", ""]
+    assert worlds.run(1, state_by_hand, strategy="central_storage", how=how) == [""]
