@@ -326,3 +326,29 @@ def test_state_that_the_scripts_optimizer_does_not_have_is_refused(how: str) -> 
     for strategy in ("mirrored", "sharded:stage=1", "sharded"):
         assert worlds.run(2, state_by_hand, strategy=strategy, how=how) == ["", ""]
     assert worlds.run(1, state_by_hand, strategy="central_storage", how=how) == [""]
+
+
+def apart(strategy: str) -> str:
+    """Train the biases by an optimizer that tutti.prepare was not given: what the refusal says, or nothing."""
+    net = model()
+    weights, biases = ([p for p in net.parameters() if (p.dim() == 1) == low] for low in (False, True))
+    optimizer, other = torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1)
+    run = tutti.prepare(net, optimizer, data(), strategy=strategy, workers=2, batch_size=BATCH)
+    for batch in run.microbatches(0):
+        run.backward(loss(net, batch))
+        try:
+            other.step()
+        except UsageError as error:
+            assert run.updates == 0
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+    return ""
+
+
+def test_an_optimizer_that_was_not_given_cannot_train_shards() -> None:
+    for strategy in ("sharded", "sharded:stage=1", "sharded:stage=2"):
+        for text in worlds.run(2, apart, strategy=strategy):
+            assert "an optimizer (SGD) that tutti.prepare was not given" in text and "test_run.py" in text
+    assert worlds.run(2, apart, strategy="mirrored") == ["", ""]
