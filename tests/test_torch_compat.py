@@ -103,6 +103,7 @@ from tutti.torch_compat import (
     set_fsdp_collectives,
     set_gradient_hooks,
     set_group_timeout,
+    shape_of_node,
     sparse_indices,
     storage_key,
     tensor_version,
@@ -279,6 +280,8 @@ def losses_say_what_they_are_means_over() -> None:
     assert float(cast(torch.Tensor, divisor_of_node(fifth.grad_fn))) == 5.0
     assert divisor_of_node(total.grad_fn) is cross_entropy_of(fifth.grad_fn) is None
     assert is_scalar_node(fifth.grad_fn) and not is_scalar_node((scores * 2).grad_fn)
+    assert shape_of_node((scores * 2).grad_fn) == tuple(scores.shape) and shape_of_node(fifth.grad_fn) == ()
+    assert shape_of_node(scores.unbind()[0].grad_fn) is None
 
 
 def modes_are_counted() -> None:
@@ -607,7 +610,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     backward_is_noticed: "in_backward",
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
-    losses_say_what_they_are_means_over: "cross_entropy_of divisor_of_node is_scalar_node",
+    losses_say_what_they_are_means_over: "cross_entropy_of divisor_of_node is_scalar_node shape_of_node",
     modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",
