@@ -501,6 +501,17 @@ def test_messages_between_nodes_are_read_from_their_measured_curve() -> None:
         assert longer == pytest.approx(vectors * rounds * 0.01, rel=0.05)
 
 
+def test_collectives_over_nodes_are_read_from_their_measured_curve() -> None:
+    link = LinkCost(0.0, 1e6)
+    curves = {"reduce_scatter/4": line(0.5e6), "reduce_scatter/64": line(1.0)}
+    plain, measured = (MeasuredCosts(machine(), "fp32", Network(1, link, None, c)) for c in ({}, curves))
+    for nodes, seconds in ((4, 2.0), (8, 2.0 * (7 / 8) / (3 / 4))):
+        assert measured.collective("reduce_scatter", nodes, 1e6)[0] == pytest.approx(seconds)
+        ring = (nodes - 1) / nodes
+        assert measured.collective("all_gather", nodes, 1e6)[0] == pytest.approx(ring)
+        assert plain.collective("reduce_scatter", nodes, 1e6)[0] == pytest.approx(ring)
+
+
 def test_delays_of_the_logical_workers_of_a_device_add_up() -> None:
     step, plain = facts(4), seconds_of(facts(4), run("mirrored:algorithm=ring", 2, workers=4), costs())
     for slow, more in (("worker=1,ms=20", 0.02), ("worker=0+1,ms=20", 0.04), ("worker=1+2,ms=20", 0.02)):

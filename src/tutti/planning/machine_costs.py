@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,11 +43,14 @@ class Network:
         between: cost of a message between nodes over a node's link; None where nothing is known of it.
         messages: measured seconds of messages between nodes over bytes, which say more than the line of ``between``
             where links are shared by both ways; None where the line is all that is known.
+        collectives: measured curves of collectives with one rank a node, by ``KIND/NODES``; a ring's law from
+            ``between`` for a kind without one.
     """
 
     per_node: int
     between: LinkCost | None = None
     messages: Curve | None = None
+    collectives: Mapping[str, Curve] = field(default_factory=dict)
 
     def nodes(self, ranks: int) -> int:
         """Return the smallest number of nodes of the cluster that hold ``ranks`` devices."""
@@ -337,19 +340,24 @@ class MeasuredCosts:
         found = np.zeros(SAMPLES)
         if here > 1:
             name, known = self._measured_collective(kind, here)
-            steps = _steps(kind)
-            whole = curve_seconds(self.machine.curve(name), size)
-            fixed = curve_seconds(self.machine.curve(name), 1.0)
+            whole = _ring_scaled(self.machine.curve(name), size, known, here)
             if known != here:
                 # A ring's own law carries the measurement to another number of ranks.
-                fixed_here = fixed * (here - 1) / (known - 1)
-                moved = max(whole - fixed, 0.0) * ((here - 1) / here) / ((known - 1) / known)
-                whole = fixed_here + moved
-                self.note(f"{kind} over {here} ranks of a node scales from {known} as a ring does ({steps} passes)")
+                self.note(
+                    f"{kind} over {here} ranks of a node scales from {known} as a ring does ({_steps(kind)} passes)"
+                )
             found += whole * self._draw(name)
         if nodes > 1:
-            found += _ring_seconds(kind, nodes, size * min(apart, self.network.per_node), self._between(ranks * apart))
+            found += self._over_nodes(kind, nodes, size * min(apart, self.network.per_node), ranks * apart)
         return found
+
+    def _over_nodes(self, kind: str, nodes: int, size: float, devices: int) -> float:
+        """Return the seconds of a collective with one rank a node, from a measured curve or a ring's law."""
+        known = _nodes_of(self.network.collectives, kind)
+        if not known:
+            return _ring_seconds(kind, nodes, size, self._between(devices))
+        nearest = min(known, key=lambda count: abs(math.log(count / nodes)))
+        return _ring_scaled(self.network.collectives[f"{kind}/{nearest}"], size, nearest, nodes)
 
     def within(self) -> LinkCost:
         """Return the cost of a copy in a node's memory: latency in seconds, and bytes a second."""
@@ -792,6 +800,21 @@ def median_draw(draws: Array) -> float:
     ordered = np.sort(draws)
     half = len(ordered) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
+
+
+def _nodes_of(curves: Mapping[str, Curve], kind: str) -> list[int]:
+    """Return the numbers of nodes with which a kind of collective was measured."""
+    return sorted(int(name.rpartition("/")[2]) for name in curves if name.startswith(f"{kind}/"))
+
+
+def _ring_scaled(curve: Curve, size: float, known: int, ranks: int) -> float:
+    """Return the seconds of a collective over a number of ranks, from those of a known number, as a ring's grow."""
+    whole = curve_seconds(curve, size)
+    if known == ranks:
+        return whole
+    fixed = curve_seconds(curve, 1.0)
+    moved = max(whole - fixed, 0.0) * ((ranks - 1) / ranks) / ((known - 1) / known)
+    return fixed * (ranks - 1) / (known - 1) + moved
 
 
 def _steps(kind: str) -> int:

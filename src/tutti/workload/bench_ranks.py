@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -40,11 +40,15 @@ def bench_links(world: World, found: Findings) -> None:
         _draw(line, f"links/{sender}-{sender + 1}", points, sender, found)
 
 
-def bench_collectives(world: World, found: Findings) -> None:
+def bench_collectives(
+    world: World, found: Findings, kinds: Sequence[str] | None = None, sizes: Sequence[int] = _SIZES
+) -> None:
     """Measure the seconds of all-reduce, all-gather, reduce-scatter and broadcast over all ranks. Collective.
 
     Args:
         world: all ranks.
+        kinds: which of them; None: all.
+        sizes: bytes of the whole tensors.
         found: receives the curves ``collectives/KIND/RANKS`` of this rank's median seconds over bytes of the whole
             tensor.
     """
@@ -56,10 +60,10 @@ def bench_collectives(world: World, found: Findings) -> None:
         "reduce_scatter": partial(_reduce_scatter, group),
         "broadcast": partial(_broadcast, group),
     }
-    for name, make in makers.items():
+    for name in makers if kinds is None else kinds:
         points = [
-            curve_point(size, _together(group, make(size // 4), 30 if size < 2**20 else 8, world.device))
-            for size in _SIZES
+            curve_point(size, _together(group, makers[name](size // 4), 30 if size < 2**20 else 8, world.device))
+            for size in sizes
         ]
         found.draw(f"collectives/{name}/{ranks}", "byte", points)
 
