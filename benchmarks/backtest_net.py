@@ -6,9 +6,10 @@
 
 Every node is a network namespace with a link of limited rate (``limited_links.cluster``). Runs are real ``tutti
 train`` jobs with real sockets; only computing is slept (``slept_layers``), so that two cores carry sixteen ranks.
-Calibrated are the machine (``tutti bench`` of one device, of two ranks of a node, and of the link between two nodes),
-and the cost of a layer's call beside its sleep, from one step: of one device, or for pipelines of two stages at one
-micro-batch. Everything else is predicted. Needs Linux, root and iproute2; elsewhere it says so and ends with 0.
+Calibrated are the machine (``tutti bench`` of one device, of two ranks of a node, of the link between two nodes, and of
+the backend's collectives over four), and the cost of a layer's call beside its sleep, from one step: of one device, or
+for pipelines of two stages at one micro-batch. Everything else is predicted. Needs Linux, root and iproute2; elsewhere
+it says so and ends with 0.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ OPTIMIZER = "sgd:lr=0.01"
 MBIT = 50.0
 TCP = ("net.ipv4.tcp_congestion_control=reno",)
 """Known to every kernel, and without losses only a window. BBR takes the pauses of a step for a slower link."""
+SEGMENTS = 3
+"""Packets that a socket hands to its link at once: at this rate the kernel's usual 64 KiB block it for 10 ms."""
 WARM = 3
 """Steps of a run that do not count: they meet cold connections and allocate memory."""
 
-WIDE, NARROW = Slept(8, 10, 512), Slept(8, 10, 128)
+SMALL = 4
+"""Nodes of the measured size, on which the backend's collectives are benched."""
+WIDE, NARROW = Slept(2, 40, 4096), Slept(2, 40, 512)
 STAGED = Slept(16, 4, 16, 2048)
-"""Models of 4 MiB, for what shares links out, and of 1 MiB, for what sends all to one node; layers of pipelines."""
+"""Models of 8 MiB, for what shares links out, and of 1 MiB, for what sends all to one node; layers of pipelines."""
 
 BARS = {"measured size": 3.0, "two times": None, "four times": 5.0, "pipeline": 5.0, "uneven": 10.0}
 """Bars on the mean error by protocol, in %."""
@@ -95,7 +100,8 @@ class Case:
     def key(self) -> str:
         """Names the run in the record: all that its seconds depend on."""
         return json.dumps(
-            {"mbit": MBIT, "tcp": TCP, "warm": WARM, **asdict(self), "protocol": "", "name": ""}, sort_keys=True
+            {"mbit": MBIT, "tcp": TCP, "segments": SEGMENTS, "warm": WARM, **asdict(self), "protocol": "", "name": ""},
+            sort_keys=True,
         )
 
     @property
@@ -207,12 +213,19 @@ def measure_machine(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     jobs = ((("device", "optimizer"), 1, 1), (("collectives",), 1, 2), (("links",), 2, 1))
     for parts, nodes, each in jobs:
-        with cluster(nodes, MBIT, "2s", settings=TCP) as hosts, tempfile.TemporaryDirectory() as scratch:
+        with (
+            cluster(nodes, MBIT, "2s", settings=TCP, segments=SEGMENTS) as hosts,
+            tempfile.TemporaryDirectory() as scratch,
+        ):
             run_ranks(hosts, each, partial(_bench, parts, Path(scratch)), folder / parts[0], 300)
             content = json.loads((Path(scratch) / "facts.json").read_text(encoding="utf-8"))
         figures |= content["figures"]
         curves |= content["curves"]
         facts = facts or content["device"]
+    with cluster(SMALL, MBIT, "2s", settings=TCP, segments=SEGMENTS) as hosts, tempfile.TemporaryDirectory() as scratch:
+        run_ranks(hosts, 1, partial(_bench_over_nodes, Path(scratch)), folder / "nodes", 300)
+        content = json.loads((Path(scratch) / "facts.json").read_text(encoding="utf-8"))
+    curves |= {f"nodes/{name}": curve for name, curve in content["curves"].items()}
     host = {"name": "namespaces", "cpu": cpu_model(), "cores": usable_cores(), "versions": {"tutti": VERSION}}
     parts_done = [part for parts, *_ in jobs for part in parts]
     return {"host": host, "device": facts, "parts": parts_done, "figures": figures, "curves": curves}
@@ -222,6 +235,20 @@ def _bench(parts: Sequence[str], directory: Path) -> None:
     from tutti.workload.bench import bench_rank
 
     bench_rank(parts, "cpu", time.monotonic(), directory, directory)
+
+
+def _bench_over_nodes(directory: Path) -> None:
+    """Measure collectives as ``tutti bench`` does, of the sizes that the cases send."""
+    from tutti.launcher import context
+    from tutti.workload.bench_ranks import bench_collectives
+    from tutti.workload.bench_timing import Findings
+
+    world, found = context.init("cpu"), Findings()
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    bench_collectives(world, found, kinds, [2**power for power in (10, 12, 14, 16, 18, 20, 22)])
+    if world.identity.rank == 0:
+        (directory / "facts.json").write_text(json.dumps(found.content()), encoding="utf-8")
+    context.shutdown()
 
 
 def measure_case(case: Case, folder: Path) -> list[float]:
@@ -235,7 +262,7 @@ def measure_case(case: Case, folder: Path) -> list[float]:
     words += ["--slow", case.slow] if case.slow else []
     shutil.rmtree(folder, ignore_errors=True)
     uneven = {case.nodes - 1: MBIT * case.slow_node} if case.slow_node else None
-    with cluster(case.nodes, MBIT, "2s", uneven, TCP) as hosts:
+    with cluster(case.nodes, MBIT, "2s", uneven, TCP, SEGMENTS) as hosts:
         run_ranks(hosts, case.each, partial(tutti_command, words), folder, 400)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clock = [line["seconds"] for line in lines if line["group"] == "train"]
@@ -299,7 +326,12 @@ class Predictor:
         config = case.config()
         # The slowest link is stated, as a user states it.
         curve = slower(self.machine.curve("links/0-1"), case.slow_node or 1.0)
-        network = Network(case.each, LinkCost(curve.fixed, curve.rate), curve)
+        over = {
+            name.removeprefix("nodes/collectives/"): slower(each, case.slow_node or 1.0)
+            for name, each in self.machine.curves.items()
+            if name.startswith("nodes/")
+        }
+        network = Network(case.each, LinkCost(curve.fixed, curve.rate), curve, over)
         costs = MeasuredCosts(self.machine, "fp32", network)
         costs.share_node(case.ranks)
         facts = self._facts(case, config)
@@ -421,10 +453,10 @@ runs are `tutti train` with real sockets; computing is slept, so that two cores 
 communication, schedules, servers and delays, and not computing. `make backtest-net` needs root and about an hour on an
 idle machine, and goes on where it was stopped. Every figure comes from `{source}`.
 
-Calibrated on at most two nodes are the link (`tutti bench links` between two namespaces), copies and updates (`tutti
-bench`), and the cost of a layer's call beside its sleep, from steps of one device; for pipelines from two stages at one
-micro-batch. No constant is fitted to the runs that are predicted. An error is (predicted − measured) in % of the
-measured median step.
+Calibrated on at most four nodes are the link (`tutti bench links` between two namespaces), the backend's collectives
+(`tutti bench collectives` over four), copies and updates (`tutti bench`), and the cost of a layer's call beside its
+sleep, from steps of one device; for pipelines from two stages at one micro-batch. No constant is fitted to the runs
+that are predicted. An error is (predicted − measured) in % of the measured median step.
 
 ## Bars
 

@@ -51,11 +51,13 @@ def cluster(
     latency: str = "200ms",
     uneven: Mapping[int, float] | None = None,
     settings: Sequence[str] = (),
+    segments: int | None = None,
 ) -> Iterator[list[str]]:
     """Names of ``hosts`` namespaces 10.78.0.1, 2, …, each with a link of so many Mbit/s to a switch.
 
     A packet that would wait for its turn for longer than ``latency`` is lost; ``uneven`` gives some hosts other Mbit/s.
-    ``settings`` are the kernel's (``sysctl``) in each host, such as ``net.ipv4.tcp_congestion_control=reno``.
+    ``settings`` are the kernel's (``sysctl``) in each host, such as ``net.ipv4.tcp_congestion_control=reno``; a socket
+    hands at most ``segments`` packets at once to the link, so that others need not wait behind 64 KiB.
     """
     names = [f"tutti-{os.getpid()}-{host}" for host in range(hosts)]
     switch = f"tutti-{os.getpid()}-switch"
@@ -69,6 +71,8 @@ def cluster(
             run("ip", "link", "add", "uplink", "netns", name, "type", "veth", "peer", "name", far, "netns", switch)
             run("ip", "-n", switch, "link", "set", far, "master", "switch", "up")
             run("ip", "-n", name, "address", "add", f"10.78.0.{host + 1}/24", "dev", "uplink")
+            if segments is not None:
+                run("ip", "-n", name, "link", "set", "uplink", "gso_max_segs", str(segments))
             run("ip", "-n", name, "link", "set", "lo", "up")
             run("ip", "-n", name, "link", "set", "uplink", "up")
             for setting in settings:
