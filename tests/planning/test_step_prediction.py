@@ -218,6 +218,9 @@ def test_a_rank_beside_its_server_takes_no_link_between_nodes() -> None:
     assert seconds(2, 4) == pytest.approx(3 * 16 + 4 * 0.24 + 0.096, rel=0.02)
     assert seconds(4, 2) == pytest.approx(1 * 16 + 2 * 0.12 + 0.096, rel=0.03)
     assert seconds(1, 4, mode="async") == pytest.approx(3 * 32, rel=0.02)
+    # Pushes at once wait at once, whatever a message waits.
+    link = LinkCost(100.0, 1e6)
+    assert seconds(1, 8) - seconds(1, 4) == pytest.approx(4 * 32 + 4 * 0.48, rel=0.02)
 
 
 def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:

@@ -220,10 +220,10 @@ class ServerBuilder(ReplicaBuilder):
         last = len(program.actions) - 1
         for text, seconds in (
             ("gradients written", service.written),
-            ("pushes of all ranks", service.senders * service.transfer + service.requests(flows, "push")),
+            ("pushes of all ranks", service.pushed + service.requests(flows, "push")),
             ("server: sum", ranks * service.added + service.looked_at + service.requests(flows, "sum")),
             ("server: update", service.updated),
-            ("parameters to all ranks", service.senders * service.transfer_back + service.requests(flows, "apply")),
+            ("parameters to all ranks", service.pulled + service.requests(flows, "apply")),
             ("parameters read", service.read),
         ):
             last = self.message(program, seconds, (last,), text)
@@ -265,6 +265,7 @@ class _Service:
             the device, if it is an accelerator.
         transfer, transfer_back: gradients of one rank over the link of the server's node; parameters to one rank.
         senders: ranks whose gradients take this link; those on a server's own node do not.
+        pushed, pulled: gradients of all ranks to the server at once; parameters to all of them.
         added: one rank's gradients added up.
         looked_at: norm and finiteness of the sum.
         updated: the update.
@@ -288,10 +289,13 @@ class _Service:
         if shared:
             self.transfer, self.read = np.zeros(SAMPLES), host.moved(whole)
             self.transfer_back = host.copied(most)
+            self.pushed, self.pulled = self.transfer, ranks * self.transfer_back
         else:
             # Servers go round the nodes; those of one node share its link to the others.
             together = -(-servers // nodes) if nodes > 1 else 1
             self.transfer = self.transfer_back = costs.message(together * most, self._devices)
+            # One message as large as all: their waits are at the same time.
+            self.pushed = self.pulled = costs.message(self.senders * together * most, self._devices)
             self.read = host.moved(whole) if host.apart else host.copied(whole)
 
     def requests(self, flows: Sequence[ServerFlow], kind: str) -> Array:
