@@ -466,6 +466,19 @@ def test_all_wait_for_a_delayed_rank(strategy: str, devices: int) -> None:
     assert seconds_of(step, both, costs()) == pytest.approx(plain + (0.05 if devices > 1 else 0.03), rel=2e-3)
 
 
+@pytest.mark.parametrize(("strategy", "ms"), [("mirrored:algorithm=central", 800), ("parameter_server", 3200)])
+def test_one_node_receives_from_the_others_during_a_delay(strategy: str, ms: int) -> None:
+    step, link = facts(4, elements=1_000_000), LinkCost(0.0, 1e7)
+    prices = on_host(1)
+    prices.network = Network(1, link)
+    plain, *late = (
+        seconds_of(step, run(strategy, 4, slow=slow), prices)
+        for slow in (None, f"rank=1,ms={ms // 2}", f"rank=1,ms={ms}", f"rank=1,ms={ms + 1000}")
+    )
+    # Two other ranks send 16 MB each for 3.2 s, or only the 4 MB of the first bucket.
+    assert late == pytest.approx([plain, plain, plain + 1.0])
+
+
 @pytest.mark.parametrize(("elements", "wire"), [(1000, "fp32"), (1_000_000, "fp32"), (1_000_000, "bf16")])
 def test_sums_of_the_backend_run_during_a_delay(elements: int, wire: str) -> None:
     """All buckets are sent within backward, so that a delay after it hides them, as in a run."""

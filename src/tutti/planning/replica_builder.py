@@ -469,8 +469,23 @@ class ReplicaBuilder:
                     for i in vector.parameters
                 )
             seconds = all_reduce_seconds(self.costs, exchange, ranks, vector.bytes, self.apart)
+            if exchange.schedule == "central" and number == 0:
+                # The reducer receives from all but the delayed rank during its delay.
+                early = seconds / 2 * (ranks - 2) / (ranks - 1)
+                self.message(program, early, known(self.undelayed(program)), "gradients of other ranks")
+                seconds = seconds - early
             needs = [self.message(program, seconds, (complete,), f"gradient bucket {number}")]
         return needs
+
+    @staticmethod
+    def undelayed(program: StepProgram) -> int:
+        """Return the index of the last action of a step before the delay at its end, if it has one.
+
+        Args:
+            program: the step up to the end of a rank's passes.
+        """
+        last = len(program.actions) - 1
+        return last - (last >= 0 and program.actions[last].phase == IDLE)
 
     def _reached(
         self,

@@ -218,9 +218,12 @@ class ServerBuilder(ReplicaBuilder):
         program.flows += flows
         self.passes(program, parts)
         last = len(program.actions) - 1
+        # A server receives from all but the delayed rank during its delay.
+        others = service.pushed - service.transfer
+        self.message(program, others, (self.undelayed(program),), "pushes of other ranks")
         for text, seconds in (
             ("gradients written", service.written),
-            ("pushes of all ranks", service.pushed + service.requests(flows, "push")),
+            ("push", service.transfer + service.requests(flows, "push")),
             ("server: sum", ranks * service.added + service.looked_at + service.requests(flows, "sum")),
             ("server: update", service.updated),
             ("parameters to all ranks", service.pulled + service.requests(flows, "apply")),
