@@ -128,17 +128,29 @@ class Block(nn.Module):
         return found
 
 
+class Bias(nn.Module):
+    """A layer that costs nothing, and whose output needs a gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Added to every sample."""
+        return values + self.bias
+
+
 class SleptModel(nn.Module):
     """Layers in a row, and a bias before them, so that the first also hands a gradient on."""
 
     def __init__(self, slept: Slept) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(slept.width))
+        self.first = Bias(slept.width)
         self.blocks = nn.Sequential(*(Block(slept) for _ in range(slept.layers)))
 
     def forward(self, values: Tensor) -> Tensor:
         """Through all layers."""
-        found: Tensor = self.blocks(values + self.bias)
+        found: Tensor = self.blocks(self.first(values))
         return found
 
 

@@ -116,6 +116,7 @@ def test_the_page_has_every_case_and_every_bar(script: Any) -> None:
     assert row["error"] == pytest.approx(10) and (row["low"], row["high"]) == (0.9, 1.2)
     content = {
         "settings": {"mbit": 50.0},
+        "load": 0.5,
         "summary": script.summarise([row]),
         "rows": [row],
         "failed": [{"case": "x", "why": "y"}],

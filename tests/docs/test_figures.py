@@ -22,6 +22,7 @@ ELSEWHERE = {
     "docs/reliability.md": "its tables are made from the results: tests/benchmarks/test_reliability_page.py",
     "docs/log.md": "what was tried and lost; most of it is no longer in the tree, and its results are not kept",
     "docs/backtest.md": "it is made from its result: tests/docs/test_backtest_page.py",
+    "docs/backtest-net.md": "it is made from its result: tests/benchmarks/test_backtest_net.py",
     "docs/models.md": "it is made from its record: tests/models/test_models.py",
     "docs/what-works.md": "it is made from the scripts' run: tests/scripts/test_scripts.py",
 }
