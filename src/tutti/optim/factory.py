@@ -16,6 +16,7 @@ from tutti import optim
 from tutti.config import optimizer_config as options
 from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
+from tutti.optim.absent_state import AbsentState
 from tutti.optim.layerwise import LayerWise
 from tutti.torch_compat import optimizer_attributes
 from tutti.types import OptimizerFactory
@@ -112,7 +113,8 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
 
 def _bring_state(optimizer: Optimizer) -> None:
     """Move state that the constructor has made (Adagrad) to where ``tutti.prepare`` has moved the parameters."""
-    for parameter, state in optimizer.state.items():
+    given = {} if isinstance(optimizer.state, AbsentState) else optimizer.state
+    for parameter, state in given.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
@@ -189,6 +191,8 @@ def is_known(kind: type[Optimizer]) -> bool:
 
 def _has_stepped(original: Optimizer, built: Optimizer) -> bool:
     """Whether the original's state of the copy's parameters differs from a fresh optimizer's."""
+    if isinstance(original.state, AbsentState):
+        return False
     for group in built.param_groups:
         for p in group["params"]:
             before, fresh = original.state.get(p, {}), built.state.get(p, {})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
+from tutti.optim.absent_state import AbsentState
 from tutti.optim.several import members_of
 from tutti.parallel import Choice, check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
@@ -73,32 +73,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__))
     steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
     if not keeps_state(choice.name, run.context) and not (steps_here and choice.row.optimizer_here):
-        absent: Any = _AbsentState(lambda: _check_state(run, choice, "reading or writing the state"))
+        absent: Any = AbsentState(lambda: _check_state(run, choice, "reading or writing the state"))
         optimizer.state = absent
-
-
-class _AbsentState(MutableMapping[Tensor, Any]):
-    """The state of an optimizer whose updates another one makes: what a script did to it would have no effect."""
-
-    def __init__(self, refuse: Callable[[], None]) -> None:
-        self._refuse = refuse
-
-    def __getitem__(self, key: Tensor) -> Any:
-        self._refuse()
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        self._refuse()
-
-    def __delitem__(self, key: Tensor) -> None:
-        self._refuse()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._refuse()
-        return iter(())
-
-    def __len__(self) -> int:
-        self._refuse()
-        return 0
 
 
 def _check_state(run: Run, choice: Choice, call: str) -> None:

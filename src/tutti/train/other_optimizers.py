@@ -13,23 +13,35 @@ from tutti.python_compat import live_objects
 from tutti.train.gradient_origin import script_line
 
 
-def refuse_other_optimizers(given: Sequence[Optimizer], originals: Iterable[Tensor]) -> None:
-    """Let every other living optimizer of these parameters raise UsageError in its next step.
+def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[Optimizer]:
+    """Return the script's living optimizers of some parameters beside those that ``tutti.prepare`` was given.
 
-    The model has other parameter objects now, or gradients that are not whole. Optimizers that share groups with a
-    given one, such as the inner one of a wrapper, may step.
+    Optimizers that share groups with a given one, such as the inner one of a wrapper, are not among them. To be called
+    before tutti makes optimizers of its own.
 
     Args:
         given: the optimizers of ``tutti.prepare``.
-        originals: the model's parameters as they were before.
+        parameters: the model's parameters.
     """
-    known = {id(p) for p in originals}
+    known = {id(p) for p in parameters}
     own = {id(group) for optimizer in given for group in optimizer.param_groups}
+    found = []
     for other in live_objects(Optimizer):
         groups = getattr(other, "param_groups", ())
         apart = not any(id(group) in own for group in groups) and not any(other is each for each in given)
         if apart and any(id(p) in known for group in groups for p in group["params"]):
-            other.register_step_pre_hook(_refuse)
+            found.append(other)
+    return found
+
+
+def refuse_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers raise UsageError in their next step: the model's parameters are sharded, and theirs are not.
+
+    Args:
+        optimizers: as from ``other_optimizers``.
+    """
+    for each in optimizers:
+        each.register_step_pre_hook(_refuse)
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

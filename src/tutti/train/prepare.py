@@ -34,7 +34,7 @@ from tutti.train.hook_watch import HookWatch
 from tutti.train.model_conversion import cast_loss, convert_model
 from tutti.train.noise_probe import NoiseProbe
 from tutti.train.optimizers import factory
-from tutti.train.other_optimizers import refuse_other_optimizers
+from tutti.train.other_optimizers import other_optimizers, refuse_steps
 from tutti.train.partial_reads import PartialReads
 from tutti.train.plain_copies import leave_hooks_out_of_copies
 from tutti.train.prepare_checks import CheckedRun, check_run
@@ -256,7 +256,8 @@ def prepare_run(
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     layout, sync = choice.counted(checked.epochs.steps).make(_as_one(run_context, checked.together))
-    originals = list(converted.parameters()) if grid.shard > 1 else []
+    sharded = grid.shard > 1 and bool(checked.optimizers)
+    others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
 
@@ -290,8 +291,7 @@ def prepare_run(
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
     for index, each in enumerate(checked.optimizers):
         accumulate_steps(each, run, choice, index)
-    if grid.shard > 1 and checked.optimizers:
-        refuse_other_optimizers(checked.optimizers, originals)
+    refuse_steps(others)
     note(checked.model, checked.optimizers, choice.name, run_context)
     StateLoads(checked.model, run, choice)
     if o.init_from is not None:

@@ -141,6 +141,8 @@ class WorkerBuffers:
         Args:
             saved: the checkpoint.
         """
+        # What the script has loaded into the model is in the checkpoint, too.
+        self._look()
         self._take_out()
         if self._handover is not None:
             self._handover.forget()
