@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.launching import SOURCE, until
 from tutti.checkpoint.folder import last_step
@@ -154,16 +157,66 @@ def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [3], indirect=True)
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded"])
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server", "sharded", "tensor:least=1", "pipeline"])
 def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strategy: str, tmp_path: Path) -> None:
+    exact = strategy in ("mirrored", "parameter_server")
+    options = [word for word in OPTIONS if exact or word != "--reproducible"]
+    words = ("train", "digits", "--model", "mlp", "--precision", "fp64", *options)
     on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--strategy", strategy, "--out", "run")
-    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    process = started(tmp_path, *words, *SLOW, *on)
     at_step(process, tmp_path / "run", 40)
     nodes.kill()
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert devices_over_time(tmp_path / "run") == [3, 2], err
-    assert digest(tmp_path / "run") == alone(tmp_path, "--strategy", "mirrored")
+    process = started(tmp_path, *words, "--devices", "1", "--strategy", "mirrored", "--out", "alone")
+    _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    if exact:
+        assert digest(tmp_path / "run") == digest(tmp_path / "alone")
+    got, want = (weights(tmp_path, run) for run in ("run", "alone"))
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-8, atol=1e-8)
+
+
+def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    """The weights at the end of a run, as one plain model's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tutti", "export", run, "--out", f"{run}.safetensors", "--format", "safetensors"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / f"{run}.safetensors")
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+def test_twenty_random_kills_and_joins(nodes: Nodes, tmp_path: Path) -> None:
+    """Nodes come and go at random steps; the weights are those of a run left alone, and no process stays."""
+    draw = random.Random(20)
+    words = ("train", "linear", *OPTIONS, "--steps", "3000", "--max-restarts", "30")
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "1:3", "--out", "run")
+    process = started(tmp_path, *words, *SLOW, *on)
+    changes, step = 0, 0
+    while changes < 20:
+        step = max(step, last_step(tmp_path / "run" / "checkpoints")) + draw.randrange(20, 80)
+        at_step(process, tmp_path / "run", step)
+        if nodes.others and (len(nodes.others) == 2 or draw.random() < 0.5):
+            nodes.kill()
+        else:
+            nodes.add()
+        changes += 1
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    assert len(devices_over_time(tmp_path / "run")) > 5, err
+    assert digest(tmp_path / "run") == alone(tmp_path, "--steps", "3000")
+    until(lambda: not ranks(tmp_path))
 
 
 @pytest.mark.engines
