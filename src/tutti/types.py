@@ -184,6 +184,8 @@ class StepContext:
         call: index of this gradient synchronisation within the step, from 0; a custom training loop may make several.
         whole: whether the global batch is a single micro-batch, whose backward divides by the loss's count.
         settings: learning rates, momenta and weight decays of the script's optimizers, compared over data ranks.
+        place: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch that the
+            caller made.
     """
 
     global_step: int
@@ -194,6 +196,7 @@ class StepContext:
     call: int = 0
     whole: bool = False
     settings: str = ""
+    place: tuple[int, int] = (0, 0)
 
 
 class GradientVariance(NamedTuple):

@@ -71,6 +71,7 @@ class CustomLoop:
         self._origin, self._bodies = GradientOrigin(run, optimizers), BodyComparison(run)
         self._carried = CarriedState(run)
         self._started = False
+        self._open = 0
         self._calls = 0
         self._busy: Sequence[int] = ()
         self._idle: Sequence[int] = ()
@@ -98,10 +99,12 @@ class CustomLoop:
             start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
         """
         self._check_beginning()
+        self._open += 1
         try:
             for batch in self._run.epoch(number, start):
                 yield from self._bodies_of(batch)
         finally:
+            self._open -= 1
             self._sync.leave_custom_loop()
 
     def _bodies_of(self, batch: Batch) -> Iterator[Batch]:
@@ -160,6 +163,13 @@ class CustomLoop:
                 "noise_every cannot be combined with a custom training loop",
                 why="the noise is measured in run.step, which sees each micro-batch's gradient before the sum",
                 remedy="call run.step(batch) with a loss_fn, or leave out noise_every",
+            )
+        if self._open and self._begun and not self._accounted:
+            raise UsageError(
+                "a loop over run.microbatches() begins within the body of another one, before optimizer.step()",
+                where=script_line(),
+                why="the global batch under way would take the weight of the other loop's batch",
+                remedy="take further batches from a DataLoader of their own, or begin the loop after optimizer.step()",
             )
         if self._begun and not self._final:
             raise UsageError(

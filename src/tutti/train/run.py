@@ -495,8 +495,10 @@ class Run:
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
         factor = self.lr_schedule(self.progress) * self._rate if self.lr_schedule is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        settings = self.settings.text()
-        self._step_context_now = StepContext(self.taken, samples, factor, self._stop, scale, settings=settings)
+        facts = StepContext(self.taken, samples, factor, self._stop, scale, settings=self.settings.text())
+        if self._drawn is not None:
+            facts = replace(facts, place=(self._drawn.after.epoch, self._drawn.after.batch))
+        self._step_context_now = facts
         return self._step_context_now
 
     def _enter(self, phase: int) -> None:

@@ -237,16 +237,17 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     """Return small integers from whose sum over ranks ``digests_agree`` finds whether all ranks are in the same step.
 
     Args:
-        step_context: the step; its number, call and batch size are hashed, with ``key`` the optimizers' settings, too.
+        step_context: the step; its number, call and batch size are hashed, with ``key`` the optimizers' settings and
+            the data's position, too.
         key: hash of the parameters' layout, from ``layout_key``; 0 for ranks of one replica.
 
     Returns:
-        [a, a², b, b²] with a and b below 251: a of step and call, b of ``key``, batch size and settings.
+        [a, a², b, b²] with a and b below 251: a of step and call, b of ``key``, batch size, settings and position.
     """
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
-    if key and step_context.settings:
+    if key:
         # With the step, so that equal remainders of unequal settings are found in the next step.
-        b = mix(b, name_key(step_context.settings), step_context.global_step) % 251
+        b = mix(b, name_key(step_context.settings), step_context.global_step, *step_context.place) % 251
     return [a, a * a, b, b * b]
 
 

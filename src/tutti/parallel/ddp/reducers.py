@@ -476,7 +476,7 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
-    """Raise MismatchError after a wrong digest, naming the steps, batch sizes or settings that differ between ranks.
+    """Raise MismatchError after a wrong digest, naming the steps, batches or settings that differ between ranks.
 
     Never returns. Collective: an all-gather over ``comm``. Called before any update, on every rank, since all have read
     the same sums.
@@ -486,7 +486,15 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         step_context: the step under way on this rank.
     """
     lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
-    comm.agree(lines, "the step under way", "run the same number of steps with the same batches on every rank")
+    if step_context.place != (0, 0):
+        epoch, batch = step_context.place
+        lines.append(f"data of epoch {epoch + 1} up to batch {batch}" if batch else f"the last data of epoch {epoch}")
+    comm.agree(
+        lines,
+        "the step under way",
+        "run the same number of steps with the same batches on every rank: leave a loop or skip a batch by what is the"
+        " same everywhere, such as run.stats.loss, and not by a rank's own loss",
+    )
     remedy = (
         "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
         " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"

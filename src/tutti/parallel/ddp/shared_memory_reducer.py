@@ -169,10 +169,9 @@ class SharedReducer:
         return used
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
-        settings = name_key(step_context.settings)
-        self._digests[self._comm.rank][_DIGEST] = (
-            mix(self._key, step_context.global_step, step_context.samples, step_context.call, settings) >> 1
-        )
+        now = step_context
+        facts = (now.global_step, now.samples, now.call, name_key(now.settings), *now.place)
+        self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]
         self._mine[_FLAGS : _FLAGS + len(used)] = used

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,13 @@ from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
-from tutti.torch_compat import TorchFunctionDisabled, module_parameters, set_fsdp_collectives, tree_leaves
+from tutti.torch_compat import (
+    TorchFunctionDisabled,
+    module_parameters,
+    set_fsdp_collectives,
+    storage_key,
+    tree_leaves,
+)
 from tutti.types import ShardSpec
 
 _FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
@@ -87,6 +93,7 @@ class FullySharded:
         self._used: set[str] = set()
         self._twins = {each.name: [each.parameter, gathered] for each, gathered in self._pairs}
         self._flags = {each.name: each.parameter.requires_grad for each in self.rows}
+        self._storages = {each.name: storage_key(gathered) for each, gathered in self._pairs}
         self._watched: set[str] = set()
         self._concealed: set[nn.Parameter] = set()
         # Unsharded parameters by name, whose .grad is a placeholder for the rows' gradient.
@@ -160,11 +167,21 @@ class FullySharded:
         unsharded parameter, which the model has between a forward and its backward.
         """
         for name, twins in self._twins.items():
+            if storage_key(twins[1]) != self._storages[name]:
+                self._refuse_assigned(name)
             before = self._flags[name]
             if any(p.requires_grad != before for p in twins):
                 self._flags[name] = not before
                 for parameter in twins:
                     parameter.requires_grad_(not before)
+
+    @staticmethod
+    def _refuse_assigned(name: str) -> NoReturn:
+        raise UsageError(
+            f"the script has assigned the .data of {name}, whose rows are sharded over devices",
+            why="FSDP2 keeps the rows elsewhere, so that the assignment would change nothing",
+            remedy="write in place, with torch.no_grad(): parameter.copy_(value), or mul_, add_, clamp_",
+        )
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map each parameter object of the user's model to this rank's rows of it, the optimizer's parameter.
