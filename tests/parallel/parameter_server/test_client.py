@@ -29,6 +29,13 @@ class Line:
 
     def __init__(self, now: SimpleNamespace) -> None:
         self._now, self.sent = now, []  # type: ignore[var-annotated]
+        self.replies: list[list[zmq.Frame]] = []
+
+    def poll(self, milliseconds: int) -> bool:
+        return bool(self.replies)
+
+    def recv_multipart(self, copy: bool) -> list[zmq.Frame]:
+        return self.replies.pop()
 
     def send_multipart(self, frames: Any, flags: int, copy: bool) -> None:
         if self.full:
@@ -81,6 +88,18 @@ def test_a_push_is_repeated_when_a_slow_link_must_have_taken_it_and_then_half_as
     client: Client, now: SimpleNamespace
 ) -> None:
     assert ask_at(client, now, TIMES) == [0.0, 3.1, 9.2, 21.3, 45.4]
+
+
+def test_a_push_is_not_repeated_while_it_takes_as_long_as_the_last_one(client: Client, now: SimpleNamespace) -> None:
+    """Sixteen ranks that share a slow link wait longer than the patience of one."""
+    line: Any = client._sockets[0]
+    ask_at(client, now, [0.0])
+    now.time = 10.0
+    header = MessageHeader(PUSH, 0, RUN, LAYOUT, 0, 0, 1, 0, 0)
+    line.replies = [[zmq.Frame(header.pack()), zmq.Frame(b"")]]
+    client._receive(0)
+    line.sent = []
+    assert ask_at(client, now, [20.0, 30.0, 39.9, 40.1]) == [20.0, 40.1]
 
 
 def test_where_there_is_nobody_to_send_to_it_is_tried_again_soon(client: Client, now: SimpleNamespace) -> None:

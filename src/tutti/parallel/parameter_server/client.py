@@ -26,6 +26,8 @@ from tutti.parallel.parameter_server.server_wire import PUSH, SHARED, SKIP, Mess
 _AGAIN, _SOON = 1.0, 0.05
 # Bytes a second of the slowest network on which a request is not repeated while it is still being sent.
 _SLOW = 1e7
+# Most seconds that a slow reply delays the repetition of later requests.
+_MOST = 30.0
 _WAIT_MS, _LOOK = 20, 0.2
 _PATIENT = 3
 _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -116,6 +118,9 @@ class Client:
         self._seq = [0] * self._count
         self._open: dict[int, tuple[list[bytes | memoryview], float, float]] = {}
         self._replies: dict[int, Reply] = {}
+        # Kind and time of the last request by server, and the seconds that replies took by server and kind.
+        self._begun: dict[int, tuple[int, float]] = {}
+        self._took: dict[tuple[int, int], float] = {}
         self._sent = ""
         self.bytes = 0
         self.traffic: dict[tuple[int, str], RequestTraffic] = {}
@@ -174,7 +179,10 @@ class Client:
             )
             frames: list[bytes | memoryview] = [header.pack(), raw, *payload]
             self._add_traffic(server, kind, 1, sum(map(len, frames)), 0)
-            self._post(server, frames, _AGAIN + size / _SLOW)
+            # A link that many ranks share takes longer: repeating what is under way would congest it more.
+            patience = max(_AGAIN + size / _SLOW, min(2 * self._took.get((server, kind), 0.0), _MOST))
+            self._begun[server] = kind, time.monotonic()
+            self._post(server, frames, patience)
 
     def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
         """Wait for the parameter servers' replies to the requests that ``send`` has sent.
@@ -276,6 +284,8 @@ class Client:
                     given.copy_(torch.frombuffer(part.buffer, dtype=torch.uint8) if len(part) else given)
                 parts = []
             self._replies[server] = Reply(header, extras, [part.bytes for part in parts])
+            kind, begun = self._begun[server]
+            self._took[server, kind] = max(time.monotonic() - begun, self._took.get((server, kind), 0.0) / 2)
             del self._open[server]
 
     def _add_traffic(self, server: int, kind: int, requests: int, sent: int, received: int) -> None:
