@@ -79,7 +79,7 @@ def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig
         other = "" if isinstance(batch_norm, Sync) else f" or a micro-batch of {first}"
         yield (
             f"{_SEEN}, batch norm sees more samples together: {first} at first, {last} in the end. "
-            f"That changes the model; batch norm ghost:size={first}{other}keeps the number of samples"
+            f"That changes the model; batch norm ghost:size={first}{other} keeps the number of samples"
         )
 
 

@@ -51,9 +51,9 @@ def engine_rank(directory: Path) -> int:
 
 
 def exit_as_rank() -> None:
-    """Run ``engine_rank`` and end this process at once with its exit code; it does not return.
+    """Run this process as a rank that an engine has started (``engine_rank``), and end it at once after a failure.
 
-    An orderly exit may wait for peers that are gone.
+    It returns only for the exit code 0: an orderly exit after a failure may wait for peers that are gone.
     """
     code = engine_rank(Path(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):
