@@ -31,12 +31,12 @@ def batch_size_schedule(
     lr_rule: NoRule,
     noise: Multiplicative | None,
 ) -> Epochs:
-    """Return the global batch size of every epoch, with its division over workers and ranks (the batch contract).
+    """Return an ``Epochs`` object: the batch contract (global batch size, its division over ranks) of every epoch.
 
-    Rank 0 warns if the batches that batch norm normalises over grow.
+    Rank 0 warns (``warnings.warn``) if batch norm normalises over more samples in the last epoch than in the first.
 
     Args:
-        contract: contract of the first epoch.
+        contract: batch contract of the first epoch.
         growth: the batch-size schedule; None for one batch size.
         model: the script's model.
         batch_norm: options of batch norm.
@@ -44,7 +44,7 @@ def batch_size_schedule(
         noise: noise on the gradient; None for none.
 
     Raises:
-        UsageError: the schedule cannot be combined with the other arguments.
+        UsageError: ``growth`` is given, and cannot be combined with ``lr_rule`` or ``noise``.
     """
     if growth is not None:
         check_growth(lr_rule, noise)
@@ -57,7 +57,10 @@ def batch_size_schedule(
 
 @contextmanager
 def without_growth_warnings() -> Iterator[None]:
-    """Within the block ``batch_size_schedule`` does not warn: ``tutti train`` reports to its listeners instead."""
+    """Return a context manager that suppresses the warnings of ``batch_size_schedule`` about batch norm.
+
+    Within the ``with`` block, Python warnings whose text starts with "as the batch grows" are ignored.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _SEEN)
         yield

@@ -10,12 +10,12 @@ from tutti.config.metric_direction import Metric
 
 @dataclass
 class BestValue:
-    """Follows the values of a metric: the best so far, and how many in a row were not better.
+    """Tracks the best value of a metric so far, and how many values in a row were not better.
 
     Attributes:
-        metric: the metric and its direction.
-        best: the best value; None before the first finite one.
-        stale: number of values since the best.
+        metric: name of the metric, and whether higher or lower is better.
+        best: the best value; None before the first finite value.
+        stale: number of values added since the best value.
     """
 
     metric: Metric
@@ -23,7 +23,9 @@ class BestValue:
     stale: int = 0
 
     def add(self, value: float) -> bool:
-        """Add a value, and return whether it is better than all before; NaN and infinity never are.
+        """Record a value of the metric, and return True if it is better than all values before.
+
+        The first finite value is better; NaN and infinity never are. A value that is not better increments ``stale``.
 
         >>> values = BestValue(Metric("loss", higher=False))
         >>> [values.add(value) for value in (2.0, 1.0, 1.0, float("nan"))], values.best, values.stale
@@ -36,5 +38,5 @@ class BestValue:
         return better
 
     def exhausted(self, patience: int) -> bool:
-        """Return whether none of the last ``patience`` values was better than the best before them."""
+        """Return True if the last ``patience`` values of the metric (or more) did not improve on the best value."""
         return self.stale >= patience

@@ -28,13 +28,18 @@ _COMPARED = 2
 
 
 class BodyComparison:
-    """Records the calls of each body, and refuses bodies that differ or that several micro-batches do not allow.
+    """Checks that a custom training loop does the same for each micro-batch of a global batch on this rank.
+
+    A rank with several micro-batches runs the body of the script's loop once for each. This class records the backward
+    passes and optimizer steps of each run of the body. It raises UsageError where they differ from those of the first
+    micro-batch, or where the body does something undefined with several micro-batches, such as writing parameters.
 
     Args:
-        run: the run.
+        run: the training run, whose model, gradient synchronisation and step number are read.
 
     Attributes:
-        several: whether a rank runs several bodies in this global batch.
+        several: whether this rank has several micro-batches in the current global batch; set by the caller. Without,
+            no check is made.
     """
 
     def __init__(self, run: Run) -> None:
@@ -54,7 +59,10 @@ class BodyComparison:
         self._first, self._settings = None, {}
 
     def begin_body(self, final: bool) -> None:
-        """Begin to record the backward passes and optimizer steps that the script's loop body makes for a micro-batch.
+        """Clear the record of backward passes and optimizer steps before the script's loop body runs for a micro-batch.
+
+        With several micro-batches it also takes the parameters' versions (in the first two global batches also the sums
+        of their values), to find writes later.
 
         Args:
             final: whether this is the rank's last micro-batch in the global batch.
@@ -92,7 +100,8 @@ class BodyComparison:
     def end_batch(self) -> None:
         """Count a global batch of the custom training loop as done, after its last micro-batch.
 
-        In the first few global batches the check that the loop body writes no parameters also compares their values.
+        The check that the loop body writes no parameters compares the sums of their values, besides their version
+        counters, in the first two global batches only; this count ends that.
         """
         self._batches += 1
 
@@ -101,11 +110,13 @@ class BodyComparison:
 
         Args:
             kind: "backward", "gradients" (computed without ``run.backward``) or "step".
-            index: the optimizer's index for "step"; -1 for all; else 0.
+            index: for "step", the optimizer's position among those passed to ``tutti.prepare``, or -1 for all
+                optimizers; 0 for the other kinds.
 
         Raises:
-            UsageError: the event is undefined with several micro-batches a rank, such as a second update for one
-                micro-batch, or is another one than at this place for the rank's first micro-batch of the global batch.
+            UsageError: this rank has several micro-batches, and the loop body steps through an enabled
+                ``torch.amp.GradScaler``, computes gradients after an optimizer step, writes parameters before the last
+                micro-batch, or differs in this call from the first micro-batch of the global batch.
         """
         if self.several:
             if kind == "step" and _is_called_by_scaler():

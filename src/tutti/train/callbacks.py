@@ -33,11 +33,12 @@ _STATE = ("state_dict", "load_state_dict")
 
 
 class Callbacks:
-    """The callbacks of a run, called in their order.
+    """Calls the callbacks of a training run at its events (``EVENTS``, such as ``on_epoch_end``), in the order given.
 
     Args:
-        given: functions ``function(run)``, called after each step, and objects with methods of ``EVENTS``. An object's
-            ``ranks`` is ``"first"`` (rank 0, the default) or ``"all"``.
+        given: functions ``function(run)``, called after each step, and objects with methods named as in ``EVENTS``.
+            The attribute ``ranks`` of a callback says where it is called: ``"first"`` (rank 0, the default) or
+            ``"all"``.
 
     Attributes:
         reason: why a callback has stopped training; None while it goes on.
@@ -73,7 +74,7 @@ class Callbacks:
         self._asked = self._asked or reason or "no reason given"
 
     def ended(self) -> bool:
-        """Return whether a callback has stopped training; the same on every rank after each event."""
+        """Return True if a callback has asked to stop training; every rank gets the same answer after each event."""
         return self.reason is not None
 
     def handles(self, event: str) -> bool:
@@ -90,15 +91,16 @@ class Callbacks:
             self.call("on_train_begin", run)
 
     def call(self, event: str, run: Run, *arguments: Any) -> None:
-        """Call the callbacks of an event in their order, on the ranks that they are for.
+        """Call the method ``event`` of each callback that has it, in order, and agree over ranks whether to stop.
 
-        Collective if there are any: an all-gather of the reasons to stop. A callback that returns True or a text stops
-        training. An exception of a callback is raised on, with a note that names it.
+        A callback with ``ranks = "first"`` is called on rank 0 alone. If any callback has the method, the call is
+        collective over all ranks: an all-gather of the reasons to stop. A callback that returns True or a string stops
+        training; the string is the reason. An exception of a callback propagates, with a note that names the callback.
 
         Args:
             event: name of the method, one of ``EVENTS``.
-            run: the run, the method's first argument.
-            arguments: its other arguments.
+            run: the training run, passed to the method as its first argument.
+            arguments: further arguments of the method, such as the epoch for ``on_epoch_end``.
         """
         handlers = [(each, handler) for each in self.own if (handler := _handler(each, event)) is not None]
         if not handlers:
@@ -139,7 +141,10 @@ class Callbacks:
         self.call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
     def facts(self) -> list[Any]:
-        """Return each callback's ``state_dict()``, in order, as a JSON value for a checkpoint; None if it has none."""
+        """Return a list with the ``state_dict()`` of each callback, in order, as JSON values for a checkpoint.
+
+        The entry is None for a callback that lacks ``state_dict`` or ``load_state_dict``.
+        """
         return [_state(each) for each in self.own]
 
     def saved(self) -> dict[str, Any]:
@@ -153,10 +158,13 @@ class Callbacks:
         return {"callbacks": self.facts(), "callback_names": self.names(), "stopped": self.reason}
 
     def load_run(self, saved: Mapping[str, Any]) -> None:
-        """Load the callbacks' states from a checkpoint of ``tutti train``; a stopped run remains stopped.
+        """Load the callbacks' states from a checkpoint of ``tutti train``, and why a callback had stopped training.
+
+        A run that a callback had stopped remains stopped after the load.
 
         Args:
-            saved: the checkpoint's facts, with the keys of ``saved()``.
+            saved: entries of the checkpoint's manifest: ``callbacks`` (list of states), ``callback_names`` and
+                ``stopped`` (reason or None).
 
         Raises:
             CheckpointError: the checkpoint was saved with other callbacks.
@@ -166,10 +174,11 @@ class Callbacks:
         self.reason = None if reason is None else str(reason)
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the callbacks' states from a checkpoint's facts; nothing if it has none.
+        """Call ``load_state_dict`` of each callback with its state in a checkpoint; do nothing if there are no states.
 
         Args:
-            saved: the facts, with the keys ``callbacks`` and ``callback_names``.
+            saved: entries of the checkpoint's manifest: ``callbacks`` (list of states, None for a callback without one)
+                and ``callback_names`` (as ``names()`` returns).
 
         Raises:
             CheckpointError: the checkpoint was saved with other callbacks.
@@ -254,11 +263,17 @@ class _Follower:
         return self.values.add(evaluation.values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since."""
+        """Return a dict with ``metric`` (its name), ``best`` (best value or None), ``stale`` (evaluations since)."""
         return {"metric": str(self.values.metric.name), "best": self.values.best, "stale": self.values.stale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; a state of another metric is left out."""
+        """Restore the best value and the number of evaluations since from a ``state_dict()`` of this callback.
+
+        A state of another metric is ignored.
+
+        Raises:
+            CheckpointError: the saved best value is not finite.
+        """
         if state["metric"] == self.values.metric.name:
             best, stale = state["best"], int(state["stale"])
             if best is not None and not math.isfinite(float(best)):
@@ -293,15 +308,15 @@ class EarlyStopping(_Follower):
 
 
 class BestModel(_Follower):
-    """The callback that keeps a checkpoint of the best evaluation.
+    """Callback that saves a checkpoint after each evaluation that is the best so far, and keeps only the last one.
 
     Args:
-        folder: directory for the best checkpoint alone, on a file system that all ranks share.
+        folder: directory for these checkpoints and nothing else, on a file system that all ranks share.
         metric: ``loss``, or a metric of the loss function.
         mode: ``min`` or ``max``; default: by the metric's name.
 
     Attributes:
-        path: the checkpoint's directory; None before the first.
+        path: directory of the best checkpoint; None before the first is saved.
     """
 
     def __init__(self, folder: str | Path, metric: str = "loss", mode: str | None = None) -> None:
