@@ -35,9 +35,9 @@ $(SITE): $(READY)
 	$(INSTALL) --editable '.[site]'
 	touch $@
 
-# Three at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
+# Four at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
 test: $(READY)  ## every test and doctest; of large tables a pairwise part
-	$(BIN)/pytest -q -n 3 --dist worksteal
+	$(BIN)/pytest -q -n 4 --dist worksteal
 
 full: $(READY)  ## what `make test` leaves out of all tables but those of contract, scripts, fuzz and faults
 	$(BIN)/pytest -q -n 3 --dist worksteal -m full
