@@ -550,7 +550,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = Record(given.out / "record.jsonl")
     failed = {}
     if not given.predict:
-        _import_all()
+        import_all()
         failed = measure(cases, record, given.out)
     predictor = predictor_of(record, cases)
     known = [case for case in cases if case.protocol in BARS and case.key in record.seconds]
@@ -587,7 +587,7 @@ def calibration_json(predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Import what ranks need, so that it is there when they are forked."""
     import torch.distributed.fsdp
 

@@ -22,8 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from backtest_net import ROOT, Case, Record, calibration, import_all, measure, predictor_of, row_of, unable
-from slept_layers import WIDE
+from backtest_net import ROOT, WIDE, Case, Record, calibration, import_all, measure, predictor_of, row_of, unable
 
 from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
