@@ -215,3 +215,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     listed = ", ".join(known[:_LISTED]) + f", … ({len(known)} of them)" * (len(known) > _LISTED)
     return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"
+
+
+def script_line() -> str:
+    """Return ``FILE:LINE`` of the innermost stack frame outside of torch and tutti, for messages."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "the script"

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from tutti.device import widest_float
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, tensor_version
-from tutti.train.gradient_origin import script_line
 from tutti.train.mistake_checks import Hook
 from tutti.types import CustomLoopSync
 

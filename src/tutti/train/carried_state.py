@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.torch_compat import tree_leaves, view_base
-from tutti.train.gradient_origin import script_line
 from tutti.types import MicroBatch
 
 if TYPE_CHECKING:

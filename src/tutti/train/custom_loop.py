@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.parallel import Choice, check_custom_loop
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
-from tutti.train.gradient_origin import GradientOrigin, script_line
+from tutti.train.gradient_origin import GradientOrigin
 from tutti.types import Batch, CustomLoopRunner, CustomLoopSync, LossSums, MicroBatch, StepStats, UpdateResult
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class CustomLoop:
         self._open += 1
         try:
             for batch in self._run.epoch(number, start):
-                yield from self._bodies_of(batch)
+                with self._replica.model_code():
+                    yield from self._bodies_of(batch)
         finally:
             self._open -= 1
             self._sync.leave_custom_loop()
@@ -370,7 +371,15 @@ class CustomLoop:
             self._show(shown)
 
     def _check_remote(self) -> None:
-        """Raise UsageError for a second gradient before an update on parameter servers: one push a global batch."""
+        """Raise UsageError for a second gradient of a global batch on parameter servers, which take one push."""
+        if self._sync.gradient_at == "servers" and self._accounted:
+            raise UsageError(
+                "a second update of one global batch cannot be combined with parameter servers",
+                where=f"step {self._run.clock}, {script_line()}",
+                why="servers wait for one gradient of every rank in every step, and have updated with this step's",
+                remedy="call run.backward and optimizer.step() once for each batch of run.microbatches(), train more"
+                " epochs in place of several passes over a batch, or take --strategy mirrored",
+            )
         if self._sync.gradient_at == "servers" and self._unapplied:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",

@@ -7,7 +7,6 @@ the script has edited since. The identity and version counter of each tensor tel
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.device import widest_float
-from tutti.errors import MismatchError, UsageError
+from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.torch_compat import tensor_version
 from tutti.types import CustomLoopSync
@@ -90,7 +89,8 @@ class GradientOrigin:
         if place == "shards" or (self.alone and place != "slices"):
             return
         for parameter in self.script_parameters():
-            if parameter not in self._hooked:
+            # A frozen one takes no hook; each later body looks again.
+            if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -285,11 +285,3 @@ def _sums(gradient: Tensor | None) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
     wide = gradient.detach().to(widest_float(gradient.device))
     return torch.stack([wide.sum(), wide.square().sum()])
-
-
-def script_line() -> str:
-    """Return ``FILE:LINE`` of the innermost stack frame outside of torch and tutti, for messages."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}"
-    return "the script"

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.python_compat import live_objects
-from tutti.train.gradient_origin import script_line
 
 
 def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[Optimizer]:

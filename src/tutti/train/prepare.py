@@ -300,6 +300,7 @@ def prepare_run(
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
         _log_decisions(run, checked, o)
+    run.begin_script()
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,6 +199,12 @@ class Run:
         self.checks = Checks(self, settings.warn)
         tracks = settings.fault_tolerant and run_context.grid.rank == 0
         self.losses = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
+        self._script_code = ExitStack()
+
+    def begin_script(self) -> None:
+        """Check what the script reads and writes of split parameters, from here to the end of this object."""
+        if self.context.grid.tensor > 1:
+            self._script_code.enter_context(self.replica.script_code())
 
     @property
     def steps_per_epoch(self) -> int:
@@ -341,7 +347,8 @@ class Run:
         """Return this rank's part of the next global batch; None at the end."""
         self._enter(Phase.DATA)
         try:
-            return next(parts, None)
+            with self.replica.model_code():
+                return next(parts, None)
         finally:
             heartbeat.training.enter(Phase.IDLE)
 
@@ -368,35 +375,36 @@ class Run:
                 f"{self._closure} needs a closure, and run.step gives none",
                 remedy="loop over run.microbatches(epoch) and call optimizer.step(closure), one worker a device",
             )
-        self._enter(Phase.COMPUTE)
-        step_context = self._step_context()
-        if self._trainability(late=False):
-            self.hooks.watch(self.replica.parts)
-        work = self._cells(batch, step_context)
-        if self.feed.together and not work[0][1]:
-            work = [(work[0][0], [self._dummy_micro_batch(work[0][0], step_context)])]
-        if self.replica.sharded:
-            work = self._even(work, step_context)
-        step_context = self._step_context_now
-        try:
-            with self._open_gate():
-                stats, updated = train_step(
-                    self.replica,
-                    self.gradient_sync,
-                    self.grad_hook,
-                    work,
-                    self.loss_fn,
-                    step_context,
-                    self.hooks,
-                    self.adascale,
-                    self.noise_probe,
-                )
-            return self._record(stats, updated)
-        except Exception as error:
-            error.step = step_context.global_step + 1  # type: ignore[attr-defined]
-            raise
-        finally:
-            heartbeat.training.enter(Phase.IDLE)
+        with self.replica.model_code():
+            self._enter(Phase.COMPUTE)
+            step_context = self._step_context()
+            if self._trainability(late=False):
+                self.hooks.watch(self.replica.parts)
+            work = self._cells(batch, step_context)
+            if self.feed.together and not work[0][1]:
+                work = [(work[0][0], [self._dummy_micro_batch(work[0][0], step_context)])]
+            if self.replica.sharded:
+                work = self._even(work, step_context)
+            step_context = self._step_context_now
+            try:
+                with self._open_gate():
+                    stats, updated = train_step(
+                        self.replica,
+                        self.gradient_sync,
+                        self.grad_hook,
+                        work,
+                        self.loss_fn,
+                        step_context,
+                        self.hooks,
+                        self.adascale,
+                        self.noise_probe,
+                    )
+                return self._record(stats, updated)
+            except Exception as error:
+                error.step = step_context.global_step + 1  # type: ignore[attr-defined]
+                raise
+            finally:
+                heartbeat.training.enter(Phase.IDLE)
 
     def _dummy_micro_batch(self, worker: int, step_context: StepContext) -> MicroBatch:
         """Return the dummy micro-batch with which a rank without samples takes part in the collectives."""

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
-from tutti.errors import CheckpointError, UsageError
-from tutti.train.gradient_origin import script_line
+from tutti.errors import CheckpointError, UsageError, script_line
 
 Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 

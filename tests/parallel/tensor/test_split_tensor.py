@@ -234,4 +234,5 @@ def changed() -> list[str]:
 
 def test_what_would_be_lost_is_refused() -> None:
     for said in worlds.run(2, changed):
-        assert len(said) == 3 and all("in place" in text and "tensor:whole=a layer" in text for text in said)
+        assert len(said) == 3 and all("tensor:whole=a layer" in text for text in said)
+        assert ["in place" in text or "takes the gradient" in text for text in said] == [True] * 3

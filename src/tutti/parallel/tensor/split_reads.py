@@ -1,4 +1,4 @@
-"""Refuse code of the script that reads a split parameter as if it were whole."""
+"""Refuse code of the script that reads or writes a split parameter as if it were whole."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
-from tutti.parallel.tensor.tp_layers import TensorParallelLayer
+from tutti.parallel.tensor.split_tensor import SplitTensor
+from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import function_mode_depth, module_parameters
+from tutti.torch_compat import current_autograd_node, function_mode_depth, module_parameters
+from tutti.types import ShardSpec
 
 _ELEMENTWISE = frozenset(
     (
@@ -38,18 +42,30 @@ _SAMPLES = 2
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
+_ENTERED: list[SplitReads] = []
+"""Those whose modes are on PyTorch's stack of this thread, from the outermost."""
+
+
 class SplitReads:
     """Refuses what the script computes from split parameters, unless slices give the slice of the result.
 
     Elementwise functions are allowed (an average of weights, weights clamped in place), and so are metadata; a norm, a
-    sum or a product with a matrix is not. Results of elementwise functions count as split, too.
+    sum, a product with a matrix or a write of some rows is not. Results of elementwise functions count as split, too.
+    A column-parallel layer that the script calls by itself returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
+        specs: position in the whole tensor of each of them.
+        blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
     """
 
-    def __init__(self, split: Mapping[str, nn.Parameter]) -> None:
-        self._mode = _ReadMode(split)
+    def __init__(
+        self,
+        split: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        blocks: Mapping[nn.Module, nn.Module],
+    ) -> None:
+        self._mode = _ReadMode(split, specs, blocks)
         self._depth = 0  # of the mode on PyTorch's stack; 0 while it is not there
         self._watching = False
         self._paused = 0
@@ -58,21 +74,23 @@ class SplitReads:
     def script_code(self) -> Iterator[None]:
         """Return a context around the user's code in which reads of split parameters that would be wrong raise.
 
-        Elementwise functions are allowed. Within a context that is already open it does nothing. It may stay open over
-        the body of a custom training loop, between two calls of a generator.
+        Elementwise functions are allowed. Within a context that is already open it does nothing, unless ``model_code``
+        has been entered since. It may stay open over the body of a custom training loop, between two calls of a
+        generator, or as long as the run exists.
 
         Raises:
             UsageError: the script computes something from a split parameter that needs the whole parameter.
         """
-        if self._watching:
+        if self._watching and not self._paused:
             yield
             return
-        self._watching = True
+        before = self._watching, self._paused
+        self._watching, self._paused = True, 0
         self._push()
         try:
             yield
         finally:
-            self._watching = False
+            self._watching, self._paused = before
             self._pop()
 
     @contextmanager
@@ -96,33 +114,49 @@ class SplitReads:
         if not self._depth:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._depth = function_mode_depth()
+            _ENTERED.append(self)
 
     def _pop(self) -> None:
-        if self._depth and function_mode_depth() == self._depth:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._depth = 0
-        else:
-            # A mode of the script lies above this mode, which therefore stays on the stack.
-            self._mode.quiet = True
+        # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
+        self._mode.quiet = True
+        while _ENTERED and _ENTERED[-1]._mode.quiet and function_mode_depth() == _ENTERED[-1]._depth:
+            last = _ENTERED.pop()
+            last._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            last._depth = 0
 
 
 class _ReadMode(TorchFunctionMode):
     """Sees every call of PyTorch by the script."""
 
-    def __init__(self, split: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        split: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        blocks: Mapping[nn.Module, nn.Module],
+    ) -> None:
         super().__init__()
         self.quiet = False
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
+        self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
+        self._blocks = WeakKeyDictionary(blocks)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = None if self.quiet or func in METADATA else self._name_in(args, kwargs)
-        if name is None or _in_tutti():
+        if name is None:
             return func(*args, **kwargs)
-        if not _is_elementwise(func) and func is not torch.autograd.grad:
-            if _in_layer_or_optimizer():
+        caller = _in_tutti()
+        if caller is not None:
+            result = func(*args, **kwargs)
+            return self._split_output(caller.f_locals.get("self"), result) if func is functional.linear else result
+        if func is not torch.autograd.grad:
+            elementwise, allowed = _is_elementwise(func), _in_layer_or_optimizer()
+            if not elementwise and allowed:
                 return func(*args, **kwargs)
-            _refuse(name)
+            if not elementwise:
+                _refuse(name, func)
+            if not allowed:
+                self._check_operands(name, func, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
@@ -132,6 +166,33 @@ class _ReadMode(TorchFunctionMode):
     def _name_in(self, args: Any, kwargs: Any) -> str | None:
         """Return the name of the first split parameter among the arguments, or None."""
         return next((name for tensor in _tensors(args, kwargs) if (name := self._names.get(tensor)) is not None), None)
+
+    def _check_operands(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Raise UsageError if an operand of an elementwise function is another one for each slice of a parameter."""
+        here, whole = self._shapes[name]
+        for tensor in _tensors(args, kwargs):
+            if self._names.get(tensor) is not None or type(tensor) not in (Tensor, nn.Parameter):
+                continue
+            sizes = tensor.shape[::-1]
+            if any(size != 1 for size, a, b in zip(sizes, here[::-1], whole[::-1], strict=False) if a != b):
+                _refuse(name, func, f" together with a tensor of {tuple(tensor.shape)}")
+
+    def _split_output(self, layer: Any, result: Any) -> Any:
+        """Return the outputs of a layer, as a ``SplitTensor`` if the script calls a column-parallel layer by itself."""
+        block = self._blocks.get(layer) if isinstance(layer, ColumnParallelLinear) else None
+        if block is None or current_autograd_node() is not None:
+            return result
+        if any(frame.f_locals.get("self") is block for frame in _frames()):
+            return result
+        place = layer.tutti_slice
+        if result.shape[-1] != len(place.mine):
+            raise UsageError(
+                f"the script calls {place.name} by itself, which is split over tensor ranks",
+                where=script_line(),
+                why="its outputs are those of this rank's heads, of which the code around it may need all",
+                remedy=f"call the module around it, or leave the layer whole: --strategy tensor:whole={place.name}",
+            )
+        return SplitTensor.of(result, -1, place)
 
 
 class _ForwardReads(TorchFunctionMode):
@@ -217,27 +278,40 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _in_tutti() -> bool:
-    """Return whether tutti, not the script, calls PyTorch."""
+def _in_tutti() -> FrameType | None:
+    """Return the frame of tutti that calls PyTorch; None if the script calls it."""
     for frame in _frames():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("torch", "contextlib"):
-            return package == "tutti"
-    return False
+            return frame if package == "tutti" else None
+    return None
 
 
 def _in_layer_or_optimizer() -> bool:
-    """Return whether a split layer computes, or an optimizer, whose update tutti has tried on slices."""
-    return any(
-        isinstance(frame.f_locals.get("self"), TensorParallelLayer | torch.optim.Optimizer) for frame in _frames()
-    )
+    """Return whether a split layer's forward computes, or an optimizer, whose update tutti has tried on slices."""
+    for frame in _frames():
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.optim.Optimizer):
+            return True
+        # Its other methods, such as reset_parameters, take the slice for the whole.
+        if isinstance(caller, TensorParallelLayer) and frame.f_code.co_name == "forward":
+            return True
+    return False
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse(name: str, func: Callable[..., Any], operand: str = "") -> NoReturn:
+    called: str = getattr(func, "__name__", "")
+    written = called in ("__setitem__", "__set__") or (called.endswith("_") and not called.startswith("__"))
+    verb, why = "reads", "outside of its layer a penalty, norm or product of a slice is not that of the whole parameter"
+    if written or operand:
+        verb = "writes" if written else "reads"
+        why = "positions, norms and draws of a slice are not those of the whole parameter"
     raise UsageError(
-        f"the script reads {name}, of which each tensor rank has a slice",
-        why="outside of its layer a penalty, norm or product of a slice is not that of the whole parameter",
-        remedy="take weight_decay of the optimizer for a penalty on weights and run.state() for figures of whole"
+        f"the script {verb} {name}, of which each tensor rank has a slice{operand}",
+        where=script_line(),
+        why=why,
+        remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank; take"
+        " weight_decay of the optimizer for a penalty on weights and run.state() for figures of whole"
         f" weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]}, or take --strategy mirrored or"
         " sharded:stage=2",
     )

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
 from tutti.device import DEVICE_FLAGS
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.parallel.tensor import loss_parallel
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
 from tutti.torch_compat import IS_VIEW, VERSION_ATTRIBUTE, TorchFunctionDisabled, is_hook_of_fsdp, tensor_version
@@ -53,6 +54,9 @@ class SplitTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with TorchFunctionDisabled():
+            for value in args:
+                if isinstance(value, SplitTensor):
+                    _check_origin(value)
             handler = _HANDLERS.get(func)
             if handler is not None and args:
                 result = handler(func, *args, **kwargs)
@@ -103,6 +107,26 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
     return place.ranks.widen(value.part, value.cut, place.length, slice_.name)
 
 
+def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
+    """Return this rank's slice of a layer's input along the last dimension: (…, inputs here).
+
+    Backward of a whole input is collective: an all-gather of its gradient.
+
+    Args:
+        value: the slice itself, a ``SplitTensor``, or the whole input, if the script has computed it.
+        width: number of inputs on this rank.
+        slice_: this rank's slice of the layer.
+    """
+    if not isinstance(value, SplitTensor):
+        if value.shape[-1] == width or value.shape[-1] != slice_.length:
+            return value
+        return slice_.ranks.take(value, value.dim() - 1, slice_.length, slice_.name)
+    _check_origin(value)
+    if value.cut == value.part.dim() - 1:
+        return value.part
+    return local_part(_gathered(value), width, slice_)
+
+
 def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
     """Sum a layer's partial results over the ranks: whole on every rank, or split with sequence parallelism.
 
@@ -147,10 +171,33 @@ def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return named or (name.endswith("_") and not name.startswith("_")) or bool(kwargs.get("inplace"))
 
 
+def _check_origin(value: SplitTensor) -> None:
+    """Raise UsageError if an autograd function of the script has returned this tensor: it has computed on a slice."""
+    # The stubs of PyTorch call this property a method.
+    made_by: Any = value.grad_fn
+    if isinstance(made_by, BackwardCFunction):
+        name = value.slice_.name
+        raise UsageError(
+            f"an autograd function of the script was given the output of {name}"
+            f" ({type(made_by).__name__.removesuffix('Backward')}.apply)",
+            where=script_line(),
+            why="the output is split over tensor ranks, and a norm or mean in its backward would be that of a slice",
+            remedy=f"leave the layer whole: --strategy tensor:whole={name}, or call the module around it",
+        )
+
+
 def _refuse(value: SplitTensor, func: Any) -> None:
-    name = value.slice_.name
+    name, called = value.slice_.name, func.__name__
+    if called in ("register_hook", "retain_grad"):
+        raise UsageError(
+            f"the model or the script takes the gradient of the output of {name} ({called})",
+            where=script_line(),
+            why="the output is split over tensor ranks, and its gradient there is that of a slice",
+            remedy=f"leave the layer whole: --strategy tensor:whole={name}",
+        )
     raise UsageError(
-        f"the model or the loss function changes the output of {name} in place ({func.__name__})",
+        f"the model or the loss function changes the output of {name} in place ({called})",
+        where=script_line(),
         why="the output is split over tensor ranks, and the position of the write is unknown",
         remedy=f"make a new tensor, or leave the layer whole: --strategy tensor:whole={name}",
     )

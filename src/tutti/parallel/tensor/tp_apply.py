@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -136,7 +137,8 @@ class TensorParallelizer:
             return
         here = {name: spec for name, spec in self._specs.items() if name in replica.specs}
         replica.summary = {**replica.summary, **self._said}
-        reads = SplitReads(self.split_parameters())
+        split = self.split_parameters()
+        reads = SplitReads(split, {name: self._specs[name] for name in split}, _blocks(self._plain, self.plan))
         replica.around_fsdp_hooks = seen_as_shares
         replica.script_code, replica.model_code = reads.script_code, reads.model_code
         if self._comm.rank:
@@ -230,6 +232,21 @@ def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
     a module as one operation.
     """
     return frozenset(entry.name for entry in plan if entry.role == "within")
+
+
+def _blocks(plain: nn.Module, plan: Sequence[PlanEntry]) -> dict[nn.Module, nn.Module]:
+    """Return, for each column-parallel layer, the module that holds it and the row-parallel layer after it."""
+    found = {}
+    for number, entry in enumerate(plan):
+        last = next((other.name for other in plan[number + 1 :] if other.role == "row"), None)
+        if entry.role == "column" and last is not None:
+            common = [a for a, b in takewhile(_alike, zip(entry.name.split("."), last.split("."), strict=False))]
+            found[plain.get_submodule(entry.name)] = plain.get_submodule(".".join(common))
+    return found
+
+
+def _alike(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _asked(module: nn.Module, config: TensorConfig) -> dict[str, str]:

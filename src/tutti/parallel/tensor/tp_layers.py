@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tutti.nn.eager_layer import EagerLayer
 from tutti.parallel.tensor.linear_layer import TransposedLinear, matrix
-from tutti.parallel.tensor.split_tensor import SplitTensor, copied, summed
+from tutti.parallel.tensor.split_tensor import SplitTensor, copied, local_part, summed
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
 from tutti.torch_compat import ConvBase
 
@@ -51,7 +51,8 @@ class RowParallelLinear(TensorParallelLayer):
 
         With sequence parallelism a reduce-scatter, whose result is a ``SplitTensor`` along the positions.
         """
-        part = functional.linear(input, matrix(self))
+        weight = matrix(self)
+        part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
         whole = summed(part, self.tutti_slice)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
@@ -112,6 +113,8 @@ class ParallelDropout(TensorParallelLayer):
         """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)
+        if isinstance(input, SplitTensor):
+            return functional.dropout(input, self.p, True)
         return dropped(input, self.p, input.dim() - 1, self.tutti_slice)
 
 

@@ -1,0 +1,238 @@
+"""What a script reads and writes of split parameters outside of steps, and of the outputs of split layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+
+TOLERANCE = 1e-10
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+
+
+def row(weight: Tensor) -> None:
+    weight[3] = 1.0
+
+
+def row_of_data(weight: Tensor) -> None:
+    weight.data[3] = 1.0
+
+
+def divided(weight: Tensor) -> None:
+    weight /= weight.norm()
+
+
+def noisy(weight: Tensor) -> None:
+    weight.add_(torch.randn(weight.shape, dtype=weight.dtype))
+
+
+def scaled(weight: Tensor) -> None:
+    weight.mul_(torch.arange(8.0).unsqueeze(1))
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "made anew": lambda weight: MADE[-1].reset_parameters(),
+    "a row": row,
+    "a row of .data": row_of_data,
+    "a column": lambda weight: weight[:, 2].zero_(),
+    "index_fill_": lambda weight: weight.index_fill_(0, torch.tensor([3]), 1.0),
+    "by its norm": divided,
+    "xavier": nn.init.xavier_uniform_,
+    "normal": nn.init.normal_,
+    "noise of its shape": noisy,
+    "a factor for each row": scaled,
+    "another whole tensor": lambda weight: weight.copy_(torch.ones(8, 4)),
+    "a norm": lambda weight: weight.norm(),
+}
+ALIKE: dict[str, Callable[[Tensor], Any]] = {
+    "clamped": lambda weight: weight.clamp_(-0.1, 0.1),
+    "smaller": lambda weight: weight.mul_(0.5),
+    "of .data": lambda weight: weight.data.mul_(0.5),
+    "of a copy": lambda weight: weight.copy_(weight.detach().clone() * 0.5),
+    "of columns": lambda weight: weight.mul_(torch.arange(4.0)),
+    "counted": lambda weight: weight.numel(),
+}
+
+
+MADE: list[Any] = []
+
+
+def written(strategy: str, write: str, place: str) -> Any:
+    model, inputs = small(), torch.randn(12, 4, dtype=torch.float64)
+    MADE.append(model[0])
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", inputs, lambda called, batch: called(batch).square().mean() + called(batch).sum() * 0.1,
+        strategy=strategy, batch_size=4, precision="fp64",
+    )  # fmt: skip
+
+    def change() -> None:
+        with torch.no_grad():
+            (WRITES | ALIKE)[write](model[0].weight)
+
+    try:
+        if place == "before":
+            change()
+        for epoch in range(2):
+            for batch in run.epoch(epoch):
+                run.step(batch)
+                if place == "steps":
+                    change()
+            if place == "epochs":
+                change()
+        return {name: value.numpy().copy() for name, value in run.state().items()}
+    except tutti.errors.UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("place", ["before", "steps", "epochs"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_needs_the_whole_parameter_is_refused_outside_of_steps(write: str, place: str) -> None:
+    for said in worlds.run(2, written, strategy="tensor:least=1", write=write, place=place):
+        assert "0.weight, of which each tensor rank has a slice" in said
+        assert "test_split_reads.py:" in said and "model.load_state_dict" in said
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("write", ALIKE)
+def test_a_write_element_by_element_equals_one_device(write: str, devices: int) -> None:
+    want = worlds.alone(written, strategy="single", write=write, place="steps")
+    for got in worlds.run(devices, written, strategy="tensor:least=1", write=write, place="steps"):
+        assert largest_difference(got, want) <= TOLERANCE
+
+
+def rewritten(strategy: str) -> Any:
+    """Do what the refusal says."""
+    model, inputs = small(), torch.randn(12, 4, dtype=torch.float64)
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", inputs, lambda called, batch: called(batch).square().mean(),
+        strategy=strategy, batch_size=4, precision="fp64",
+    )  # fmt: skip
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        state = {name: value.clone() for name, value in run.state().items()}
+        state["0.weight"][3] = 1.0
+        model.load_state_dict(state)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+def test_the_way_out_of_the_refusal() -> None:
+    want = worlds.alone(rewritten, strategy="single")
+    for got in worlds.run(2, rewritten, strategy="tensor:least=1"):
+        assert largest_difference(got, want) <= TOLERANCE
+
+
+class Normed(torch.autograd.Function):
+    """Divides the gradient by its norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / gradient.norm()
+
+
+def by_hand(model: nn.Sequential, x: Tensor, kind: str) -> Tensor:
+    """Call the layers one after the other, and compute something from the features between them."""
+    if kind == "first layers":
+        return model[3](model[:3](x))
+    hidden = model[2](model[1](model[0](x)))
+    if kind == "norm":
+        hidden = hidden / hidden.norm(dim=1, keepdim=True)
+    elif kind == "some features":
+        hidden = hidden * (torch.arange(8) < 3)
+    elif kind == "penalty":
+        return model[3](hidden) + hidden.square().mean()
+    elif kind == "autograd function":
+        hidden = Normed.apply(hidden)
+    elif kind == "features":
+        hidden = functional.layer_norm(hidden, (8,))
+    return model[3](hidden)
+
+
+def called(strategy: str, kind: str, own: bool) -> Any:
+    model = small()
+    inputs = torch.randn(12, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(called: Any, batch: Any) -> Tensor:
+        return by_hand(called, batch, kind).square().mean()
+
+    try:
+        run = tutti.prepare(
+            model, optimizer, inputs, None if own else loss, strategy=strategy, batch_size=4, precision="fp64"
+        )
+        for epoch in range(2):
+            for batch in () if own else run.epoch(epoch):
+                run.step(batch)
+            for batch in run.microbatches(epoch) if own else ():
+                optimizer.zero_grad()
+                run.backward(loss(model, batch))
+                optimizer.step()
+        return {name: value.numpy().copy() for name, value in run.state().items()}
+    except tutti.errors.UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "norm", "some features", "penalty", "features", "first layers"])
+def test_features_between_layers_that_the_script_calls(kind: str, own: bool) -> None:
+    want = worlds.alone(called, strategy="single", kind=kind, own=own)
+    for devices in (2, 3):
+        for got in worlds.run(devices, called, strategy="tensor:least=1", kind=kind, own=own):
+            assert largest_difference(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_autograd_function_between_split_layers_is_refused(own: bool) -> None:
+    for said in worlds.run(2, called, strategy="tensor:least=1", kind="autograd function", own=own):
+        assert "an autograd function of the script was given the output of 0 (Normed.apply)" in said
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], 4, 2).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def part_of_block(strategy: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Attention()).double()
+    inputs = torch.randn(12, 5, 8, dtype=torch.float64)
+    try:
+        run = tutti.prepare(
+            model, "sgd:lr=0.1", inputs,
+            lambda called, batch: called(batch).square().mean() + called[1].query(batch).norm(),
+            strategy=strategy, batch_size=4, precision="fp64",
+        )  # fmt: skip
+        run.step(next(iter(run.epoch(0))))
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_of_heads_that_the_script_calls_is_refused() -> None:
+    for said in worlds.run(2, part_of_block, strategy="tensor:least=1"):
+        assert "the script calls 1.query by itself" in said
