@@ -227,6 +227,51 @@ def test_the_loss_of_an_evaluation() -> None:
     assert names(2, partial(evaluated, counted)) == []
 
 
+def in_batch_negatives(net: Any, batch: Any) -> Any:
+    features = net(batch) * batch
+    return nn.functional.cross_entropy(features @ features.T, torch.arange(len(batch)))
+
+
+def variance(net: Any, batch: Any) -> Any:
+    return torch.relu(1 - net(batch).var(0).sqrt()).mean() + net(batch).square().mean()
+
+
+def ignored(net: Any, batch: Any) -> Any:
+    """A mean over targets, of which one of the first four samples has one."""
+    targets = (batch[:, 1] > 0).long().where(batch[:, 0] > 0, -100)
+    return nn.functional.cross_entropy(torch.cat([net(batch), -net(batch)], 1)[:, :2], targets)
+
+
+def drawn(net: Any, batch: Any) -> Any:
+    return (net(batch) * torch.rand(len(batch), 1)).square().mean()
+
+
+def shuffled(net: Any, batch: Any) -> Any:
+    return (net(batch) - net(batch[torch.randperm(len(batch))])).square().mean()
+
+
+CALLS: list[int] = []
+
+
+def grows(net: Any, batch: Any) -> Any:
+    CALLS.append(1)
+    return net(batch).square().mean() * (1 + 0.1 * len(CALLS))
+
+
+@pytest.mark.parametrize(
+    ("loss", "fires"),
+    [(mean, 0), (counted, 0), (ignored, 0), (drawn, 0), (shuffled, 0), (in_batch_negatives, 1), (variance, 1)],
+)
+def test_a_loss_that_mixes_samples(loss: Any, fires: int) -> None:
+    assert names(1, partial(trained, loss)) == ["mixed-samples"] * fires
+    assert names(2, partial(trained, loss)) == ["mixed-samples"] * fires
+    assert names(1, partial(trained, loss, workers=1)) == [], "one worker and one micro-batch: as on one device"
+
+
+def test_a_loss_that_counts_its_calls_is_not_told_to_mix_samples() -> None:
+    assert names(2, partial(trained, grows)) == []
+
+
 def alone(run: Any) -> None:
     run.model.eval()
     run.model(rows(5))

@@ -48,6 +48,12 @@ CLASSICS: Mapping[str, Classic] = {
         "a gradient then depends on how many samples are computed together, and with it on workers and micro-batches",
         "return the mean over the batch's samples, or (sum, count)",
     ),
+    "mixed-samples": Classic(
+        "each logical worker takes variances, ranks or in-batch negatives from the samples of its own micro-batch, as "
+        "batch norm its statistics, so that the result depends on the numbers of workers and micro-batches",
+        "take workers=1 without micro_batch, on one device or by --strategy tensor; or keep it, if the loss is meant "
+        "for a worker's samples, as with gradient accumulation",
+    ),
     "one-rank-statistics": Classic(
         "each worker has batch-norm statistics of its own share of the data, and the model holds one worker's",
         "evaluate with run.evaluate, and save run.state(), which merge those of all workers",

@@ -116,3 +116,16 @@ def is_sum(once: float, twice: float) -> bool:
     (True, False, False)
     """
     return math.isfinite(once) and abs(once) > 1e-12 and math.isclose(twice, 2 * once, rel_tol=1e-3)
+
+
+def mixes_samples(whole: float, parts: float) -> bool:
+    """Return whether a loss mixes the samples of its batch: the loss of the whole is no mean of its parts' losses.
+
+    Args:
+        whole: mean loss of a batch.
+        parts: mean loss over the batch, of its parts computed one by one.
+
+    >>> mixes_samples(1.39, 0.69), mixes_samples(3.0, 3.0001), mixes_samples(0.0, 0.0), mixes_samples(1.0, math.nan)
+    (True, False, False, False)
+    """
+    return math.isfinite(whole + parts) and not math.isclose(whole, parts, rel_tol=1e-3, abs_tol=1e-6)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,7 @@ from tutti.data.global_generators import own_generators
 from tutti.data.item_source import CollatedSource
 from tutti.data.source import Source
 from tutti.data.stream import Stream
+from tutti.errors import UsageError
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
@@ -182,7 +183,9 @@ class Checks:
         return "let __getitem__ depend on its index, and draw from the global generators, which are keyed by it"
 
     def _denominator(self, loss: LossFn | None, batch: Batch, micro: int = 2 * _FEW) -> None:
-        """Compare the loss of a few samples with the loss of the same samples twice, to detect a sum without a mean.
+        """Compare the loss of a few samples with that of the same samples twice, and with those of their two halves.
+
+        The first shows a sum without a mean, and the second a loss that mixes samples, such as in-batch negatives.
 
         Args:
             loss: the loss function; None for no check.
@@ -200,6 +203,7 @@ class Checks:
             with self._untouched(), python_state(self._run.replica.parts, loss):
                 once = self._value(loss, few)
                 twice = self._value(loss, map_tensors(few, lambda tensor: torch.cat([tensor, tensor])))
+                halves = self._halves(loss, slice_batch(batch, 0, min(_FEW, length(batch), micro)))
         except Exception:
             # The model may need a fixed batch size, or gradients; the step itself will raise real errors.
             return
@@ -210,12 +214,36 @@ class Checks:
         elif suspicion.is_sum(twice, once):
             finding = f"the loss is divided by the number of samples twice: {values}"
             self.diagnoses.report("loss-denominator", finding, self._run.clock + 1)
+        elif halves is not None and suspicion.mixes_samples(*halves):
+            finding = (
+                f"the loss mixes samples: {halves[0]:.4g} for a few at once, {halves[1]:.4g} as mean of their halves"
+            )
+            self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
+
+    def _halves(self, loss: LossFn, few: Batch) -> tuple[float, float] | None:
+        """Return the mean loss of a few samples, computed at once and in two halves; None if there is no difference."""
+        half = length(few) // 2
+        parts = (few, slice_batch(few, 0, half), slice_batch(few, half, length(few))) if half else ()
+        values = _whole_and_parts([self._sums(loss, part) for part in parts])
+        if values is None or not suspicion.mixes_samples(*values):
+            return None
+        # A mean over targets is told from a mean over samples by its graph. The step refuses some other losses.
+        sums = list[tuple[float, float]]()
+        with suppress(UsageError), torch.enable_grad():
+            sums += [self._sums(loss, part, key) for key, part in enumerate((few, *parts))]
+        again = sums[:1] == sums[1:2]
+        return _whole_and_parts(sums[1:]) if again else None  # It may draw, or count its calls.
 
     def _value(self, loss: LossFn, batch: Batch) -> float:
         """Return the mean loss over a batch, by the loss function's own count."""
-        micro_batch = MicroBatch(0, 0, batch, length(batch), 1.0, 0, True)
+        total, count = self._sums(loss, batch)
+        return total / count
+
+    def _sums(self, loss: LossFn, batch: Batch, key: int = 0) -> tuple[float, float]:
+        """Return the sum of the loss over a batch, and the loss function's own count; ``key``: of its RNG streams."""
+        micro_batch = MicroBatch(0, 0, batch, length(batch), 1.0, key, True)
         total, count = self._run.replica.run([micro_batch], loss, None).sums[:2].tolist()
-        return float(total / count)
+        return float(total), float(count)
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -387,6 +415,14 @@ def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
         for optimizer in optimizers[:1]
         for group in optimizer.param_groups
     ]
+
+
+def _whole_and_parts(sums: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the mean of the first (sum, count), and that of all others together; None without others."""
+    if len(sums) < 2:
+        return None
+    (total, count), *parts = sums
+    return total / count, sum(part for part, _ in parts) / sum(counted for _, counted in parts)
 
 
 def _number(text: str) -> int:
