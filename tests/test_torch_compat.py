@@ -80,6 +80,7 @@ from tutti.torch_compat import (
     high_priority_options,
     in_backward,
     inductor_mode_options,
+    is_compiled,
     is_fake,
     is_hook_of_fsdp,
     is_scalar_node,
@@ -566,7 +567,9 @@ def calls_of_modules_are_replaced() -> None:
     layer = nn.Linear(2, 2)
     before = replace_call(layer, lambda *_: "replaced")
     assert (before, layer(1)) == (None, "replaced") and uncompiled_call(layer)(torch.ones(2)).shape == (2,)
+    assert is_compiled(layer)
     replace_call(layer, before)
+    assert not is_compiled(layer) and is_compiled(cast(nn.Module, torch.compile(layer)))
     assert torch.equal(layer(torch.ones(2)), uncompiled_call(layer)(torch.ones(2)))
     with FakeTensorMode():
         assert is_fake(torch.ones(1))
@@ -635,7 +638,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
-    calls_of_modules_are_replaced: "replace_call uncompiled_call is_fake",
+    calls_of_modules_are_replaced: "replace_call uncompiled_call is_compiled is_fake",
     modes_are_left_and_entered_again: "without_dispatch_modes",
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",

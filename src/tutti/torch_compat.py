@@ -81,6 +81,7 @@ __all__ = [
     "high_priority_options",
     "in_backward",
     "inductor_mode_options",
+    "is_compiled",
     "is_fake",
     "is_hook_of_fsdp",
     "is_scalar_node",
@@ -456,6 +457,11 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable
     before: Callable[..., Any] | None = module._compiled_call_impl
     module._compiled_call_impl = call
     return before
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` or ``Module.compile`` has been applied to the module itself. No public way."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:

@@ -566,6 +566,77 @@ def test_two_updates_in_a_body_need_one_micro_batch_a_rank() -> None:
             assert kind == "UsageError" and "two updates in one body" in said and "test_custom_loop.py" in said
 
 
+def two_passes(strategy: str) -> str:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, batch_size=BATCH)
+    try:
+        for batch in run.microbatches(0):
+            for _ in range(2):
+                optimizer.zero_grad()
+                run.backward(error_of(model, batch))
+                optimizer.step()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_servers_refuse_a_second_update_of_a_batch() -> None:
+    for said in worlds.run(2, two_passes, strategy="parameter_server"):
+        assert said.startswith("a second update of one global batch") and "test_custom_loop.py:" in said
+    worlds.forget(2)
+    assert worlds.run(2, two_passes, strategy="mirrored") == ["", ""]
+
+
+def fewer(strategy: str) -> str:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, error_of, strategy=strategy, batch_size=BATCH)
+    try:
+        for epoch in range(2):
+            for batch in run.epoch(epoch):
+                run.step(batch)
+            optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][2:]
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["central_storage", "parameter_server"])
+def test_a_parameter_that_leaves_the_optimizer_is_named_as_such(strategy: str) -> None:
+    for said in worlds.run(2, fewer, strategy=strategy):
+        assert said.startswith("the script has changed which parameters the optimizer has")
+        assert "requires_grad_(False)" in said
+    worlds.forget(2)
+
+
+def frozen_after_prepare(strategy: str | None, workers: int) -> dict[str, Any]:
+    """Freeze a layer after ``tutti.prepare``, and train it from the second epoch on."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = None
+    if strategy is not None:
+        run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=workers, batch_size=BATCH)
+    for epoch in range(2):
+        model[0].requires_grad_(epoch > 0)
+        for batch in batches(epoch) if run is None else run.microbatches(epoch):
+            optimizer.zero_grad()
+            loss = error_of(model, batch)
+            loss.backward() if run is None else run.backward(loss)
+            optimizer.step()
+    found = model.state_dict() if run is None else run.state()
+    return {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded", "central_storage", "tensor:least=1"])
+def test_a_layer_that_is_frozen_after_prepare_and_trained_later(strategy: str) -> None:
+    want = frozen_after_prepare(None, 1)
+    for devices in (2, 3):
+        workers = 1 if strategy.startswith("tensor") else devices
+        for got in worlds.run(devices, frozen_after_prepare, strategy=strategy, workers=workers):
+            assert largest_difference(got, want) <= 1e-10
+
+
 def wrongly_given(what: str) -> str:
     generator, critic = pair()
     own = torch.optim.SGD(generator.parameters(), lr=0.1)

@@ -197,9 +197,10 @@ class CentralStorageSync(AllReduceSync):
         """
         if self._run_context.comms.replica.size > 1:
             raise UsageError(
-                "the script has added parameters to the optimizer",
+                "the script has changed which parameters the optimizer has",
                 why="ranks share out the optimizer's parameters in tutti.prepare",
-                remedy="add the group before tutti.prepare, or take --strategy mirrored",
+                remedy="add or take away parameters before tutti.prepare; to stop training one freeze it"
+                " (requires_grad_(False)), or take --strategy mirrored",
             )
 
     def own_gradients(self) -> OwnGradients:

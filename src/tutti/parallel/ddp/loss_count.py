@@ -126,6 +126,7 @@ def _refused(what: str, why: str) -> UsageError:
     return UsageError(
         what,
         why=why,
-        remedy="return (sum, count), with the terms in one sum; a model of transformers returns the sum for"
-        " model(**batch, num_items_in_batch=1)",
+        remedy="return (sum, count), with the terms in one sum (label smoothing adds a term, too: take"
+        " reduction='sum', and as the count the targets that are not ignored, or the sum of their class weights); a"
+        " model of transformers returns the sum for model(**batch, num_items_in_batch=1)",
     )

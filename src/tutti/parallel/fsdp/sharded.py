@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ from tutti.parallel.whole_tensors import (
     refuse_parts,
     trained_by,
 )
-from tutti.torch_compat import foreach_copy_
+from tutti.torch_compat import foreach_copy_, is_compiled
 from tutti.types import (
     GradientPlace,
     GradientReadyHook,
@@ -72,6 +72,9 @@ from tutti.types import (
     TensorSlice,
     UpdateResult,
 )
+
+if TYPE_CHECKING:
+    from tutti.parallel.fsdp.sharded_reads import ShardedReads
 
 
 class ShardedSync:
@@ -92,6 +95,7 @@ class ShardedSync:
         if config.offload == "optimizer":
             self._offloaded = OffloadedUpdate(self._shards.device)
         self._uncut: list[tuple[str, nn.Parameter]] = []
+        self._reads: ShardedReads | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, shard its parameters and build the optimizer over this rank's rows.
@@ -227,6 +231,7 @@ class ShardedSync:
             replica.replaced(sliced.replaced)
             return [sliced]
         from tutti.parallel.fsdp.fully_sharded import FullySharded
+        from tutti.parallel.fsdp.sharded_reads import ShardedReads
 
         counts: Counter[torch.dtype] = Counter()
         for _, parameter in named:
@@ -245,6 +250,11 @@ class ShardedSync:
         replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
         replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
         replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags
+        compiled = self._run_context.compile is not None or any(map(is_compiled, model.modules()))
+        if self._run_context.grid.tensor == 1 and not compiled:
+            # Compiled code takes no function mode, and a replica of tensor slices has a context of its own.
+            self._reads = ShardedReads()
+            replica.script_code = self._reads.script_code
         rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
 
@@ -340,6 +350,9 @@ class ShardedSync:
             gradients that are not finite.
         """
         nonfinite: tuple[str, ...] = ()
+        if self._reads is not None:
+            self._reads.end()
+            self._reads = None
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
             if factor != 1.0:

@@ -127,12 +127,12 @@ class RemoteGradients:
         return False
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that the script has added to ``optimizer``: the servers do not have them.
+        """Refuse parameters that the script has added to ``optimizer`` or taken out of it: the servers keep theirs.
 
         Raises:
             UsageError: always.
         """
-        _refuse("the script has added parameters to the optimizer")
+        _refuse("the script has changed which parameters the optimizer has")
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Refuse to train parameters that were frozen at the start: the servers do not have them.
@@ -151,6 +151,6 @@ def _refuse(what: str) -> NoReturn:
     raise UsageError(
         what,
         why="parameter servers are started with the parameters and the optimizer groups that they keep",
-        remedy="freeze after tutti.prepare what is to be trained later, and give the optimizer all groups before; or"
-        " take --strategy mirrored",
+        remedy="freeze after tutti.prepare what is to be trained later (requires_grad_(False), which also stops the"
+        " training of a parameter), and give the optimizer all groups before; or take --strategy mirrored",
     )

@@ -1,0 +1,86 @@
+"""What stages 2 and 3 say of scripts that compute with sharded parameters outside of the model's forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+
+
+def adaptive_clipping(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    run.backward(model(x).square().mean())
+    with torch.no_grad():
+        for p in model.parameters():
+            largest = 0.01 * p.norm(dim=-1, keepdim=True)
+            norm = p.grad.norm(dim=-1, keepdim=True)  # type: ignore[union-attr]
+            p.grad.mul_((largest / norm).clamp(max=1))  # type: ignore[union-attr]
+
+
+def gradients_by_function(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    out = model(x)
+    first, second = (
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in (out.sum(), out.mean())
+    )
+    for p, a, b in zip(model.parameters(), first, second, strict=True):
+        p.grad = a - b
+
+
+def layers_by_hand(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    hidden = model[1](model[0](x))
+    hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    run.backward(model[2](hidden).square().mean())
+
+
+def several_at_once(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    out = torch.func.vmap(lambda row: nn.functional.linear(x, row.unsqueeze(0)))(model[0].weight)
+    run.backward(out.square().mean())
+
+
+BODIES = (adaptive_clipping, gradients_by_function, layers_by_hand, several_at_once)
+
+
+def told(strategy: str, body: Any) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(12, 4), strategy=strategy, batch_size=6, precision="fp64")
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            body(model, run, batch)
+            optimizer.step()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("body", BODIES)
+def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int) -> None:
+    for devices in (2, 3):
+        for said in worlds.run(devices, told, strategy=f"sharded:stage={stage}", body=body):
+            assert "the script computes with sharded parameters as they are outside of the model's forward" in said
+            assert "test_sharded_reads.py:" in said and "--strategy sharded:stage=1" in said
+        worlds.forget(devices)
+
+
+def mistaken(strategy: str) -> str:
+    model = nn.Linear(4, 4)
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", torch.randn(12, 4), lambda called, batch: called(batch) @ torch.ones(3), strategy=strategy
+    )
+    try:
+        run.step(next(iter(run.epoch(0))))
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_an_error_of_the_script_stays_its_own() -> None:
+    assert worlds.run(2, mistaken, strategy="sharded") == ["RuntimeError"] * 2
+    worlds.forget(2)
