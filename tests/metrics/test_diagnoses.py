@@ -272,6 +272,26 @@ def test_a_loss_that_counts_its_calls_is_not_told_to_mix_samples() -> None:
     assert names(2, partial(trained, grows)) == []
 
 
+def words(own: bool, **options: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(9, 3, scale_grad_by_freq=True), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"workers": WORKERS, "batch_size": BATCH, **options}
+    run = tutti.prepare(net, optimizer, torch.randint(0, 9, (SAMPLES,)), None if own else mean, **options)
+    for batch in islice(run.microbatches(0), 8) if own else ():
+        optimizer.zero_grad()
+        run.backward(mean(net, batch))
+        optimizer.step()
+    if not own:
+        steps(run)
+
+
+def test_a_table_whose_gradient_counts_words() -> None:
+    for own in (False, True):
+        assert names(2, partial(words, own)) == ["mixed-samples"]
+        assert names(1, partial(words, own, workers=1)) == []
+
+
 def alone(run: Any) -> None:
     run.model.eval()
     run.model(rows(5))

@@ -116,6 +116,7 @@ class Checks:
                     batch,
                     max((micro_batch.samples for _, micro_batches in work for micro_batch in micro_batches), default=2),
                 )
+                self._frequencies()
             if several:
                 self._rate()
             if micro_batches > 1 and self._run.optimizer is not None:
@@ -267,6 +268,14 @@ class Checks:
             if self._run.gradient_sync.loss_normalisation == "step"
             else contract.batch // contract.workers
         )
+
+    def _frequencies(self) -> None:
+        """Report embeddings whose gradient is divided by how often a row occurs in the micro-batch."""
+        for part in self._run.replica.parts:
+            for name, module in part.named_modules():
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+                    finding = f"{name or 'the model'} has scale_grad_by_freq, which counts rows of a micro-batch"
+                    self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
 
     def _rate(self) -> None:
         """Compare each group's largest known learning rate with a rule of thumb."""

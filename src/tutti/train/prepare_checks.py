@@ -171,6 +171,8 @@ def check_run(
     trainer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
     _check_trainable(whole, trainer, sparse)
     contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), o)
+    if choice.row.shared_weights and grid.data_ranks > 1:
+        _check_tables(whole)
     given, adaptive = o.gradient_noise, o.lr_rule.adaptive
     noise = check_noise(given, batch_size, adaptive) if isinstance(given, str) else given
     epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, noise)
@@ -281,6 +283,19 @@ def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | Optimize
     check_fits(optimizer, model)
     if sparse:
         check_takes_sparse(optimizer, model, sparse)
+
+
+def _check_tables(model: nn.Module) -> None:
+    """Raise UsageError if a forward of the model writes rows of an embedding."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UsageError(
+                f"the embedding {name or 'that is the model'} has max_norm={module.max_norm:g}, whose forward writes"
+                " the rows that it looks up",
+                why="each data rank looks up other rows, so that the ranks' copies of the table would differ",
+                remedy="leave max_norm out and divide the looked-up vectors in the forward, take --strategy tensor or"
+                " pipeline, or take one device",
+            )
 
 
 def _check_not_on_meta(model: nn.Module) -> None:

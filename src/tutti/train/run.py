@@ -203,7 +203,7 @@ class Run:
 
     def begin_script(self) -> None:
         """Check what the script reads and writes of split parameters, from here to the end of this object."""
-        if self.context.grid.tensor > 1:
+        if self.context.grid.tensor > 1 or self.context.rows:
             self._script_code.enter_context(self.replica.script_code())
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.contract.table import largest_difference
 
 
 def adaptive_clipping(model: nn.Sequential, run: Any, x: Tensor) -> None:
@@ -67,6 +68,81 @@ def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int
             assert "the script computes with sharded parameters as they are outside of the model's forward" in said
             assert "test_sharded_reads.py:" in said and "--strategy sharded:stage=1" in said
         worlds.forget(devices)
+
+
+def drawn_between_epochs(model: nn.Sequential) -> None:
+    model[0].reset_parameters()
+
+
+def noise_between_epochs(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight.add_(torch.randn(model[0].weight.shape, dtype=torch.float64))
+
+
+def row_between_epochs(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight[3] = 1.0
+
+
+def halved_between_epochs(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def between_epochs(strategy: str, change: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", torch.randn(12, 4), lambda called, batch: called(batch).square().mean(),
+        strategy=strategy, batch_size=6, precision="fp64",
+    )  # fmt: skip
+    try:
+        for epoch in range(2):
+            for batch in run.epoch(epoch):
+                run.step(batch)
+            change(model)
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("change", [drawn_between_epochs, noise_between_epochs, row_between_epochs])
+def test_a_change_between_epochs_that_needs_the_whole_parameter_is_refused(change: Any) -> None:
+    for devices in (2, 3):
+        for said in worlds.run(devices, between_epochs, strategy="sharded", change=change):
+            assert "test_sharded_reads.py:" in said and "model.load_state_dict" in said
+        worlds.forget(devices)
+
+
+def test_a_change_between_epochs_element_by_element_equals_one_device() -> None:
+    want = worlds.alone(between_epochs, strategy="single", change=halved_between_epochs)
+    for strategy in ("sharded", "sharded:stage=1"):
+        for got in worlds.run(2, between_epochs, strategy=strategy, change=halved_between_epochs):
+            assert largest_difference(got, want) <= 1e-10
+
+
+def assigned_between_epochs(model: nn.Sequential) -> None:
+    for p in model.parameters():
+        p.data = torch.full(p.shape, 0.1, dtype=p.dtype)
+
+
+def test_stage_1_follows_data_that_the_script_assigns() -> None:
+    want = worlds.alone(between_epochs, strategy="single", change=assigned_between_epochs)
+    for devices in (2, 3):
+        for got in worlds.run(devices, between_epochs, strategy="sharded:stage=1", change=assigned_between_epochs):
+            assert largest_difference(got, want) <= 1e-10
+
+
+def figure(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    run.backward(model(x).square().mean())
+    float(model[0].weight.grad.norm())  # type: ignore[union-attr, operator]
+
+
+def test_a_part_of_a_norm_is_not_read_as_the_norm() -> None:
+    for said in worlds.run(2, told, strategy="sharded", body=figure):
+        assert said.startswith("the script reads a number of sharded tensors") and ".full_tensor()" in said
+    worlds.forget(2)
 
 
 def mistaken(strategy: str) -> str:

@@ -325,6 +325,16 @@ WRONG = {
     "spills": (lambda: with_blocks(Spilling), spilled, "body.blocks.0.figure, which this rank does not have"),
     "asks later": (Telling, later, "the loss depends on a value of another stage that the stages do not send"),
     "penalises": (Decoder, penalised, "which this rank does not have"),
+    "calls a layer of a chain": (
+        lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)),
+        lambda model, batch: model(batch[0]).square().mean() + model[1](model[0](batch[0])).square().mean(),
+        "which this rank does not have",
+    ),
+    "calls parts of a chain": (
+        lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)),
+        lambda model, batch: model[1:](model[:1](batch[0])).square().mean(),
+        "which this rank does not have",
+    ),
     "penalises a chain": (
         lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)),
         lambda model, batch: model(batch[0]).square().mean() + sum(p.square().sum() for p in model.parameters()),

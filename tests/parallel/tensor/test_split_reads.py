@@ -236,3 +236,29 @@ def part_of_block(strategy: str) -> str:
 def test_a_layer_of_heads_that_the_script_calls_is_refused() -> None:
     for said in worlds.run(2, part_of_block, strategy="tensor:least=1"):
         assert "the script calls 1.query by itself" in said
+
+
+def hooked(strategy: str, place: int, before: bool) -> dict[str, Any]:
+    """Divide features by their norm in a hook of a layer."""
+    model = small()
+    if before:
+        model[place].register_forward_pre_hook(lambda module, args: (args[0] / args[0].norm(dim=1, keepdim=True),))
+    else:
+        model[place].register_forward_hook(lambda module, args, output: output / output.norm(dim=1, keepdim=True))
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", torch.randn(12, 4, dtype=torch.float64),
+        lambda called, batch: called(batch).square().mean() + called(batch).sum() * 0.1,
+        strategy=strategy, batch_size=4, precision="fp64",
+    )  # fmt: skip
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize(("place", "before"), [(0, False), (1, False), (3, True)])
+def test_hooks_between_layers_get_whole_features(place: int, before: bool) -> None:
+    want = worlds.alone(hooked, strategy="single", place=place, before=before)
+    for devices in (2, 3):
+        for got in worlds.run(devices, hooked, strategy="tensor:least=1", place=place, before=before):
+            assert largest_difference(got, want) <= TOLERANCE

@@ -274,6 +274,7 @@ class ZeroSharding:
         self.rows = [
             _cut(name, p, whole, specs[name], comm) for (name, p), whole in zip(named, self._whole, strict=True)
         ]
+        self._places = [whole.data_ptr() for whole in self._whole]
         self._aside: dict[nn.Parameter, Tensor] = {}
         self._buckets = plan_buckets([(whole.nbytes, str(whole.dtype)) for whole in self._whole], _BUCKET_BYTES)
 
@@ -313,6 +314,7 @@ class ZeroSharding:
         """
         if self._comm.size == 1:
             return
+        self._follow_data()
         for number, members in enumerate(self._buckets):
             whole = [self._whole[i] for i in members]
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
@@ -325,6 +327,14 @@ class ZeroSharding:
             for index, piece in zip(members, mine.split([self._width(p) for p in whole]), strict=True):
                 rows = self.rows[index].parameter
                 rows.grad = piece[: rows.numel()].view_as(rows)
+
+    def _follow_data(self) -> None:
+        """Cut the rows anew out of full parameters whose ``.data`` the script has assigned."""
+        for index, (whole, rows) in enumerate(zip(self._whole, self.rows, strict=True)):
+            if whole.data_ptr() != self._places[index]:
+                whole.data = whole.data.contiguous()
+                self._places[index] = whole.data_ptr()
+                rows.parameter.data = _block(whole.data, self._comm.size, self._comm.rank)
 
     def all_gather_parameters(self) -> None:
         """All-gather the rows that the optimizer has updated into the model's full parameters, bucket by bucket.

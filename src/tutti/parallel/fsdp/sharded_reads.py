@@ -1,4 +1,4 @@
-"""Explain PyTorch's errors about sharded parameters in the script's own code."""
+"""Refuse what a script computes wrongly from sharded parameters, and explain PyTorch's errors about them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,38 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from tutti.errors import TuttiError, UsageError, script_line
+from tutti.nn.script_mode import QuietMode, ScriptMode
 
 _WORDS = ("DTensor", "placement", "tensor subclasses")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
+_DRAWS = frozenset(
+    (
+        *("uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
+        *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "dropout", "trunc_normal_"),
+    )
+)
+_FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
+_REMEDY = (
+    "write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank, or take"
+    " --strategy sharded:stage=1 or mirrored"
+)
 
 
-class ShardedReads:
-    """Turns PyTorch's errors about ``DTensor`` parameters into a ``UsageError``, up to the first update of a run.
+class ShardedReads(ScriptMode):
+    """Watches the script's code between steps, and up to the first update also in the loss and in the loop's body.
 
     A script that calls layers past the model's forward, or mixes parameters with plain tensors, does so in its first
-    step. Later steps pay nothing.
+    step. Loss and body of later steps pay nothing.
     """
 
     def __init__(self) -> None:
+        super().__init__(_ShardMode())
         self._over = False
 
     def end(self) -> None:
-        """Stop: the first update has been made."""
+        """Stop watching losses and bodies: the first update is being made."""
         self._over = True
 
     @contextmanager
@@ -36,35 +48,62 @@ class ShardedReads:
         """Return a context around the user's code in which errors about sharded parameters are explained.
 
         Raises:
-            UsageError: an operation cannot take the parameters as they are outside of the model's forward.
+            UsageError: an operation cannot take the parameters as they are outside of the model's forward, or would
+                give each rank another result.
         """
         if self._over:
             yield
             return
-        with _ErrorMode():
+        with super().script_code():
             yield
 
 
-class _ErrorMode(TorchFunctionMode):
-    """Sees the errors of all calls of PyTorch by the script and the model."""
+class _ShardMode(QuietMode):
+    """Sees all calls of PyTorch by the script, and by the model up to the first update."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.quiet:
+            return func(*args, **kwargs)
+        first = next(chain(args, kwargs.values()), None)
+        if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
+            _check(name, first)
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except TuttiError:
             raise
         except Exception as error:
-            if not _is_about_shards(func, args, kwargs or {}, error):
+            if not _is_about_shards(func, args, kwargs, error):
                 raise
             raise UsageError(
-                f"the script computes with sharded parameters as they are outside of the model's forward"
+                "the script computes with sharded parameters as they are outside of the model's forward"
                 f" ({getattr(func, '__name__', 'a function')})",
                 where=script_line(),
                 why="each rank has some rows of them there, in a DTensor, which PyTorch cannot combine with plain"
                 f" tensors or views: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
-                " alike (torch.distributed.tensor.distribute_tensor), or take --strategy sharded:stage=1 or mirrored",
+                f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
             ) from error
+
+
+def _check(name: str, tensor: DTensor) -> None:
+    """Raise UsageError if a function of a ``DTensor`` gives other numbers than the whole tensor would."""
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return
+    if name in _DRAWS:
+        raise UsageError(
+            f"the script draws random numbers for a parameter of which each rank has some rows ({name})",
+            where=script_line(),
+            why="each rank draws for its rows, which are not the rows of the draw for the whole parameter",
+            remedy=_REMEDY,
+        )
+    raise UsageError(
+        f"the script reads a number of sharded tensors, of which each rank has a part ({name})",
+        where=script_line(),
+        why="ranks would read other numbers: a DTensor of a norm or a sum is not added up over the ranks by itself",
+        remedy="call .full_tensor() on it on every rank first, take run.stats.grad_norm for the norm of the gradient,"
+        " or take --strategy sharded:stage=1 or mirrored",
+    )
 
 
 def _is_about_shards(func: Any, args: Any, kwargs: Any, error: Exception) -> bool:
@@ -73,7 +112,6 @@ def _is_about_shards(func: Any, args: Any, kwargs: Any, error: Exception) -> boo
         return True
     if func is torch.autograd.grad:
         return "not have been used in the graph" in text
-    given = (
-        v for value in chain(args, kwargs.values()) for v in (value if isinstance(value, tuple | list) else [value])
-    )
-    return isinstance(error, NotImplementedError) and any(isinstance(value, DTensor) for value in given)
+    given = chain(args, kwargs.values())
+    flat = (item for value in given for item in (value if isinstance(value, tuple | list) else [value]))
+    return isinstance(error, NotImplementedError) and any(isinstance(item, DTensor) for item in flat)

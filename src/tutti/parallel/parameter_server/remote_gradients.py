@@ -135,16 +135,19 @@ class RemoteGradients:
         _refuse("the script has changed which parameters the optimizer has")
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Refuse to train parameters that were frozen at the start: the servers do not have them.
+        """Refuse to train parameters that were frozen at the start: the servers have only the others.
 
         Args:
             names: parameters whose ``requires_grad`` the script has set to True.
             late: unused.
 
         Raises:
-            UsageError: always.
+            UsageError: one of them was frozen at the start.
         """
-        _refuse(f"the script trains {names[0]} from here on, which was frozen in tutti.prepare")
+        known = {name for name, _ in self._trained}
+        for name in names:
+            if name not in known:
+                _refuse(f"the script trains {name} from here on, which was frozen in tutti.prepare")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -7,7 +7,7 @@ stage's activations, computes this stage, and either returns the model's output 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -631,6 +631,12 @@ class _Relay:
     def __getattr__(self, name: str) -> Any:
         # Of the whole model, whose placeholders refuse to be read: a penalty on all weights is none on some of them.
         return getattr(self._replica.parts[0] if name == "training" else self._replica.plain, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._replica.plain[index]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._replica.plain  # type: ignore[misc]
 
 
 def _said(found: stage_partition.StagePartition, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
@@ -17,12 +17,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
+from tutti.nn.script_mode import QuietMode, ScriptMode
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import current_autograd_node, function_mode_depth, module_parameters
+from tutti.torch_compat import current_autograd_node, module_parameters
 from tutti.types import ShardSpec
 
 _ELEMENTWISE = frozenset(
@@ -42,11 +43,7 @@ _SAMPLES = 2
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
-_ENTERED: list[SplitReads] = []
-"""Those whose modes are on PyTorch's stack of this thread, from the outermost."""
-
-
-class SplitReads:
+class SplitReads(ScriptMode):
     """Refuses what the script computes from split parameters, unless slices give the slice of the result.
 
     Elementwise functions are allowed (an average of weights, weights clamped in place), and so are metadata; a norm, a
@@ -65,67 +62,10 @@ class SplitReads:
         specs: Mapping[str, ShardSpec],
         blocks: Mapping[nn.Module, nn.Module],
     ) -> None:
-        self._mode = _ReadMode(split, specs, blocks)
-        self._depth = 0  # of the mode on PyTorch's stack; 0 while it is not there
-        self._watching = False
-        self._paused = 0
-
-    @contextmanager
-    def script_code(self) -> Iterator[None]:
-        """Return a context around the user's code in which reads of split parameters that would be wrong raise.
-
-        Elementwise functions are allowed. Within a context that is already open it does nothing, unless ``model_code``
-        has been entered since. It may stay open over the body of a custom training loop, between two calls of a
-        generator, or as long as the run exists.
-
-        Raises:
-            UsageError: the script computes something from a split parameter that needs the whole parameter.
-        """
-        if self._watching and not self._paused:
-            yield
-            return
-        before = self._watching, self._paused
-        self._watching, self._paused = True, 0
-        self._push()
-        try:
-            yield
-        finally:
-            self._watching, self._paused = before
-            self._pop()
-
-    @contextmanager
-    def model_code(self) -> Iterator[None]:
-        """Return a context, to be entered within ``script_code``, in which every read of a split parameter is allowed.
-
-        For code that handles slices correctly: the model's forward, a backward, an optimizer's update.
-        """
-        self._paused += 1
-        self._pop()
-        try:
-            yield
-        finally:
-            self._paused -= 1
-            self._push()
-
-    def _push(self) -> None:
-        if not self._watching or self._paused:
-            return
-        self._mode.quiet = False
-        if not self._depth:
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-            self._depth = function_mode_depth()
-            _ENTERED.append(self)
-
-    def _pop(self) -> None:
-        # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
-        self._mode.quiet = True
-        while _ENTERED and _ENTERED[-1]._mode.quiet and function_mode_depth() == _ENTERED[-1]._depth:
-            last = _ENTERED.pop()
-            last._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            last._depth = 0
+        super().__init__(_ReadMode(split, specs, blocks))
 
 
-class _ReadMode(TorchFunctionMode):
+class _ReadMode(QuietMode):
     """Sees every call of PyTorch by the script."""
 
     def __init__(
@@ -135,7 +75,6 @@ class _ReadMode(TorchFunctionMode):
         blocks: Mapping[nn.Module, nn.Module],
     ) -> None:
         super().__init__()
-        self.quiet = False
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
         self._blocks = WeakKeyDictionary(blocks)

@@ -23,7 +23,7 @@ from tutti.nn.rng_streams import module_draws
 from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
-from tutti.torch_compat import ConvBase, ConvTransposeBase, module_buffers, module_parameters
+from tutti.torch_compat import ConvBase, ConvTransposeBase, has_forward_hook, module_buffers, module_parameters
 
 ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
 SPLIT = ("column", "row", "heads", "vocabulary", "gathered")
@@ -179,6 +179,7 @@ class PlanFinder:
         first, drop, last = members
         able = isinstance(first, nn.Linear) and isinstance(last, nn.Linear) and isinstance(drop, nn.Dropout)
         able = able and self._may(names[0], "column") and self._may(names[2], "row")
+        able = able and not any(map(has_forward_hook, members))
         if able and all(self._free(n, m, once=True) for n, m in zip(names, members, strict=True)):
             hidden = int(first.out_features)  # type: ignore[arg-type]
             if hidden >= self._ranks:
@@ -196,6 +197,8 @@ class PlanFinder:
         taken = -1
         for begin, end in pairwise(places):
             between = children[begin + 1 : end]
+            if any(has_forward_hook(m) for _, m in children[begin : end + 1]):
+                continue
             if begin <= taken or self._twice(sequence) or not all(self._passes(n, m) for n, m in between):
                 continue
             region = self._examine(nn.Sequential(*(m for _, m in children[begin : end + 1])), ("0", str(end - begin)))
@@ -216,11 +219,16 @@ class PlanFinder:
         )
 
     def _block(self, name: str, module: nn.Module) -> None:
-        """Split a block of the user's own, attention or feed-forward in any form, if the split is proved right."""
+        """Split a block of the user's own, attention or feed-forward in any form, if the split is proved right.
+
+        A block with forward hooks inside stays whole: they would be given slices.
+        """
         inner = [(n, f"{name}.{n}" if name else n, m) for n, m in module.named_modules() if m is not module]
         linears = [short for short, n, m in inner if n in self._paired and self._free(n, m, once=True)]
         computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
         if computed or len(linears) < 2 or not self._free(name, module, once=True):
+            return
+        if any(has_forward_hook(m) for _, _, m in inner):
             return
         region = self._examine(module, linears, self._calls.get(name))
         if region is None or (region.dropout and not self._drops):

@@ -1,0 +1,87 @@
+"""A function mode over the script's own code, which is off while tutti's code and the model compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.overrides import TorchFunctionMode
+
+from tutti.torch_compat import function_mode_depth
+
+_ENTERED: list[ScriptMode] = []
+"""Those whose modes are on PyTorch's stack of this thread, from the outermost."""
+
+
+class QuietMode(TorchFunctionMode):
+    """A function mode that can be told to let every call pass.
+
+    Attributes:
+        quiet: whether it lets every call pass.
+    """
+
+    quiet = False
+
+
+class ScriptMode:
+    """Enters a function mode for the script's code, and leaves it for code of tutti and the model.
+
+    Args:
+        mode: the mode, which must let calls pass while it is ``quiet``.
+    """
+
+    def __init__(self, mode: QuietMode) -> None:
+        self._mode = mode
+        self._depth = 0  # of the mode on PyTorch's stack; 0 while it is not there
+        self._watching = False
+        self._paused = 0
+
+    @contextmanager
+    def script_code(self) -> Iterator[None]:
+        """Return a context around the user's code, in which the mode sees each call of PyTorch.
+
+        Within a context that is already open it does nothing, unless ``model_code`` has been entered since. It may stay
+        open over the body of a custom training loop, between two calls of a generator, or as long as the run exists.
+        """
+        if self._watching and not self._paused:
+            yield
+            return
+        before = self._watching, self._paused
+        self._watching, self._paused = True, 0
+        self._push()
+        try:
+            yield
+        finally:
+            self._watching, self._paused = before
+            self._pop()
+
+    @contextmanager
+    def model_code(self) -> Iterator[None]:
+        """Return a context, to be entered within ``script_code``, around code that may read everything.
+
+        For code that handles slices and shards correctly: the model's forward, a backward, an optimizer's update.
+        """
+        self._paused += 1
+        self._pop()
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self._push()
+
+    def _push(self) -> None:
+        if not self._watching or self._paused:
+            return
+        self._mode.quiet = False
+        if not self._depth:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._depth = function_mode_depth()
+            _ENTERED.append(self)
+
+    def _pop(self) -> None:
+        # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
+        self._mode.quiet = True
+        while _ENTERED and _ENTERED[-1]._mode.quiet and function_mode_depth() == _ENTERED[-1]._depth:
+            last = _ENTERED.pop()
+            last._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            last._depth = 0

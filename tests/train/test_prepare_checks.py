@@ -1,0 +1,42 @@
+"""Models that ``tutti.prepare`` refuses because their forward writes parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+
+
+def table(strategy: str, workers: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1)).double()
+    try:
+        run = tutti.prepare(
+            model, "adam:lr=0.1", torch.randint(0, 9, (24, 2)), lambda called, batch: called(batch).square().mean(),
+            strategy=strategy, workers=workers, batch_size=6, precision="fp64",
+        )  # fmt: skip
+    except tutti.errors.UsageError as error:
+        return str(error)
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded", "central_storage", "parameter_server"])
+def test_a_table_that_its_forward_writes_is_refused_on_several_data_ranks(strategy: str) -> None:
+    for said in worlds.run(2, table, strategy=strategy, workers=2):
+        assert said.startswith("the embedding 0 has max_norm=0.5") and "--strategy tensor" in said
+
+
+def test_a_table_that_its_forward_writes_on_one_data_rank() -> None:
+    want = worlds.alone(table, strategy="single", workers=1)
+    assert largest_difference(worlds.alone(table, strategy="single", workers=2), want) <= 1e-10
+    for strategy in ("tensor:least=1", "pipeline"):
+        for got in worlds.run(2, table, strategy=strategy, workers=1):
+            assert largest_difference(got, want) <= 1e-10
