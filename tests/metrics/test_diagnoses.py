@@ -268,6 +268,32 @@ def test_a_loss_that_mixes_samples(loss: Any, fires: int) -> None:
     assert names(1, partial(trained, loss, workers=1)) == [], "one worker and one micro-batch: as on one device"
 
 
+def two_views(net: Any, batch: Any) -> Any:
+    """A margin to another sample, of two forwards."""
+    own, near = net(batch), net(batch * 1.1)
+    return torch.relu(1 + (own - near).square() - (own - near.roll(1, 0)).square()).mean()
+
+
+def by_hand(loss: Any, **options: Any) -> None:
+    run = prepare(None, **options)
+    for batch in islice(run.microbatches(0), 8):
+        run.backward(loss(run.model, batch))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded", "sharded:stage=1", "central_storage"])
+@pytest.mark.parametrize(
+    ("loss", "fires"), [(mean, 0), (counted, 0), (ignored, 0), (in_batch_negatives, 1), (variance, 1), (two_views, 1)]
+)
+def test_the_loss_of_a_body_that_mixes_samples(loss: Any, fires: int, strategy: str) -> None:
+    assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * fires
+    if strategy.startswith("sharded"):
+        assert names(2, partial(trained, loss, strategy=strategy)) == ["mixed-samples"] * fires
+    if strategy == "mirrored":
+        assert names(1, partial(by_hand, loss, workers=1)) == []
+
+
 def test_a_loss_that_counts_its_calls_is_not_told_to_mix_samples() -> None:
     assert names(2, partial(trained, grows)) == []
 

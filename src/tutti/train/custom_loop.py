@@ -198,12 +198,14 @@ class CustomLoop:
         self._bodies.begin_body(final)
         self._carried.begin_body(micro_batch, self._bodies.several)
         self._origin.watch()
+        self._run.checks.begin_body(micro_batch)
         self._replica.begin(micro_batch)
         self._run._enter(Phase.COMPUTE)
 
     def _leave_body(self) -> None:
         """Close the body of a micro-batch, after the script's code for it has ended."""
         self._inside = False
+        self._run.checks.end_body()
         self._bodies.end_body()
         micro_batch = self._micro_batch
         if not self._bodies.several or self._final or micro_batch is None:
@@ -253,6 +255,7 @@ class CustomLoop:
                 remedy="loop over run.microbatches(epoch), in place of the old loader",
             )
         self._follow_script()
+        self._run.checks.end_body(loss)
         self._bodies.note("backward", 0)
 
         def work(before: LossSums | None) -> LossSums:

@@ -31,8 +31,10 @@ from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
 from tutti.python_compat import live_objects
+from tutti.torch_compat import is_compiled
 from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import numbers, python_state
+from tutti.train.sample_mixing import MixingProbe
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -87,7 +89,8 @@ class Checks:
         self.ended: Callable[[], None] | None = None
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
-        self._evaluated = self._aside = False
+        self._evaluated = self._aside = self._due = False
+        self._probe: MixingProbe | None = None
         self._numbers: dict[str, float] = {}
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
@@ -117,6 +120,7 @@ class Checks:
                     max((micro_batch.samples for _, micro_batches in work for micro_batch in micro_batches), default=2),
                 )
                 self._frequencies()
+                self._due = True
             if several:
                 self._rate()
             if micro_batches > 1 and self._run.optimizer is not None:
@@ -268,6 +272,64 @@ class Checks:
             if self._run.gradient_sync.loss_normalisation == "step"
             else contract.batch // contract.workers
         )
+
+    def _probes(self, model: nn.Module, samples: int) -> MixingProbe | None:
+        """Return a probe of the loss of the first step; None where none is due, or code is compiled."""
+        run = self._run
+        compiled = run.context.compile is not None or any(map(is_compiled, model.modules()))
+        split = run.context.comms.model.size > 1
+        return None if split or compiled or samples < 2 else MixingProbe(model, samples)
+
+    def begin_body(self, micro_batch: MicroBatch) -> None:
+        """Look, in the first body of a custom loop, whether its loss mixes samples; ``end_body`` reports it."""
+        due, self._due = self._due, False
+        if due and not micro_batch.whole:
+            self._probe = self._probes(self._run.model, micro_batch.samples)
+
+    def end_body(self, loss: Any = None) -> None:
+        """Report a loss that mixes samples. Not collective.
+
+        Args:
+            loss: what ``run.backward`` is given; None at the end of a body.
+        """
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            self._told(probe, loss)
+
+    def probed(self, loss: LossFn) -> LossFn:
+        """Return the loss function of ``run.step``, which in the first step looks whether it mixes samples.
+
+        Args:
+            loss: the loss function.
+        """
+        due, self._due = self._due, False
+        # Stages know a loss function as an object.
+        return self._looking(loss) if due and self._run.context.comms.model.size == 1 else loss
+
+    def _looking(self, loss: LossFn) -> LossFn:
+        left = [True]
+
+        def look(model: Any, batch: Batch) -> Any:
+            probe = None
+            # A batch of the script's own kind may have no length.
+            with suppress(Exception):
+                probe = self._probes(model, length(batch)) if left and isinstance(model, nn.Module) else None
+            left.clear()
+            try:
+                result = loss(model, batch)
+                if probe is not None:
+                    self._told(probe, result)
+            finally:
+                if probe is not None:
+                    probe.close()
+            return result
+
+        return look
+
+    def _told(self, probe: MixingProbe, loss: Any) -> None:
+        if probe.mixes(loss):
+            finding = "the loss mixes samples: the gradient of one depends on the model's outputs for others"
+            self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
 
     def _frequencies(self) -> None:
         """Report embeddings whose gradient is divided by how often a row occurs in the micro-batch."""

@@ -393,7 +393,7 @@ class Run:
                         self.gradient_sync,
                         self.grad_hook,
                         work,
-                        self.loss_fn,
+                        self.checks.probed(self.loss_fn),
                         step_context,
                         self.hooks,
                         self.adascale,
