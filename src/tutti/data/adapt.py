@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tutti.data.item_source import CollatedSource, ItemSource
 from tutti.data.source import AugmentKey, Sharded, Source
 from tutti.data.stream import Stream
+from tutti.device import pins_memory
 from tutti.errors import DataError, UsageError
 from tutti.types import Batch
 
@@ -139,7 +140,14 @@ class TensorSource:
         Returns:
             One tensor or a tuple of tensors, as they were wrapped, with the samples as first dimension.
         """
-        rows = torch.from_numpy(indices)
         if isinstance(self._tensors, Tensor):
-            return self._tensors.index_select(0, rows)
-        return tuple(t.index_select(0, rows) for t in self._tensors)
+            return _select(self._tensors, indices)
+        return tuple(_select(t, indices) for t in self._tensors)
+
+
+def _select(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
+    """Return the rows ``indices`` of a tensor on any device; the host does not wait for the device."""
+    rows = torch.from_numpy(indices)
+    if pins_memory(tensor.device):
+        rows = rows.pin_memory()
+    return tensor.index_select(0, rows.to(tensor.device, non_blocking=True))

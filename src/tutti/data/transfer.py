@@ -46,8 +46,19 @@ class Transfer:
         return map(self._arrived, one_ahead(self._moving(part, placed) for part in parts))
 
     def _moving(self, part: RankBatch, placed: Callable[[RankBatch], RankBatch]) -> _Moving:
+        if self._is_there(part):
+            # Kernels of the current stream make this batch, and a cast on another stream would not wait for them.
+            return _Moving(placed(part), current_stream(self._device).record_event())
         with self._stream:
             return _Moving(placed(part), self._stream.record_event())
+
+    def _is_there(self, part: RankBatch) -> bool:
+        """Return whether a batch has tensors of the accelerator before it is copied, as data on the device has."""
+        kinds: set[str] = set()
+        for batch in (part.batch, part.dummy):
+            if batch is not None:
+                map_tensors(batch, lambda tensor: kinds.add(tensor.device.type))
+        return self._device.type in kinds
 
     def _arrived(self, moving: _Moving) -> RankBatch:
         current = current_stream(self._device)
