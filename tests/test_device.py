@@ -15,6 +15,7 @@ from tutti.cli.train_command import refuse_config
 from tutti.comm.process_groups import process_groups
 from tutti.config.train_config import TrainConfig
 from tutti.device import (
+    VISIBLE_DEVICES,
     choose,
     collective_backend,
     collective_options,
@@ -104,6 +105,22 @@ def test_mps_is_refused_where_pytorch_sees_none() -> None:
         pytest.skip("there is one here")
     with pytest.raises(UsageError, match="MPS was asked for, but PyTorch sees no GPU"):
         choose("mps", 0, 1, "rank 0")
+
+
+def test_a_process_that_sees_one_gpu_of_its_host_says_which_variable_hides_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for the driver, as under Slurm's --gpus-per-task: each process sees one GPU, as number 0."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    for name in VISIBLE_DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError) as plain:
+        choose("cuda", 1, 2, "rank 1")
+    assert "sees no others" not in str(plain.value) and "Slurm" not in str(plain.value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(UsageError, match=r"sees no others, because of CUDA_VISIBLE_DEVICES=3.*--gpus-per-node, not"):
+        choose("cuda", 1, 2, "rank 1")
 
 
 def test_mps_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,10 +169,14 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
         )
     count = torch.accelerator.device_count()
     if local_rank >= count:
+        limits = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES if name in os.environ)
         raise UsageError(
             f"{local_size} processes on this host share {count} GPUs",
             where=where,
-            remedy=f"start at most {count} processes a host, or take --device cpu",
+            why=f"this process sees no others, because of {limits}" if limits else None,
+            remedy=f"start at most {count} processes a host, or take --device cpu"
+            + "; or let every process see all GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task)"
+            * bool(limits),
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(here, local_rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,9 @@ from tutti.cli.train_command import refuse_config
 from tutti.config.train_config import TrainConfig
 from tutti.device import reason_against_float8
 from tutti.errors import UsageError
+from tutti.launcher import context
 from tutti.nn.float8 import convert_to_float8
+from tutti.train.header import derived, run_identity
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -84,6 +87,32 @@ def test_the_command_refuses_before_a_process_starts(options: dict[str, str], wo
     config = TrainConfig(**{"devices": "1", "precision": "fp8", **options})  # type: ignore[arg-type]
     with patch("importlib.util.find_spec", lambda name: None), pytest.raises(UsageError, match=words):
         refuse_config("digits", config)
+
+
+def header_line(precision: str) -> str | None:
+    """What the run's header says of the layers that stay in bfloat16; torchao is not asked to convert the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 16)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(32, 48), nn.Linear(48, 32)
+    )
+    model.extend([nn.LayerNorm(32), nn.Linear(32, 3)])
+    model[4].register_forward_hook(lambda *_: None)
+    data = torch.ones(8, 16), torch.zeros(8, dtype=torch.long)
+    same = patch.multiple(
+        "tutti.train.model_conversion", convert_to_float8=lambda model, _: model, check_float8=lambda *_: None
+    )
+    config, world = TrainConfig(precision=precision), context.current()  # type: ignore[arg-type]
+    with same:
+        run = tutti.prepare(model, "sgd:lr=0.1", data, loss, batch_size=8, precision=precision)
+    facts = run_identity("lines", config, run, world, 1, 1)
+    task: Any = SimpleNamespace(describe="lines", directions={})
+    return derived(task, config, run, world, None, facts).get("in bfloat16")
+
+
+def test_the_header_names_the_layers_that_stay_in_bf16() -> None:
+    [said] = worlds.run(1, header_line, precision="fp8")
+    assert said == "1 (a Conv1d); 4 (it has hooks); 6 (32 → 3, not multiples of 16)"
+    assert worlds.run(1, header_line, precision="bf16") == [None]
 
 
 @needs_torchao

@@ -6,6 +6,8 @@ largest absolute value, anew in every micro-batch, so that a layer needs no stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -42,11 +44,7 @@ def convert_to_float8(model: nn.Module, device: torch.device, emulate: bool = Fa
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    chosen = {
-        id(module)
-        for _, module in linear
-        if _fits(module) and not (has_forward_hook(module) or has_backward_hook(module))
-    }
+    chosen = {id(module) for _, module in linear if _reason_against(module) is None}
     if not chosen:
         shown = [f"{name or 'the model'} {tuple(module.weight.shape)}" for name, module in linear[:3]]
         raise UsageError(
@@ -63,5 +61,47 @@ def convert_to_float8(model: nn.Module, device: torch.device, emulate: bool = Fa
     return converted
 
 
-def _fits(module: nn.Linear) -> bool:
-    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+def layers_left_in_bf16(model: nn.Module) -> dict[str, str]:
+    """Return the layers with matrix products that ``convert_to_float8`` leaves as they are, which compute in bfloat16.
+
+    These have a parameter of two dimensions or more; embeddings and norms, which multiply no matrices, are left out.
+
+    Args:
+        model: before its conversion.
+
+    Returns:
+        The reason by the layer's name, in the model's order.
+
+    >>> layers_left_in_bf16(nn.Sequential(nn.Linear(16, 32), nn.Embedding(3, 5), nn.Linear(32, 10)))
+    {'2': '32 → 10, not multiples of 16'}
+    """
+    reasons = {
+        name or "the model": _reason_against(module)
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.LayerNorm | nn.RMSNorm)
+        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def describe_layers(reasons: Mapping[str, str], most: int = 5) -> str:
+    """Return text that names layers with their reasons, for the run's header.
+
+    Args:
+        reasons: result of ``layers_left_in_bf16``.
+        most: layers to name; of the others their number is given.
+
+    >>> describe_layers({"conv": "a Conv2d", "0": "8 → 3, not multiples of 16", "1": "it has hooks"}, most=2)
+    'conv (a Conv2d); 0 (8 → 3, not multiples of 16); and 1 more'
+    """
+    named = [f"{name} ({reason})" for name, reason in list(reasons.items())[:most]]
+    return "; ".join([*named, *([f"and {len(reasons) - most} more"] if len(reasons) > most else [])])
+
+
+def _reason_against(module: nn.Module) -> str | None:
+    """Return why a layer cannot multiply in 8-bit floats; None if it can."""
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}"
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        return f"{module.in_features} → {module.out_features}, not multiples of {MULTIPLE}"
+    return "it has hooks" if has_forward_hook(module) or has_backward_hook(module) else None

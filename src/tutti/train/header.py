@@ -10,6 +10,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.device import describe_products, is_accelerator
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
+from tutti.nn.float8 import describe_layers
 from tutti.optim.scaling import scaled
 from tutti.tasks.task import Task
 from tutti.train.run import Run
@@ -53,6 +54,7 @@ def derived(
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
         **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
+        **({"in bfloat16": describe_layers(run.in_bf16)} if run.in_bf16 else {}),
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
         **({} if config.noise_every is None else {"noise scale": f"measured every {config.noise_every} steps"}),

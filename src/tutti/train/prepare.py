@@ -28,6 +28,7 @@ from tutti.data.reading import make_reader
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.launcher import context
+from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.hook_watch import HookWatch
@@ -249,6 +250,7 @@ def prepare_run(
     )
 
     # Model surgery.
+    in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
     converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
     place, loss = placer(world.device, dtype, o.channels_last), cast_loss(loss_fn, world.device.type, o.precision)
     trial = first_micro_batch_trial(data, contract, place, loss, o.seed, grid.data_rank)
@@ -287,6 +289,7 @@ def prepare_run(
         callbacks=checked.callbacks,
         optimizer_settings=checked.optimizer_settings,
         epochs_as_steps=choice.counted(_unlike_steps(1)) != choice.counted(_unlike_steps(2)),
+        in_bf16=in_bf16,
     )
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
     for index, each in enumerate(checked.optimizers):
@@ -320,6 +323,8 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
         log.info("%s: %s", label, text)
     if run.loss_scale is not None:
         log.info("loss scale: %g, %s", run.loss_scale.value, given if o.loss_scale else "because precision is fp16")
+    if run.in_bf16:
+        log.info("layers that precision=fp8 leaves in bfloat16: %s", describe_layers(run.in_bf16))
     if o.reproducible:
         log.info("one CPU thread: reproducible sums have one order")
     if checked.sparse:

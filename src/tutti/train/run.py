@@ -86,6 +86,7 @@ class RunSettings:
         callbacks: the script's callbacks.
         optimizer_settings: options of each parameter group as they were given.
         epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
+        in_bf16: layers with matrix products that ``precision=fp8`` leaves in bfloat16, with the reason by name.
     """
 
     max_nonfinite: int
@@ -102,6 +103,7 @@ class RunSettings:
     callbacks: Callbacks
     optimizer_settings: list[dict[str, Any]]
     epochs_as_steps: bool
+    in_bf16: Mapping[str, str]
 
 
 class Run:
@@ -148,6 +150,7 @@ class Run:
         callbacks: the script's callbacks.
         optimizer_settings: options of each parameter group as they were given.
         epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
+        in_bf16: layers with matrix products that ``precision=fp8`` leaves in bfloat16, with the reason by name.
         settings: learning rates, momenta and weight decays of the caller's optimizers.
         changes: what resumes have changed by name: step, and both values of each setting.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
@@ -176,6 +179,7 @@ class Run:
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
         self.schedulers, self.callbacks = settings.schedulers, settings.callbacks
         self.optimizer_settings, self.epochs_as_steps = settings.optimizer_settings, settings.epochs_as_steps
+        self.in_bf16 = settings.in_bf16
         self.changes: list[dict[str, Any]] = []
         self._max_nonfinite = settings.max_nonfinite
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
