@@ -18,6 +18,7 @@ from tutti.checkpoint.state_shards import cut_state, load_optimizer, mine_of, op
 from tutti.comm.communicator import Communicator
 from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.sync_config import AllReduceConfig
+from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import after_clearing, conceal
 from tutti.nn.sparse_layers import check_sparse_step
@@ -37,6 +38,7 @@ from tutti.parallel.ddp.reducers import (
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.tensor_copies import share_whole_gradients
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clipped, divisor_of_backward, is_finite, mean_factor, nonfinite_names
@@ -196,6 +198,7 @@ class AllReduceSync:
         """
         self._buffers.finish()
         sums = self._reducer.finish(step_context, self._counting.take())
+        self._share_copies()
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
         factor = whole / step_context.loss_scale
         if factor != 1.0:
@@ -583,6 +586,17 @@ class AllReduceSync:
     def _new_reducer(self) -> Reducer:
         reducer = self._make_reducer(self._named)
         return with_sparse_gradients(reducer, self._replica.parts, self._run_context.comms.replica)
+
+    def _share_copies(self) -> None:
+        """Make the gradients of whole tensors equal on all tensor ranks, where rounding may differ. Collective there.
+
+        The fixed tree of ``by_worker`` rounds alike on all; and so does one data rank, whose backwards are
+        deterministic on CPUs.
+        """
+        grid, comms = self._run_context.grid, self._run_context.comms
+        alike = self.by_worker or (comms.replica.size == 1 and not is_accelerator(comms.world.device))
+        if grid.tensor > 1 and not alike:
+            share_whole_gradients(self._named, self._replica.specs, comms.axis("tensor"))
 
     def _culprits(self) -> tuple[str, ...]:
         return culprits(self._run_context.comms.model, self._named)

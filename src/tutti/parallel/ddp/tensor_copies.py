@@ -1,0 +1,43 @@
+"""Gradients of parameters that every tensor rank holds whole, such as those of norm layers: the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tutti.comm.communicator import Communicator
+from tutti.parallel.ddp.reducers import Named
+from tutti.types import ShardSpec
+
+
+def share_whole_gradients(named: Named, specs: Mapping[str, ShardSpec], comm: Communicator) -> None:
+    """Set ``.grad`` of each parameter that is not split to that of the first tensor rank, so that copies stay equal.
+
+    The order in which a backend adds the gradients of the data ranks depends on their place in the message, which
+    slices of unequal sizes move, and on the ranks' links. The sums of two tensor ranks then differ by rounding, and so
+    would their copies of the parameter, more in each step. Collective over the tensor ranks: one broadcast a dtype.
+
+    Args:
+        named: (name, parameter) of this rank's parameters; a parameter is whole or split on all ranks alike.
+        specs: global shape of each parameter, by name.
+        comm: the tensor ranks.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for name, parameter in named:
+        grad = parameter.grad
+        if parameter.requires_grad and tuple(parameter.shape) == tuple(specs[name].shape):
+            if grad is None:
+                # A gradient that another rank may have: its place in the message is kept.
+                kinds.setdefault(parameter.dtype, []).append(torch.zeros_like(parameter))
+            elif grad.layout == torch.strided:
+                kinds.setdefault(parameter.dtype, []).append(grad)
+    for dtype in sorted(kinds, key=str):
+        grads = kinds[dtype]
+        flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+        comm.broadcast_tensors(flat, 0, "broadcast of the gradients of whole tensors")
+        if comm.rank:
+            parts = flat.split([grad.numel() for grad in grads])
+            for grad, part in zip(grads, parts, strict=True):
+                grad.detach().copy_(part.view(grad.shape))
