@@ -22,7 +22,7 @@ def of_three(folder: Path, timeout: float = 20.0) -> tuple[LostRankNotes, list[F
     notes = LostRankNotes(folder)
     notes.clear()
     worlds: list[Any] = [
-        SimpleNamespace(identity=SimpleNamespace(rank=rank, size=3), store=STORE, timeout=timeout, sent=[])
+        SimpleNamespace(identity=SimpleNamespace(rank=rank, size=3), store=STORE, timeout=timeout, sent=[], left={})
         for rank in range(3)
     ]
     return notes, [FileAllGather(notes, world) for world in worlds]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
-from tutti.comm.stall import Call, is_complete
+from tutti.comm.stall import Call, StallInspector, _Notes, is_complete
 from tutti.errors import PeerError
 from tutti.launcher import context
 
@@ -86,3 +89,56 @@ def test_what_has_been_sent_will_come() -> None:
     assert not any(is_complete(call, waiting) for call in waiting.values())
     waiting[0] = Call(up.text, up.ranks, sent=(down.text,))
     assert [is_complete(call, waiting) for call in waiting.values()] == [False, True]
+
+
+def ranks_in(calls: list[list[tuple[Call, float]]]) -> list[str]:
+    """Let inspectors in threads wait in their ranks' calls for the given seconds each; return their errors."""
+    store, said = dist.HashStore(), [""] * len(calls)
+
+    def wait(rank: int) -> None:
+        stall = StallInspector(store, rank, len(calls), 20, [], {})
+        for call, seconds in calls[rank]:
+            end = time.monotonic() + seconds
+
+            def done(limit: timedelta, end: float = end) -> bool:
+                time.sleep(max(0.0, min(limit.total_seconds(), end - time.monotonic())))
+                return time.monotonic() >= end
+
+            try:
+                stall.poll(done, call)
+            except PeerError as error:
+                said[rank] = f"{type(error).__name__} {error}"
+                return
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_a_source_that_has_sent_its_broadcast_and_waits_in_the_next_call_is_no_deadlock() -> None:
+    first, then = Call("broadcast 1", (0, 1, 2)), Call("sum 1", (0, 1, 2))
+    assert ranks_in([[(first, 0.1), (then, 7)], [(first, 6), (then, 1)], [(first, 6), (then, 1)]]) == [""] * 3
+
+
+def test_a_call_that_was_completed_before_is_a_deadlock_the_second_time() -> None:
+    again, other = Call("totals", (0, 1)), Call("sum 1", (0, 1))
+    said = ranks_in([[(again, 0.1), (again, 15)], [(again, 0.1), (other, 15)]])
+    assert [text.split()[0] for text in said] == ["MismatchError"] * 2
+
+
+def test_notes_that_were_never_true_at_once_are_no_deadlock() -> None:
+    one, two = Call("sum 1", (0, 1)), Call("sum 2", (0, 1))
+    notes = _Notes()
+    for beat in range(3):
+        notes.look({0: (one, beat)})
+    assert notes.together() == {}
+    notes.look({0: (one, 3), 1: (two, 0)})
+    assert notes.together() == {}
+    # Rank 0 has left its call, and its note was not removed.
+    notes.look({0: (one, 3), 1: (two, 1)})
+    assert notes.together() == {1: two}
+    notes.look({0: (one, 4), 1: (two, 2)})
+    assert notes.together() == {0: one, 1: two}

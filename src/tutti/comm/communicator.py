@@ -99,7 +99,8 @@ class Communicator:
         self.rank = ranks.index(world.identity.rank)
         self.device = world.device
         self._group, self._fast, self.global_rank = group, fast, world.identity.rank
-        self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout, world.sent)
+        identity = world.identity
+        self.stall = StallInspector(world.store, identity.rank, identity.size, world.timeout, world.sent, world.left)
         self.meetings: FileAllGather | None = None
         self._small: SmallMessages | None = None
         self._sequence = 0

@@ -2,8 +2,10 @@
 
 A rank that waits longer than 2 s writes a note with its call to the shared store, renews it while it waits, and reads
 the notes of all ranks. If *every* rank waits and no call has all of its ranks, none can ever complete: MismatchError is
-raised at once, with all calls. Otherwise, at the timeout, PeerError names the ranks that are waited for and wait for
-none themselves. A collective that completes within 2 s does not access the store.
+raised at once, with all calls. A rank that has left a call counts among its ranks: it has sent its data, which are on
+their way, as those of a broadcast are when its source waits in the next call. Otherwise, at the timeout, PeerError
+names the ranks that are waited for and wait for none themselves. A collective that completes within 2 s does not access
+the store.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _POLL = timedelta(seconds=0.5)
 _STALE = 6 * _POLL.total_seconds()
 # The beat of a rank that has given up. Its note stays, so that ranks that time out later do not report it as missing.
 _GAVE_UP = -1
+# Completed calls that a rank remembers: more than a source of broadcasts can be ahead of the other ranks.
+_REMEMBERED = 64
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 
@@ -49,11 +53,20 @@ class Call:
         ranks: global ranks that take part.
         sent: in a description read from the store: the texts of transfers that its rank has started to send and not
             waited for.
+        before: in a description read from the store: how often its rank has completed this call before.
+        left: in a description read from the store: the calls that its rank has completed last, by ``key`` → how often.
     """
 
     text: str
     ranks: tuple[int, ...]
     sent: tuple[str, ...] = field(default=(), compare=False)
+    before: int = field(default=0, compare=False)
+    left: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    @property
+    def key(self) -> str:
+        """A short name of the operation among these ranks, by which ranks count how often they have completed it."""
+        return f"{self.text} {self.ranks[:2]}{self.ranks[-1:]}{len(self.ranks)}"
 
 
 class _Notes:
@@ -62,6 +75,9 @@ class _Notes:
     def __init__(self) -> None:
         # By rank: call, first and latest beat of its note, and the time at which the latest was first read.
         self._seen: dict[int, tuple[Call, int, int, float]] = {}
+        # Calls and beats at the reading since which all ranks have waited in the same calls.
+        self._calls: dict[int, Call] = {}
+        self._beats: dict[int, int] = {}
 
     def look(self, notes: Mapping[int, tuple[Call, int]]) -> None:
         """Record the notes as just read: rank → (call, beat)."""
@@ -79,9 +95,17 @@ class _Notes:
         now = time.monotonic()
         return {rank: call for rank, (call, _, beat, at) in self._seen.items() if beat == _GAVE_UP or now - at < _STALE}
 
-    def renewed(self) -> dict[int, Call]:
-        """Return the ranks that have renewed their note since it was first read, which a stopped process does not."""
-        return {rank: call for rank, (call, first, latest, _) in self._seen.items() if latest > first}
+    def together(self) -> dict[int, Call]:
+        """Return the ranks that wait in one call since a moment that is the same for all of them, with their calls.
+
+        That moment is the end of an earlier reading; each of these ranks has renewed its note since. Notes are read one
+        after another, so that those of one reading may never have been true at once.
+        """
+        calls = {rank: call for rank, (call, *_) in self._seen.items()}
+        beats = {rank: latest for rank, (_, _, latest, _) in self._seen.items()}
+        if self._calls != calls or any(beats[rank] < self._beats[rank] for rank in beats):
+            self._calls, self._beats = calls, beats
+        return {rank: call for rank, call in calls.items() if beats[rank] > self._beats[rank]}
 
 
 def _reason(error: RuntimeError) -> str:
@@ -104,11 +128,15 @@ class StallInspector:
         timeout: seconds that a call may take.
         sent: texts of transfers that this process has started to send and not waited for; one list for all inspectors
             of a process.
+        left: the calls that this process has completed last, by ``Call.key`` → how often; one dictionary for all
+            inspectors of a process.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, sent: list[str]) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, sent: list[str], left: dict[str, int]
+    ) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self.sent = sent
+        self.sent, self._left = sent, left
         self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
@@ -151,8 +179,15 @@ class StallInspector:
         try:
             if not done(_PATIENCE):
                 self._explain(done, call)
+            self._leave(call)
         finally:
             heartbeat.training.enter(before)
+
+    def _leave(self, call: Call) -> None:
+        """Count a completed call, and forget the one that was completed longest ago."""
+        self._left[call.key] = self._left.pop(call.key, 0) + 1
+        if len(self._left) > _REMEMBERED:
+            del self._left[next(iter(self._left))]
 
     def _explain(self, done: Callable[[timedelta], bool], call: Call) -> None:
         """Continue to wait, with a note in the store; raise on a deadlock or at the timeout."""
@@ -167,7 +202,7 @@ class StallInspector:
                 notes = self._notes()
                 if notes is not None:
                     seen.look(notes)
-                    self._check_deadlock(call, seen.renewed(), beat)
+                    self._check_deadlock(call, seen.together(), beat)
                 if time.monotonic() - start > self._timeout:
                     late = self._late(call, seen.waiting())
                     # Ranks that began to wait a moment later shall reach their own timeout before this rank's
@@ -181,10 +216,10 @@ class StallInspector:
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
         """Raise MismatchError if all ranks wait, each still in the same call, and no call has all of its ranks."""
-        if len(waiting) < self._size or any(is_complete(each, waiting) for each in (call, *waiting.values())):
+        if len(waiting) < self._size or any(is_complete(each, waiting) for each in waiting.values()):
             return
         # Every rank must have read the notes before the first rank raises and its connections close.
-        for later in range(1, 5):
+        for later in range(1, 9):
             self._note(call, beat + later)
             time.sleep(_POLL.total_seconds() / 2)
         calls: dict[str, list[str]] = {}
@@ -242,7 +277,8 @@ class StallInspector:
         return f"stall/{rank}"
 
     def _note(self, call: Call, beat: int) -> None:
-        self._ask(lambda: self._store.set(self._key(self._rank), json.dumps([call.text, call.ranks, beat, self.sent])))
+        note = json.dumps([call.text, call.ranks, beat, self.sent, self._left.get(call.key, 0), self._left.copy()])
+        self._ask(lambda: self._store.set(self._key(self._rank), note))
 
     def _notes(self) -> dict[int, tuple[Call, int]] | None:
         """Read the notes of all ranks; None while the store does not answer."""
@@ -253,8 +289,8 @@ class StallInspector:
                 if self._store.check([self._key(rank)]):
                     raw = self._store.get(self._key(rank))
                     if raw:
-                        text, ranks, beat, sent = json.loads(raw)
-                        notes[rank] = Call(text, tuple(ranks), tuple(sent)), beat
+                        text, ranks, beat, sent, before, left = json.loads(raw)
+                        notes[rank] = Call(text, tuple(ranks), tuple(sent), before, left), beat
             return notes
 
         return self._ask(read)
@@ -280,14 +316,18 @@ class StallInspector:
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Return whether a collective call waits for no rank any more.
 
-    True if each of its ranks waits in an equal call or, for a point-to-point transfer, has begun to send.
+    True if each of its ranks waits in an equal call, has completed it already or, for a point-to-point transfer, has
+    begun to send.
 
     Args:
         call: the call.
         waiting: global rank → the call in which it waits now; has all ranks of ``call``. The attribute ``sent`` of such
-            a call lists the transfers that the rank has begun, as texts.
+            a call lists the transfers that the rank has begun, as texts, and ``left`` the calls that it has completed.
     """
-    return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
+    return all(
+        there == call or call.text in there.sent or there.left.get(call.key, 0) > call.before
+        for there in (waiting[rank] for rank in call.ranks)
+    )
 
 
 def _is_timeout(error: RuntimeError) -> bool:

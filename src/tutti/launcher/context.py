@@ -45,6 +45,7 @@ class World:
         timeout: seconds that a collective may take.
         owned: whether ``init`` made the process group, so that ``shutdown`` destroys it.
         sent: descriptions of asynchronous sends that this process has started.
+        left: collectives that this process has completed last, by description → how often.
     """
 
     identity: Identity
@@ -53,6 +54,7 @@ class World:
     timeout: float
     owned: bool
     sent: list[str] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
 
 
 log = logging.getLogger("tutti.init")
