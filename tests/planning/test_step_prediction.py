@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import StepProgram, evaluate_program
 from tutti.workload.bench_timing import fit_link
-from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
+from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine, write_machine
 from tutti.workload.message_log import GroupMessage
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, Workload
 
@@ -312,6 +313,25 @@ def test_a_link_that_was_never_measured_is_refused_with_the_way_out() -> None:
         seconds_of(facts(2), run("mirrored:algorithm=native", 2), MeasuredCosts(gone, "fp32", Network(2)))
     with pytest.raises(UsageError, match="device/matmul/bf16"):
         seconds_of(facts(2), run("single"), MeasuredCosts(machine(), "bf16", Network(2)))
+
+
+def test_links_and_collectives_between_nodes_come_from_a_file_of_bench(tmp_path: Path) -> None:
+    here, nodes, bare = (tmp_path / f"{name}.json" for name in ("here", "nodes", "bare"))
+    write_machine(machine(), here)
+    slow = {"links/0-1": Curve("B", (), 1e6, 0.25, 0.0), "collectives/all_reduce/2": Curve("B", (), 1e12, 3.0, 0.0)}
+    write_machine(replace(machine(), curves=slow), nodes)
+    write_machine(replace(machine(), curves={"collectives/all_reduce/2": slow["collectives/all_reduce/2"]}), bare)
+    prices = open_machine(str(here), "fp32", 2, nodes)
+    assert prices.network.between == LinkCost(0.25, 1e6)
+    assert prices.transfer(1e6, 4) == pytest.approx(1.25)
+    # Four devices on two nodes: the measured sum of two nodes comes on top of that within a node.
+    within = float(np.median(prices.collective("all_reduce", 2, 1000)))
+    assert float(np.median(prices.collective("all_reduce", 4, 1000))) == pytest.approx(3.0 + within, rel=0.01)
+    assert any("nodes.json" in text and "all_reduce/2" in text for text in prices.rests)
+    assert open_machine("a100x8", "bf16", None, nodes).network.between == LinkCost(0.25, 1e6)
+    for path, word in ((bare, "no links"), (tmp_path / "gone.json", "gone.json")):
+        with pytest.raises(UsageError, match=word):
+            open_machine(str(here), "fp32", 2, path)
 
 
 def test_published_hardware_names_its_rows_and_its_guesses() -> None:

@@ -90,7 +90,8 @@ def simulate_step(
     devices_per_node:
         default: as measured together, or as the machine's name says
     network:
-        link between nodes: alpha=SECONDS,beta=BYTES-A-SECOND
+        link between nodes: alpha=SECONDS,beta=BYTES-A-SECOND; or machine.json
+        of tutti bench links collectives, measured with one rank a node
     optimizer:
         as in tutti train; default: the script's, or adam:lr=0.001
     precision:
@@ -228,23 +229,25 @@ def _counts(sweep: str | None, devices: int) -> list[int]:
     return found if found[-1] == int(last) else [*found, int(last)]
 
 
-def parse_link(text: str | None) -> LinkCost | None:
-    """Parse ``--network``, the cost of a link between nodes: ``alpha=SECONDS,beta=BYTES``.
+def parse_link(text: str | None) -> LinkCost | Path | None:
+    """Parse ``--network``, the cost of a link between nodes: ``alpha=SECONDS,beta=BYTES``, or a file that measured it.
 
-    ``alpha`` is in seconds a message, ``beta`` in bytes a second. Returns None for None, the option not given. Raises
-    UsageError for a malformed text.
+    ``alpha`` is in seconds a message, ``beta`` in bytes a second. A text that ends with ``.json`` is the file's path.
+    Returns None for None, the option not given. Raises UsageError for a malformed text.
 
     >>> parse_link("alpha=3e-5,beta=1.25e9")
     LinkCost(alpha=3e-05, beta=1250000000.0)
     """
     if text is None:
         return None
+    if text.endswith(".json"):
+        return Path(text)
     try:
         given = {key: float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
         if given.keys() != {"alpha", "beta"} or given["alpha"] < 0 or given["beta"] <= 0:
             raise ValueError
     except ValueError as error:
-        remedy = "write alpha=30e-6,beta=1.25e9: seconds a message, and bytes a second"
+        remedy = "write alpha=30e-6,beta=1.25e9: seconds a message, and bytes a second; or give machine.json"
         raise UsageError(f"cannot read the link '{text}'", where="--network", remedy=remedy) from error
     return LinkCost(given["alpha"], given["beta"])
 

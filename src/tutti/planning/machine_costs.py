@@ -704,7 +704,7 @@ class PublishedCosts:
             self.guesses.append(text)
 
 
-def open_machine(text: str, precision: str, per_node: int | None, between: LinkCost | None) -> StepCosts:
+def open_machine(text: str, precision: str, per_node: int | None, between: LinkCost | Path | None) -> StepCosts:
     """Return the durations of computing, messages and updates on a measured machine or on published hardware.
 
     Args:
@@ -712,18 +712,20 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
             node.
         precision: precision of the run, such as ``bf16``.
         per_node: devices of a node; None: as many as were measured together, or as ``text`` says.
-        between: cost of a message between nodes (latency and bandwidth); None: unknown, so that a collective over
-            several nodes of a measured machine raises UsageError.
+        between: cost of a message between nodes (latency and bandwidth), or path of a ``machine.json`` that was
+            measured with one rank a node; None: unknown, so that a collective over several nodes of a measured machine
+            raises UsageError.
 
     Returns:
         An object whose methods give the seconds of passes, optimizer steps, collectives and messages.
 
     Raises:
-        UsageError: no such file, no such hardware, or a file of another version.
+        UsageError: no such file, no such hardware, or a file of another version or without links.
     """
     match = _PUBLISHED.fullmatch(text)
     if match is not None and not Path(text).exists() and chip_of(match[1])[0]:
-        return PublishedCosts(match[1], precision, Network(per_node or int(match[2]), between))
+        link = measured_network(between, 1).between if isinstance(between, Path) else between
+        return PublishedCosts(match[1], precision, Network(per_node or int(match[2]), link))
     if not Path(text).exists() and not text.endswith(".json"):
         raise UsageError(
             f"there is no machine '{text}'",
@@ -733,10 +735,41 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
         )
     machine = read_machine(Path(text))
     together = [int(name.rpartition("/")[2]) for name in machine.curves if name.startswith("collectives/all_reduce/")]
-    costs = MeasuredCosts(machine, precision, Network(per_node or max(together, default=1), between))
+    devices = per_node or max(together, default=1)
+    if isinstance(between, Path):
+        network = measured_network(between, devices)
+        costs = MeasuredCosts(machine, precision, network)
+        kinds = ", ".join(sorted(network.collectives)) or "none: a ring's law"
+        costs.rests.append(f"links between nodes as measured in {between}; collectives over nodes: {kinds}")
+        return costs
+    costs = MeasuredCosts(machine, precision, Network(devices, between))
     if between is not None:
         costs.rests.append(f"stated link between nodes: {between.alpha * 1e6:g} µs, {between.beta / 1e9:g} GB/s")
     return costs
+
+
+def measured_network(path: Path, per_node: int) -> Network:
+    """Return the links between nodes, and collectives over them, of a ``machine.json`` measured with one rank a node.
+
+    Args:
+        path: file of ``tutti bench links collectives`` whose ranks were on a node each.
+        per_node: devices of a node of the cluster.
+
+    Raises:
+        UsageError: no such file, of another format or version, or without links.
+    """
+    machine = read_machine(path)
+    links = [curve for name, curve in machine.curves.items() if name.startswith("links/")]
+    if not links:
+        raise UsageError(
+            "the file has no links",
+            where=f"--network {path}",
+            remedy="measure them with one rank a node: tutti bench links collectives",
+        )
+    slowest = max(links, key=lambda curve: curve_seconds(curve, 2.0**20))
+    prefix = "collectives/"
+    over = {name.removeprefix(prefix): curve for name, curve in machine.curves.items() if name.startswith(prefix)}
+    return Network(per_node, LinkCost(slowest.fixed, slowest.rate), slowest, over)
 
 
 def published_chips() -> list[str]:
