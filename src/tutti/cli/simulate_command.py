@@ -91,7 +91,7 @@ def simulate_step(
         default: as measured together, or as the machine's name says
     network:
         link between nodes: alpha=SECONDS,beta=BYTES-A-SECOND; or machine.json
-        of tutti bench links collectives, measured with one rank a node
+        whose links and collectives were measured with one rank a node
     optimizer:
         as in tutti train; default: the script's, or adam:lr=0.001
     precision:

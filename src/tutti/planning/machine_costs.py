@@ -764,7 +764,7 @@ def measured_network(path: Path, per_node: int) -> Network:
         raise UsageError(
             "the file has no links",
             where=f"--network {path}",
-            remedy="measure them with one rank a node: tutti bench links collectives",
+            remedy="measure links between ranks on a node each, or state the link: --network alpha=30e-6,beta=1.25e9",
         )
     slowest = max(links, key=lambda curve: curve_seconds(curve, 2.0**20))
     prefix = "collectives/"
