@@ -60,21 +60,23 @@ class Evaluation:
 def evaluate_samples(
     run: Run, source: Any, batch: int, loss: LossFn | None, averaged: bool, collate: Collate | None = None
 ) -> Evaluation:
-    """Evaluate the logical workers' merged model on held-out samples, each counted once. Collective over all ranks.
+    """Return mean loss and metrics of a run's model on held-out samples, each counted once. Collective over all ranks.
 
-    Every rank evaluates its part of the samples; where a rank is killed meanwhile, the ranks alive evaluate again.
+    Where replicas of the model differ between synchronisations, their merged weights are evaluated. Each data rank
+    evaluates a part of the samples, and an all-reduce over the data ranks sums the results. If a rank is killed
+    meanwhile, the ranks alive evaluate all samples again.
 
     Args:
-        run: the run.
+        run: the run, whose model is evaluated.
         source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
             then evaluated.
         batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
         loss: the loss function; None: the run's.
-        averaged: whether to evaluate the average of the weights.
+        averaged: whether to evaluate the average of the weights over steps, which the run keeps, instead of the weights.
         collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
 
     Returns:
-        Mean loss, mean of each metric, and number of samples, over all held-out samples on every rank.
+        An ``Evaluation`` with mean loss, mean of each metric and number of samples; the same on every rank.
 
     Raises:
         UsageError: no loss function; one that updates metric objects, with sharded weights; or ``averaged`` without an
@@ -120,11 +122,12 @@ def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank:
         source: held-out samples: tensors, a data set, a stream or a ``DataLoader``.
         batch: largest number of samples in a block, where ``source`` is no ``DataLoader``.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
-        seed: of random draws.
+        seed: seed of the random draws with which a sampler or a stream orders its samples.
         rank: this rank, for messages of loader processes.
 
     Returns:
-        The samples with their blocks; for a stream the blocks are known once it has been read.
+        A ``HeldOut``: the samples and the sample numbers of each block. For a stream, a ``HeldOutStream``, whose
+        blocks are known once it has been read.
 
     Raises:
         UsageError: as ``tutti.prepare`` for a ``DataLoader``; or the samples are a stream that shards itself.
@@ -156,7 +159,11 @@ def _held_out(data: Any, collate: Collate | None, drop_last: bool = False, proce
 
 
 def described(held_out: Blocks) -> str:
-    """Return what is evaluated as a phrase for messages: ``{N} samples``, or ``the stream {name}`` for a stream."""
+    """Return a phrase for messages that names held-out samples: ``{N} samples``, or ``the stream {name}``.
+
+    Args:
+        held_out: a data set of known length (``HeldOut``) or a stream (``HeldOutStream``), divided into blocks.
+    """
     return f"{held_out.samples} samples" if isinstance(held_out, HeldOut) else f"the stream {held_out.stream.name}"
 
 

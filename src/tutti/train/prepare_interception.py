@@ -17,10 +17,13 @@ _handlers: list[PrepareHandler] = []
 
 @contextmanager
 def intercept_prepare(handler: PrepareHandler) -> Iterator[None]:
-    """Within the block, let ``tutti.prepare`` return ``handler(…)`` and prepare nothing; no rank is met.
+    """Within the block, let ``tutti.prepare`` call ``handler`` and return its result, without preparing a run.
+
+    No process group is joined and no model is moved. Of nested blocks, the innermost handler is called.
 
     Args:
-        handler: receives model, optimizer, data set, loss and options as the script gave them.
+        handler: takes model, optimizer, data set, loss function and options of ``tutti.prepare`` as the script gave
+            them, in this order.
     """
     _handlers.append(handler)
     try:
@@ -30,5 +33,8 @@ def intercept_prepare(handler: PrepareHandler) -> Iterator[None]:
 
 
 def prepare_handler() -> PrepareHandler | None:
-    """Return the innermost handler of ``intercept_prepare``; None outside of every block."""
+    """Return the function that ``tutti.prepare`` must call instead of preparing a run; None if there is none.
+
+    It is the handler of the innermost ``intercept_prepare`` block that is active.
+    """
     return _handlers[-1] if _handlers else None

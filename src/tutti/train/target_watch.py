@@ -23,12 +23,12 @@ class EvaluatedAt:
 
     Attributes:
         step: global step.
-        updates: writes of the parameters.
+        updates: number of updates of the parameters so far.
         samples: samples consumed.
         epochs: epochs of training.
-        seconds: of training since the first start of the run, without evaluations and saves.
-        wall_seconds: elapsed since the first start, with everything between; None if the start is unknown.
-        value: the metric.
+        seconds: seconds of training since the first start of the run, without evaluations and saves.
+        wall_seconds: seconds elapsed since the first start, with evaluations, saves and pauses; None if the start is unknown.
+        value: value of the watched metric.
     """
 
     step: int
@@ -41,11 +41,11 @@ class EvaluatedAt:
 
 
 class TargetWatch:
-    """Follows the evaluations of a run, and tells when one ends it.
+    """Decides after each evaluation whether a run ends: its target is reached (``--until``) or patience is exhausted.
 
     Args:
         metric: the metric that is watched.
-        target: the value of it that ends the run; None for none.
+        target: value of the metric at which the run ends; None for no target.
         patience: number of evaluations in a row without a better value that end the run; None for no such limit.
 
     Attributes:
@@ -64,7 +64,7 @@ class TargetWatch:
 
     @property
     def option(self) -> str:
-        """The option that names the watched metric: ``--until`` if the run has a target, else ``--patience``."""
+        """Command-line option that names the watched metric, for messages: ``--until`` if the run has a target, else ``--patience``."""
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
