@@ -72,7 +72,7 @@ def evaluate_samples(
             then evaluated.
         batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
         loss: the loss function; None: the run's.
-        averaged: whether to evaluate the average of the weights over steps, which the run keeps, instead of the weights.
+        averaged: whether to evaluate the average of the weights over steps, in place of the weights.
         collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
 
     Returns:

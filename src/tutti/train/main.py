@@ -52,15 +52,18 @@ from tutti.train.warm_start import load_warm_start
 
 
 def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
-    """Train on this rank. Rank 0 reports progress and writes into ``directory``. Collective.
+    """Run ``tutti train`` on this rank: build the task's model, train it and evaluate it. Collective over all ranks.
+
+    Rank 0 reports progress on stderr and writes metrics and ``summary.json`` into ``directory``; checkpoints go there,
+    too. A run that ``config.resume`` names, or that the launcher restarted, continues from its checkpoint.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.
         config: the resolved configuration.
-        directory: the run directory; None for none.
+        directory: the run directory, of which rank 0's value counts; None to write no files.
 
     Returns:
-        0, the exit code.
+        0, the exit code of the process.
 
     Raises:
         TuttiError: an expected failure, with its exit code.
@@ -347,7 +350,7 @@ def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
         world: all ranks.
 
     Returns:
-        The whole model, not yet split over ranks.
+        The whole model, before the strategy splits it over ranks.
     """
     if not parallel.parse_strategy(config.strategy).parts(world.identity.size):
         return task.model()
@@ -376,6 +379,9 @@ def prepared(
         world: all ranks.
         warn: receives warnings, such as those of lost ranks; None for Python's ``warnings`` and stderr.
         callbacks: the task's callbacks; none where a run is prepared only to be measured.
+
+    Returns:
+        The run, which holds model, optimizer, data and strategy.
     """
     options = RunOptions(
         strategy=config.strategy,

@@ -32,12 +32,13 @@ _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 def convert_model(
     model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
-    """Convert the model's batch norm, dtype and memory layout. Collective for ``sync`` batch norm.
+    """Convert the model's batch norm, dtype and memory layout. Makes a process group for ``sync`` batch norm.
 
     Args:
         model: the script's model; parameters and buffers are converted in place.
-        batch_norm: options of batch norm.
-        run_context: of the run.
+        batch_norm: options of batch norm: synchronised over ranks (``sync``), over groups of samples (``ghost``), or
+            as PyTorch's.
+        run_context: the run's communicators, grid of ranks and number of data-parallel workers.
         precision: ``fp64``, or ``fp32``, ``bf16``, ``fp16`` and ``fp8`` for float32 parameters, as the narrow
             precisions cast in the loss function (``cast_loss``); None leaves the dtype.
         channels_last: convert 4-d tensors to the channels-last memory format.
@@ -111,7 +112,7 @@ def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> Los
 def make_loss_scale(
     given: LossScaleConfig | str | None, precision: str | None, loss_fn: LossFn | None
 ) -> LossScale | None:
-    """Return the run's loss scale; None for none.
+    """Return the object that scales the run's loss against underflow of fp16 gradients; None if no scale is needed.
 
     Args:
         given: options of the loss scale, or their text; None: dynamic for ``fp16``, none for other precisions.

@@ -19,10 +19,10 @@ _PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopReason:
-    """Signal that asked this process to stop; another rank may have received it instead.
+    """Tells by which kind of signal this process was asked to stop; the signal may have reached another rank alone.
 
     Attributes:
-        interrupted: whether it was Ctrl-C (SIGINT).
+        interrupted: whether the signal was Ctrl-C (SIGINT).
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,15 @@ class StopReason:
 def stop_on_signals(run: Run) -> Iterator[StopReason]:
     """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once.
 
-    All ranks stop after the next step, which sets ``run.stats.stop``. Outside of the main thread no signal is handled.
+    All ranks stop after the next step, whose ``run.stats.stop`` is true. Outside of the main thread no signal is handled.
     In a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored: Slurm sends a signal to the ranks and to the
-    process that started them, which passes it on, and kills a job that does not end.
+    process that started them, which passes it on, and kills a job that does not end. Earlier handlers are restored.
+
+    Args:
+        run: the run to stop.
 
     Yields:
-        The ``StopReason``, which knows after the block whether it was Ctrl-C.
+        A ``StopReason``, which says after a signal whether it was Ctrl-C.
     """
     reason = StopReason()
     if threading.current_thread() is not threading.main_thread():

@@ -25,7 +25,8 @@ _wrapped: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
 def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that no earlier ``tutti.prepare`` has split the model or the optimizers' state over ranks.
 
-    Removes the methods that the earlier run has put around the optimizers' own. Every rank gives the same answer.
+    Removes the methods that the earlier run has set on the optimizer instances (``wrap_methods``). No collective: every
+    rank comes to the same result.
 
     Args:
         model: the script's model.
@@ -69,7 +70,7 @@ def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setti
         model: the script's model.
         optimizers: the script's optimizers.
         strategy: name of the strategy.
-        setting: context of the run.
+        setting: the run's grid of ranks and number of workers.
     """
     grid = setting.grid
     if grid.stage > 1 or grid.tensor > 1 or grid.shard > 1:
@@ -81,11 +82,12 @@ def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setti
 def keeps_state(strategy: str, setting: RunContext) -> bool:
     """Return whether the script's optimizer object holds all optimizer state of this rank's part of the model.
 
-    It does not where the state is sharded, on servers, or that of several logical workers.
+    False where the state is sharded over ranks, lies on parameter servers, or belongs to several data-parallel workers
+    that this rank computes one after another, each with its own state.
 
     Args:
         strategy: name of the strategy.
-        setting: context of the run.
+        setting: the run's grid of ranks and number of workers.
     """
     alone = setting.grid.size == 1 and strategy not in (*_BY_WORKER, "parameter_server")
     one_each = strategy in _BY_WORKER and setting.workers == setting.grid.data_ranks

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 
 def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
-    """Return the object that writes and keeps the checkpoints of ``Run.save`` in ``folder``.
+    """Return the ``Checkpoints`` object with which ``Run.save`` writes checkpoints into ``folder`` and deletes old ones.
 
-    It is created in the first call for this folder and ``keep``, which is collective; a single failed save raises.
+    The first call for a folder and ``keep`` creates the object and is collective; later calls return the same object.
+    Its saves raise at the first failure.
 
     Args:
         run: the run to save.
-        folder: where its checkpoints lie.
+        folder: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
     """
     key = folder.absolute(), keep
@@ -43,8 +44,8 @@ def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
 def checkpoint_identity(run: Run) -> dict[str, Any]:
     """Return the facts that ``restore`` compares with a checkpoint's, by key, and a hash of them (``config_sha256``).
 
-    They are number of workers, global batch size, batch growth, number of training samples, seed, and classes of the
-    optimizers.
+    Keys: ``workers``, ``global_batch_size``, ``batch_growth`` (text, or None), ``training_samples``, ``seed``,
+    ``optimizer_class`` (classes joined by ``+``; absent without an optimizer) and ``clip``, which the hash leaves out.
     """
     contract = run.feed.contract
     known: dict[str, Any] = {
@@ -94,7 +95,7 @@ def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict
     Args:
         run: the run to restore, whose tensors are restored elsewhere.
         saved: the checkpoint's facts, with the keys of ``run_facts``.
-        named: settings of the optimizer that keep the script's values.
+        named: names of optimizer settings, such as ``lr``, that keep the script's values.
 
     Returns:
         ``extra`` as ``Run.save`` was given it; empty for a checkpoint without it.

@@ -34,12 +34,15 @@ def train_step(
     adapt: Callable[[StepStats, StepContext], StepContext] | None = None,
     noise: NoiseProbe | None = None,
 ) -> tuple[StepStats, UpdateResult]:
-    """Train on one global batch. Collective: the gradient synchronisation of the strategy.
+    """Train on one global batch: forward and backward passes, gradient reduction, update, clearing of gradients.
+
+    Collective as the strategy's gradient synchronisation. A worker is a logical data-parallel worker: it has a fixed
+    share of the global batch, and a rank may compute several workers one after another.
 
     Args:
         replica: this rank's part of the model.
         sync: gradient synchronisation, which owns the update.
-        grad_hook: gradient-ready hook.
+        grad_hook: called for each parameter when a backward pass has made its gradient.
         work: each worker of this rank, in order, with its micro-batches (none where its share is empty).
         loss: the loss function.
         step_context: facts of the step that all workers share.
@@ -48,7 +51,8 @@ def train_step(
         noise: measures the gradient noise scale, in some steps; None: in none.
 
     Returns:
-        The reduced results, and the result of the update.
+        Loss, metrics and gradient norm reduced over the global batch, and the result of the update (number of updates
+        made, whether it was skipped).
     """
     run = replica.run if noise is None else noise.begin(replica, step_context)
     for worker, micro_batches in work:

@@ -13,7 +13,12 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """A strategy's name with options as Python values; made by ``tutti.strategy``."""
+    """A distribution strategy (such as ``pipeline``) with options as Python values; made by ``tutti.strategy``.
+
+    Attributes:
+        name: name of the strategy.
+        options: values by option name: modules, names, lists, dictionaries or numbers.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -23,7 +28,7 @@ def strategy(name: str, **options: Any) -> StrategySpec:
     """Return a strategy for ``tutti.prepare`` whose options are Python values in place of text.
 
     Args:
-        name: of the strategy, as in ``name:key=value``.
+        name: name of the strategy, as in ``name:key=value``.
         options: its options. Where text names modules, these are names or the modules of the model themselves; lists
             stand for ``+``, lists of lists for ``/``, and a dictionary for ``key:value``.
 
@@ -35,7 +40,9 @@ def strategy(name: str, **options: Any) -> StrategySpec:
 
 
 def strategy_text(given: str | StrategySpec, model: nn.Module) -> str:
-    """Return a strategy as text, with the names of modules in ``model``.
+    """Return a strategy as text ``name:key=value,…``, in which modules are written as their names in ``model``.
+
+    Text is returned as it is; options that are None are left out.
 
     >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> strategy_text(strategy("pipeline", stages=[[layers[0], "1"], [layers[2]]], micro_batches=4), layers)

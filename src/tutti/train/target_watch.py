@@ -27,7 +27,8 @@ class EvaluatedAt:
         samples: samples consumed.
         epochs: epochs of training.
         seconds: seconds of training since the first start of the run, without evaluations and saves.
-        wall_seconds: seconds elapsed since the first start, with evaluations, saves and pauses; None if the start is unknown.
+        wall_seconds: seconds elapsed since the first start, with evaluations, saves and pauses; None if the start is
+            unknown.
         value: value of the watched metric.
     """
 
@@ -41,7 +42,7 @@ class EvaluatedAt:
 
 
 class TargetWatch:
-    """Decides after each evaluation whether a run ends: its target is reached (``--until``) or patience is exhausted.
+    """Decides after each evaluation whether a run ends: at its target (``--until``) or by ``--patience``.
 
     Args:
         metric: the metric that is watched.
@@ -64,7 +65,7 @@ class TargetWatch:
 
     @property
     def option(self) -> str:
-        """Command-line option that names the watched metric, for messages: ``--until`` if the run has a target, else ``--patience``."""
+        """Command-line option that names the metric, for messages: ``--until`` if the run has a target, else ``--patience``."""
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
