@@ -27,7 +27,7 @@ def engine_rank(directory: Path) -> int:
     ranks of ``tutti train`` itself.
 
     Args:
-        directory: the run directory, on a disk that all nodes share.
+        directory: the run directory, on a disk that all nodes share; the configuration is in its ``logs/engine.toml``.
     """
     replace_unencodable(sys.stdout, sys.stderr)
     stdin_control.control_by_stdin(os.environ)

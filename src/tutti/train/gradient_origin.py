@@ -32,9 +32,12 @@ class GradientOrigin:
         run: the run, for its strategy, communicators and step number.
         optimizers: the script's optimizers.
 
+    A complete gradient is reduced over the global batch; a local one is of one micro-batch alone.
+
     Attributes:
-        alone: whether local gradients are complete, because this rank computes the whole global batch in one body.
-        exchanged: whether gradients of the current body have been reduced.
+        alone: whether local gradients are complete, because this rank computes the whole global batch in one pass
+            through the body of the script's loop.
+        exchanged: whether gradients have been reduced in the current pass through the body of the script's loop.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
@@ -51,7 +54,7 @@ class GradientOrigin:
         self._in_own_backward = False
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the run's trained parameters as objects of the script's model: the script reads their ``.grad``."""
+        """Return the trained parameters as the ``Parameter`` objects of the script's model, whose ``.grad`` it reads."""
         return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
@@ -65,9 +68,9 @@ class GradientOrigin:
         return self._sync.script_parameters_of(self._optimizers[index])
 
     def carried(self) -> list[nn.Parameter]:
-        """Return the parameters that keep a gradient of an earlier reduction which the script cannot read.
+        """Return the parameters whose gradient of an earlier backward pass the script has not cleared and cannot read.
 
-        The script has not cleared it. Such a gradient (in ``.grad`` an ``IncompleteGradient`` stands for it) would be
+        Their ``.grad`` is an ``IncompleteGradient``, a placeholder of a gradient that is held elsewhere and would be
         added to the next one. Only parameters of the script's optimizers count; all, if the script has none.
         """
         updated = self._optimizers and {p for o in self._optimizers for p in self._sync.script_parameters_of(o)}
@@ -113,7 +116,10 @@ class GradientOrigin:
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
-        """Record every present ``.grad`` as complete (reduced over the global batch) and not edited by the script."""
+        """Record each parameter's present ``.grad`` as complete (reduced over the global batch) and not edited.
+
+        ``edited`` later compares identity and version counter of the tensors with this record.
+        """
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
         self._mixed.clear()
         self._made.clear()
@@ -223,7 +229,7 @@ class GradientOrigin:
     # --- edits of complete gradients -------------------------------------------------------------------------------
 
     def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters whose ``.grad`` the script has written to or assigned since the last reduction.
+        """Return the parameters whose ``.grad`` the script has written to or assigned since it was recorded as complete.
 
         Args:
             members: parameters to look at.

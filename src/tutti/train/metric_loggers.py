@@ -60,15 +60,18 @@ class MetricLogger(ABC):
         """
 
     def on_train_begin(self, run: Run) -> None:
-        """Open the logger when training begins; if the process exits before its end, it is closed as failed."""
+        """Open the metric logger when training begins.
+
+        If the process exits before ``on_train_end``, the logger is closed as failed.
+        """
         self.identity = self.open()
         self._open = True
         atexit.register(self._close, True)
 
     def on_step_end(self, run: Run) -> None:
-        """Write the step's ``train/loss``, ``train/…`` for each metric, ``train/grad_norm`` and ``train/lr``.
+        """Write the training step's ``train/loss``, ``train/{metric}``, ``train/grad_norm`` and ``train/lr``.
 
-        ``train/lr`` is the learning rate of the first parameter group.
+        ``train/lr`` is the learning rate of the first parameter group. Values that are None are left out.
         """
         if run.stats is None:
             return
@@ -78,11 +81,11 @@ class MetricLogger(ABC):
         self.write({f"train/{n}": float(v) for n, v in values.items() if v is not None}, run.clock)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Write the evaluation's ``eval/loss`` and ``eval/…`` for each metric."""
+        """Write the means of an evaluation as ``eval/loss`` and ``eval/{metric}``, at the run's present step."""
         self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
 
     def on_train_end(self, run: Run) -> None:
-        """Close the logger as finished when training ends."""
+        """Close the metric logger as finished when training ends."""
         self._close(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class MetricLogger(ABC):
 
 
 class JsonLinesLogger(MetricLogger):
-    """The logger that appends ``{"step": …, "train/loss": …}`` to a file.
+    """Callback that appends a JSON line ``{"step": …, "train/loss": …}`` to a file for each step and evaluation.
 
     Args:
         path: the file; its folder is made.
@@ -117,7 +120,7 @@ class JsonLinesLogger(MetricLogger):
         self._file: Any = None
 
     def open(self) -> None:
-        """Open the file for appending, and make its folder. Raises DiskError if it cannot be written."""
+        """Open the file for appending, and make its folder; return None. Raises DiskError if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
@@ -135,7 +138,7 @@ class JsonLinesLogger(MetricLogger):
 
 
 class WandbLogger(MetricLogger):
-    """The logger that writes to Weights & Biases.
+    """Callback that writes losses and metrics of steps and evaluations to Weights & Biases.
 
     Args:
         project: the project.
@@ -174,7 +177,7 @@ class WandbLogger(MetricLogger):
         return str(self._run.id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values to Weights & Biases, with ``step`` as their horizontal axis."""
+        """Log values by name to Weights & Biases, with ``step`` (steps of the run so far) as their horizontal axis."""
         self._run.log({"step": step, **values})
 
     def close(self, failed: bool) -> None:
@@ -183,7 +186,7 @@ class WandbLogger(MetricLogger):
 
 
 class MLflowLogger(MetricLogger):
-    """The logger that writes to MLflow.
+    """Callback that writes losses and metrics of steps and evaluations to MLflow.
 
     Args:
         experiment: the experiment, which is created if it is missing.
@@ -214,7 +217,7 @@ class MLflowLogger(MetricLogger):
         return str(self._client.create_run(number, run_name=self.name).info.run_id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values after ``step`` steps to MLflow, in one request."""
+        """Log values by name to MLflow in one request, as those after ``step`` steps of the run."""
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self.identity, metrics=metrics)

@@ -32,7 +32,9 @@ _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 def convert_model(
     model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
-    """Convert the model's batch norm, dtype and memory layout. Makes a process group for ``sync`` batch norm.
+    """Convert the model's batch norm, dtype and memory layout.
+
+    Collective for ``sync`` batch norm, which makes a process group.
 
     Args:
         model: the script's model; parameters and buffers are converted in place.

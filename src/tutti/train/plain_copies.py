@@ -18,6 +18,7 @@ def leave_hooks_out_of_copies(model: nn.Module) -> None:
 
     A hook refers to the run and its communicators, which neither a copy nor a file can have; and a file that names
     none of tutti's classes loads without tutti and with ``torch.load(weights_only=True)``. The script's own hooks stay.
+    Sets ``__reduce_ex__`` on each module instance.
     """
     for module in model.modules():
         # Instance attributes take precedence over the class's, and PyTorch has no hook for pickles.

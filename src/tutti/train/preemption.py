@@ -51,7 +51,7 @@ def stop_on_signals(run: Run) -> Iterator[StopReason]:
 
     All ranks stop after the next step, whose ``run.stats.stop`` is true. Outside of the main thread no signal is handled.
     In a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored: Slurm sends a signal to the ranks and to the
-    process that started them, which passes it on, and kills a job that does not end. Earlier handlers are restored.
+    process that started them, which passes it on, and kills a job that does not end.
 
     Args:
         run: the run to stop.

@@ -39,7 +39,7 @@ def optimizer_settings(trainer: Sequence[Optimizer] | OptimizerChoice) -> list[d
     """Return the options of each parameter group as the run was given them, before any scheduler or step.
 
     Args:
-        trainer: the script's optimizers, or options.
+        trainer: the script's optimizers, or the optimizer options of the configuration.
 
     Returns:
         A dict of values by option name, such as ``lr``, for each parameter group in order; a single one for options.
@@ -71,12 +71,12 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
     Settings are those of the run, such as batch size and seed, and the options of each parameter group.
 
     Args:
-        facts: facts of the checkpoint.
-        run_facts: facts of the run.
+        facts: the checkpoint's settings by key, such as ``global_batch_size`` and ``seed``.
+        run_facts: the run's settings by the same keys.
         run: the run, for the settings of its optimizer.
 
     Returns:
-        Name, saved value and present value of each.
+        Name, saved value and present value of each; settings of the run first, then options of parameter groups.
     """
     found = [
         SettingDifference(name, facts[key], run_facts[key])
@@ -124,7 +124,7 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
     Args:
         manifest: the checkpoint.
-        differences: the changes, all of them named by the user.
+        differences: the settings that change, all of them named by the user (``--change``).
         run: the run that resumes.
     """
     names = [each.name for each in differences]
@@ -158,13 +158,15 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
-    """Tell a resumed run with which batch size and number of samples its earlier epochs were trained.
+    """Give a resumed run the batch size and number of samples of its earlier epochs, and record changed settings.
 
-    Batch size or data may have been changed on resuming. The changes are added, with their step, to ``run.changes``.
+    Earlier epochs differ if batch size or data were changed on resuming, so that the run counts their steps and samples
+    as they were. ``run.changes`` becomes the checkpoint's list of changes; if ``differences`` has any,
+    ``{"step": …, "changed": {name: [saved, now]}}`` is appended.
 
     Args:
         manifest: the checkpoint.
-        differences: the changes, all of them named and possible.
+        differences: the settings that change, checked by ``check_changes``.
         run: the run, restored to the checkpoint's position.
     """
     facts = manifest.facts
@@ -186,8 +188,8 @@ def change_facts(run: Run) -> dict[str, Any]:
     """Return what a checkpoint records about the optimizer's settings and about settings changed on resuming.
 
     Returns:
-        JSON values by key: the options of each parameter group; if there are any, earlier epochs with another batch
-        size or number of samples, and the changes so far.
+        JSON values by key: ``optimizer_settings``, the options of each parameter group; if there are any,
+        ``earlier_epochs``, epochs with another batch size or number of samples, and ``changes`` made so far.
     """
     earlier = run.feed.epochs.earlier
     return {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
-    """Return the ``Checkpoints`` object with which ``Run.save`` writes checkpoints into ``folder`` and deletes old ones.
+    """Return the ``Checkpoints`` with which ``Run.save`` writes checkpoints into ``folder`` and deletes old ones.
 
     The first call for a folder and ``keep`` creates the object and is collective; later calls return the same object.
     Its saves raise at the first failure.

@@ -23,7 +23,9 @@ _HANDLES: WeakKeyDictionary[nn.Module, Sequence[Any]] = WeakKeyDictionary()
 
 
 class StateLoads:
-    """Hooks ``load_state_dict`` of a run's model and of its modules.
+    """Makes ``load_state_dict`` of a prepared model and of its modules reach every rank's tensors.
+
+    Registers a pre-hook and a post-hook of ``load_state_dict`` on each module.
 
     PyTorch copies a state dict into the tensors that the model holds on this rank. If these are slices or shards of the
     parameters, ``GradientSync.load`` replaces that copy; otherwise it distributes the state afterwards to this rank's
@@ -137,7 +139,9 @@ class StateLoads:
 
 
 class GivenState:
-    """Full tensors in memory as a ``SavedState``; optimizers on ranks keep their state.
+    """Full tensors in memory behind the interface of a checkpoint that is read (``SavedState``).
+
+    Loading it leaves the state of optimizers on the ranks as it is.
 
     Args:
         tensors: full tensors by name.
@@ -180,22 +184,22 @@ class GivenState:
 
         Args:
             group: ``model`` or ``optim``.
-            name: of the tensor.
+            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
             offset: first index of the region in the full tensor, one number a dimension.
-            shape: of the region.
+            shape: shape of the region.
         """
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]
 
 
 class ModelHook:
-    """A hook of a model; see ``leave_hooks_out_of_copies``."""
+    """Callable hook of a module that calls ``act``; copies and pickles of the module leave hooks of this class out."""
 
     def __init__(self, act: Callable[..., None]) -> None:
         self._act = act
 
     def __call__(self, *args: Any) -> None:
-        """Act on the hook's arguments."""
+        """Call the wrapped function with the arguments that PyTorch gives the hook; returns None."""
         self._act(*args)
 
 

@@ -65,7 +65,7 @@ class TargetWatch:
 
     @property
     def option(self) -> str:
-        """Command-line option that names the metric, for messages: ``--until`` if the run has a target, else ``--patience``."""
+        """Option that names the watched metric, for messages: ``--until`` if there is a target, else ``--patience``."""
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
