@@ -54,7 +54,7 @@ class GradientOrigin:
         self._in_own_backward = False
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the ``Parameter`` objects of the script's model, whose ``.grad`` it reads."""
+        """Return the trained parameters as the objects of the script's model, whose ``.grad`` the script reads."""
         return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
@@ -68,7 +68,7 @@ class GradientOrigin:
         return self._sync.script_parameters_of(self._optimizers[index])
 
     def carried(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradient of an earlier backward pass the script has not cleared and cannot read.
+        """Return the parameters whose gradient of an earlier backward pass the script cannot read and has not cleared.
 
         Their ``.grad`` is an ``IncompleteGradient``, a placeholder of a gradient that is held elsewhere and would be
         added to the next one. Only parameters of the script's optimizers count; all, if the script has none.
@@ -229,7 +229,7 @@ class GradientOrigin:
     # --- edits of complete gradients -------------------------------------------------------------------------------
 
     def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters whose ``.grad`` the script has written to or assigned since it was recorded as complete.
+        """Return the parameters whose ``.grad`` the script has written to or assigned since it was reduced.
 
         Args:
             members: parameters to look at.

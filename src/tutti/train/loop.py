@@ -33,7 +33,13 @@ _WINDOW = 30
 
 @dataclass
 class Means:
-    """Means of the loss and the metrics over the steps of one epoch, weighted by the steps' counts."""
+    """Means of the loss and the metrics over the steps of one epoch, weighted by the steps' counts.
+
+    Attributes:
+        loss: sum over steps of mean loss times count.
+        count: sum of the counts: samples, or other units that the loss function counts.
+        metrics: sum over steps of mean times count, by name.
+    """
 
     loss: float = 0.0
     count: float = 0.0
@@ -62,7 +68,7 @@ class Means:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Means:
-        """Restore the means of an epoch from a checkpoint.
+        """Return the means of an epoch under way, restored from a checkpoint.
 
         Args:
             facts: the checkpoint's facts; ``facts["means"]`` is the result of ``facts()``, in which null stands for
@@ -93,7 +99,9 @@ def _number(value: float | None) -> float:
 
 
 class Speed:
-    """Samples per second of training: over the last 30 steps, and over the whole run without evaluations and saves.
+    """Measures samples per second of training over the last 30 steps and over the whole run.
+
+    Time of evaluations, saves and callbacks is excluded.
 
     For a compiled model the first step counts as start-up, as it includes compilation.
 
@@ -112,7 +120,7 @@ class Speed:
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
-        """Report a device's tokens/s, MFU and HFU besides samples per second from now on, as far as known.
+        """Let ``mark`` and ``overall`` report a device's tokens/s, MFU and HFU, too, as far as they are known.
 
         Args:
             throughput: tokens and FLOP of one sample, and number and peak FLOP/s of the devices.
@@ -120,14 +128,14 @@ class Speed:
         self._factors = throughput.factors()
 
     def mark(self, samples: int) -> Pace:
-        """Record the end of a step, and return the present speed.
+        """Record the end of a training step, and return the present speed.
 
         Args:
             samples: samples that the run has consumed so far.
 
         Returns:
-            Samples per second over the last 30 steps, seconds of training, expected seconds to the end, figures of a
-            device, and seconds that the step waited for its batch.
+            A ``Pace``: samples per second over the last 30 steps, seconds of training, expected seconds to the end of
+            the run, tokens/s, MFU and HFU of a device (as known), and seconds that the step waited for its batch.
         """
         now = time.perf_counter() - self._paused
         self._marks.append((now, samples))
@@ -176,8 +184,8 @@ class Speed:
         """Return the speed of the whole run for ``summary.json``, by key.
 
         Returns:
-            ``samples_per_second`` after start-up, figures of a device, ``seconds`` of training until the last step, and
-            ``startup_seconds``.
+            ``samples_per_second`` after start-up; tokens/s, MFU and HFU of a device, as far as known; ``seconds`` of
+            training until the last step; and ``startup_seconds``.
         """
         (now, samples), (begun, done) = self._marks[-1], self._first
         rate = (samples - done) / max(now - begun, 1e-9)
@@ -209,10 +217,10 @@ class TrainPlan:
 
 
 def passed(length: Length, run: Run) -> int:
-    """Return how many whole intervals of ``length`` the run has trained so far; an event is due when the number grows.
+    """Return how many whole intervals of ``length`` the run has trained so far, counted from its first start.
 
     Args:
-        length: an interval in steps, samples or epochs.
+        length: an interval in steps (an int), samples or epochs (a ``Duration``).
         run: the run, whose position counts from its first start.
     """
     if isinstance(length, int):
@@ -226,17 +234,17 @@ def ended(length: Length, run: Run) -> bool:
     A length in steps counts the schedule's steps (``Run.progress``), which differ from steps of the run with AdaScale.
 
     Args:
-        length: in steps, samples or epochs.
+        length: length of training in steps (an int), samples or epochs (a ``Duration``).
         run: the run.
     """
     return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
 
 
 class Due:
-    """Tells after each step whether an event with an interval is due; it is also due at the end of the run.
+    """Tells after each step whether a periodic event, such as an evaluation, is due; so it is at the end of the run.
 
     Args:
-        every: the interval; None: only at the end.
+        every: the interval in steps, samples or epochs; None: only at the end.
         total: length of the run.
         run: the run, which may be resumed.
     """
@@ -246,7 +254,10 @@ class Due:
         self._count = 0 if every is None else passed(every, run)
 
     def __call__(self) -> bool:
-        """Return whether the event is due after the last step; call it once a step."""
+        """Return whether the periodic event is due after the last step; must be called exactly once a step.
+
+        The event is due when a whole interval has passed since the last call, or the run has ended.
+        """
         before, self._count = self._count, 0 if self._every is None else passed(self._every, self._run)
         return self._count > before or ended(self._total, self._run)
 
@@ -276,8 +287,8 @@ def train_loop(
         means: means of the epoch under way in a restored run.
         windows: steps to profile or to trace.
         clock: first start of a resumed run, and its seconds of training; default: it starts now.
-        throughput: returns what a sample is worth to a device, from this rank's first batch; None to report no figures
-            of a device.
+        throughput: returns tokens and FLOP of one sample and peak FLOP/s of a device, from this rank's first batch;
+            None to report no tokens/s and MFU.
         watch: tells which evaluation ends the run; None: only the plan ends it.
 
     Returns:

@@ -46,9 +46,9 @@ class NoiseProbe:
 
     Args:
         sync: gradient synchronisation.
-        run_context: mesh, communicators and workers of this rank.
+        run_context: mesh, communicators and logical data-parallel workers of this rank.
         choice: the strategy.
-        every: interval in steps.
+        every: interval of measurements in steps.
     """
 
     def __init__(self, sync: GradientSync, run_context: RunContext, choice: Choice, every: int) -> None:
@@ -59,9 +59,10 @@ class NoiseProbe:
         self._latest: dict[str, float] = {}
 
     def begin(self, replica: ReplicaRunner, step_context: StepContext) -> Runner:
-        """Begin a step, and return the function that runs a worker's micro-batches in it, forward and backward.
+        """Begin a training step, and return the function that runs forward and backward of a worker's micro-batches.
 
-        In a measured step it also records the squares of the worker's gradients; else it is ``replica.run`` itself.
+        In every ``every``-th step the function also records the squared norms of the gradients, to measure the gradient
+        noise scale; in other steps it is ``replica.run`` itself. A worker is a logical data-parallel worker.
 
         Args:
             replica: this rank's part of the model.

@@ -34,10 +34,13 @@ def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -
 
 
 def refuse_steps(optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers raise UsageError in their next step: the model's parameters are sharded, and theirs are not.
+    """Make optimizers raise UsageError when they step, by a step pre-hook on each.
+
+    Their parameters are those of a model that has been sharded over ranks since, so that their steps would train
+    nothing.
 
     Args:
-        optimizers: as from ``other_optimizers``.
+        optimizers: optimizers that ``tutti.prepare`` was not given.
     """
     for each in optimizers:
         each.register_step_pre_hook(_refuse)

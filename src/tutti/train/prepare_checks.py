@@ -51,19 +51,19 @@ class CheckedRun:
         model: the script's model; several models as children of one module.
         optimizers: the script's optimizers; empty where the run makes one from options.
         trainer: the optimizers, or the options of the optimizer that the run makes.
-        rule: rule of the learning rate that the run's own optimizer still has to apply.
+        rule: the rule that scales the learning rate with the batch size, which the run's own optimizer has yet to apply.
         sparse: names of trainable parameters with sparse gradients.
         choice: the strategy.
         grid: the device mesh, with this rank's place in it.
         sampling: the data set with its global batches.
         data: the data set as the run reads it.
-        contract: the batch contract that the run begins with.
+        contract: how the first global batches are divided into workers' shares and micro-batches.
         epochs: the global batches of all epochs, with the growth of the batch.
         noise: gradient noise that is added; None for none.
         schedulers: the script's schedulers.
         callbacks: the script's callbacks.
         loss_scale: the loss scale; None for none.
-        together: whether the workers of a rank run as one, for synchronised batch norm.
+        together: whether the logical data-parallel workers of a rank compute as one, for synchronised batch norm.
         optimizer_settings: options of each parameter group as they were given.
     """
 
@@ -133,7 +133,7 @@ def check_run(
     loss_fn: LossFn | None,
     options: RunOptions,
 ) -> CheckedRun:
-    """Check all arguments of ``tutti.prepare`` on this rank, without a message to others but those of ``tutti.init``.
+    """Check all arguments of ``tutti.prepare`` on this rank; no collective but those of ``tutti.init``.
 
     Args:
         model: a module, or several in a list or dict.
@@ -259,7 +259,7 @@ def one_module(model: Models) -> nn.Module:
 def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Optimizer]:
     """Return the script's optimizers as a list; empty if the optimizer is given by options or text.
 
-    Raises UsageError for other types.
+    Raises UsageError for other types, for an empty list, and for optimizers that share parameters.
     """
     if isinstance(optimizer, str | OptimizerChoice):
         return []

@@ -37,7 +37,7 @@ DEFAULT_BATCH_SIZE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of ``tutti.prepare``, which documents them."""
+    """The keyword options of ``tutti.prepare``, which documents each; properties return the parsed form of text."""
 
     strategy: str | StrategySpec = "mirrored"
     workers: int | None = None
@@ -85,7 +85,7 @@ class RunOptions:
 
     @cached_property
     def compile_choice(self) -> CompileChoice | None:
-        """Mode and options of ``torch.compile``, from ``compile``; None without it. Raises UsageError."""
+        """Mode and options of ``torch.compile``, from ``compile``; None without it. Raises UsageError if malformed."""
         given = self.compile
         if given is None or isinstance(given, CompileChoice):
             return given
@@ -101,7 +101,10 @@ class RunOptions:
 
     @cached_property
     def averaging(self) -> Averaging | None:
-        """Decay and warm-up of the weights' moving average, from ``ema``; None without it. Raises UsageError."""
+        """Decay and warm-up of the weights' moving average, from ``ema``; None without it.
+
+        Raises UsageError if the text is malformed.
+        """
         given = self.ema
         return given if given is None or isinstance(given, Averaging) else Averaging.parse(str(given), "ema")
 
@@ -115,6 +118,9 @@ class RunOptions:
 
     @cached_property
     def growth(self) -> BatchGrowth | None:
-        """The schedule by which the batch size grows, from ``batch_growth``; None without it. Raises UsageError."""
+        """The schedule by which the batch size grows, from ``batch_growth``; None without it.
+
+        Raises UsageError if the text is malformed.
+        """
         text = self.batch_growth
         return BatchGrowth.parse(text, "batch_growth") if isinstance(text, str) else text

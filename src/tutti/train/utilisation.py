@@ -34,11 +34,11 @@ def measured_throughput(
     FLOP are counted by tracing the model, which calls the loss function, if the device's peak FLOP/s are known.
 
     Args:
-        task: has the model and the loss.
+        task: the task, for its model and loss function.
         config: the configuration.
         world: ranks and device.
         run: the run, for its batches.
-        warn: called where a peak is known and the FLOP are not, or where a stated machine has no peak.
+        warn: called with a text where a peak is known and the FLOP are not, or where a stated machine has no peak.
         batch: this rank's first batch, whose first sample is traced.
 
     Returns:
@@ -83,14 +83,14 @@ def measured_throughput(
 def device_peak(config: TrainConfig, device: Any, threads: int, warn: Callable[[str], None]) -> float | None:
     """Return the peak FLOP/s of this device in the run's precision; None if unknown.
 
-    It is the measured peak of the configuration's machine file; without such a file the published peak of an
-    accelerator.
+    The peak is the one measured in the configuration's machine file (``config.machine``); without such a file the
+    published peak of an accelerator.
 
     Args:
         config: the configuration.
         device: this rank's device.
         threads: CPU threads of this rank.
-        warn: called where the stated machine is another one, or has no peak for this precision and number of threads.
+        warn: called with a text where the stated machine is another one, or has no peak for this precision and number of threads.
     """
     accelerator = is_accelerator(device)
     here = device_names()[device.index or 0] if accelerator else cpu_model()
