@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 class CarriedState:
-    """Follows outputs of the model into its inputs, where a rank runs the body for several micro-batches.
+    """Raises UsageError where an output of the model for one micro-batch becomes an input for another one.
+
+    That can happen in a custom training loop where a rank runs the loop's body for several micro-batches of a batch.
 
     A script that trains on consecutive parts of sequences (truncated backpropagation through time) gives the model the
     state that it returned for the part before. The state belongs to the samples of one micro-batch; the body of the
     next one would get it for other samples. Storages tell that an input is an earlier output, also after ``detach()``.
 
     Args:
-        run: the run.
+        run: the run, whose model is watched by forward hooks.
     """
 
     def __init__(self, run: Run) -> None:
@@ -35,11 +37,13 @@ class CarriedState:
         self._watching = False
 
     def begin_body(self, micro_batch: MicroBatch, several: bool) -> None:
-        """Begin to look at what the loop's body gives the model.
+        """Begin a pass through the body of the script's loop, in which inputs of the model are checked.
+
+        Registers forward hooks on the model's modules in the first pass that needs them.
 
         Args:
             micro_batch: the body's micro-batch.
-            several: whether this rank runs several bodies in the global batch.
+            several: whether this rank runs the body several times for a global batch; if not, nothing is checked.
         """
         self._here = (micro_batch.worker, micro_batch.micro) if several else None
         self._made = {storage: made for storage, made in self._made.items() if not storage.expired()}

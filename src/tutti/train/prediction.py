@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def predict_samples(
     run: Run, source: Any, function: Callable[[Any, Any], Any], batch: int, averaged: bool, collate: Collate | None
 ) -> Any:
-    """Compute a function of the workers' merged model and held-out samples, and gather the results on every rank.
+    """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank. Collective.
 
-    Collective over all ranks: every rank computes its part of the samples; an all-gather of each tensor.
+    Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank computes a
+    part of the samples; an all-gather over the data ranks of each tensor puts them together.
 
     Args:
         run: the run.
@@ -32,7 +33,7 @@ def predict_samples(
         function: ``function(model, batch)`` returns a tensor, or tuples, lists and dicts of them, with a row for each
             sample.
         batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
-        averaged: whether to use the average of the weights.
+        averaged: whether to use the average of the weights over steps, in place of the weights.
         collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
 
     Returns:

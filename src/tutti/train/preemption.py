@@ -49,7 +49,7 @@ class StopReason:
 def stop_on_signals(run: Run) -> Iterator[StopReason]:
     """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once.
 
-    All ranks stop after the next step, whose ``run.stats.stop`` is true. Outside of the main thread no signal is handled.
+    All ranks stop after the next step, whose ``run.stats.stop`` is true. Outside of the main thread nothing is done.
     In a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored: Slurm sends a signal to the ranks and to the
     process that started them, which passes it on, and kills a job that does not end.
 

@@ -51,7 +51,7 @@ class CheckedRun:
         model: the script's model; several models as children of one module.
         optimizers: the script's optimizers; empty where the run makes one from options.
         trainer: the optimizers, or the options of the optimizer that the run makes.
-        rule: the rule that scales the learning rate with the batch size, which the run's own optimizer has yet to apply.
+        rule: how the learning rate scales with the batch size, which the run's own optimizer has yet to apply.
         sparse: names of trainable parameters with sparse gradients.
         choice: the strategy.
         grid: the device mesh, with this rank's place in it.

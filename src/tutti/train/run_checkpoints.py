@@ -30,7 +30,7 @@ NOTHING_NAMED = NamedChanges()
 
 
 class Checkpoints(CheckpointManager):
-    """Save, keep and restore the checkpoints of one run.
+    """Saves and restores the checkpoints of one run, and deletes old ones.
 
     Collective: the constructor broadcasts within each replica and from rank 0 to all ranks.
 
@@ -107,7 +107,7 @@ class Checkpoints(CheckpointManager):
             named: settings that may differ from the checkpoint's; a warning says what changes.
 
         Returns:
-            The checkpoint's facts; None where the folder has no checkpoint.
+            The checkpoint's facts by key, such as ``step`` and ``position``; None where the folder has no checkpoint.
 
         Raises:
             CheckpointError: no checkpoint in the folder verifies, or the newest is of another run: another model,
@@ -170,18 +170,18 @@ class Checkpoints(CheckpointManager):
 
 
 def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> bool:
-    """Return whether a checkpoint and a run both state a fact, such as the seed, and with different values.
+    """Return whether a checkpoint and a run both have a value of a setting, such as the seed, and the values differ.
 
     Args:
-        saved: facts of the checkpoint.
-        current: facts of the run.
-        name: key of the fact.
+        saved: the checkpoint's settings by key.
+        current: the run's settings by key.
+        name: key of the setting.
     """
     return name in current and name in saved and saved[name] != current[name]
 
 
 def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
-    """Compare the checkpoint's optimizer with the run's, by name; settings, such as ``lr``, may differ.
+    """Return how the checkpoint's optimizer differs from the run's by name; settings, such as ``lr``, may differ.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -210,7 +210,7 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
 
 
 def other_workers(manifest: Manifest, run: Run) -> str:
-    """Return the text of the warning for a resume with another number of workers: the state that starts afresh.
+    """Return the warning for a resume with another number of data-parallel workers: it says what starts afresh.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -240,7 +240,7 @@ def other_workers(manifest: Manifest, run: Run) -> str:
 
 
 def trained_alone(manifest: Manifest) -> bool:
-    """Return whether each logical worker of the checkpoint has parameters of its own, as in local SGD.
+    """Return whether each logical data-parallel worker of the checkpoint has its own parameters, as in local SGD.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -249,7 +249,9 @@ def trained_alone(manifest: Manifest) -> bool:
 
 
 def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
-    """Return the progress of the saved run: steps, updates, and the data position as ``Run.position`` returns it.
+    """Return the progress of the saved run: number of steps, number of updates, and the position in the data.
+
+    The position is a dict with at least ``epoch``, ``batch``, ``samples`` and ``state``, as ``Run.position`` returns it.
 
     Args:
         manifest: the checkpoint's manifest.

@@ -16,13 +16,15 @@ Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 
 
 class Schedulers:
-    """The schedulers of a run, which are stepped by the run alone.
+    """The PyTorch learning-rate schedulers of a run, which the run steps after each update or epoch.
+
+    A call of their ``step`` by the script raises UsageError.
 
     Args:
         given: a scheduler, several, or None.
-        every: ``update`` or ``epoch``.
+        every: when they step: after each ``update`` or each ``epoch``.
         optimizers: the script's optimizers.
-        excluded: the option that determines the learning rate itself; empty for none.
+        excluded: text of an option with which no scheduler can be combined, for the error; empty for none.
 
     Raises:
         UsageError: an object is no scheduler of one of the optimizers, needs a metric, or cannot be saved.
@@ -86,7 +88,7 @@ class Schedulers:
             self._step([s for s in self._own if optimizer is None or s.optimizer is optimizer])
 
     def after_epoch(self) -> None:
-        """Step all schedulers at the end of an epoch; nothing if they step after each update."""
+        """Step all of the script's learning-rate schedulers at the end of an epoch; nothing if they step after updates."""
         if self._every == "epoch":
             self._step(self._own)
 
@@ -104,7 +106,7 @@ class Schedulers:
             self._stepping = False
 
     def facts(self) -> list[Any]:
-        """Return each scheduler's ``state_dict()`` as a JSON value, in order, for a checkpoint."""
+        """Return a list of each learning-rate scheduler's ``state_dict()`` as a JSON value, in order, for a checkpoint."""
         return [encode_json(scheduler.state_dict(), "the state of a scheduler") for scheduler in self._own]
 
     def load(self, saved: Mapping[str, Any]) -> None:

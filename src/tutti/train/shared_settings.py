@@ -16,7 +16,7 @@ _NAMES = ("lr", "momentum", "betas", "weight_decay")
 
 
 class SharedSettings:
-    """Reads learning rates, momenta and weight decays of the script's optimizers as a text.
+    """Reads learning rates, momenta and weight decays of the script's optimizers as a text, to compare over ranks.
 
     Args:
         optimizers: the script's optimizers; none where ``tutti.prepare`` was given options.
@@ -28,7 +28,11 @@ class SharedSettings:
         self._text = ""
 
     def text(self) -> str:
-        """Return the settings of all groups, those of one name together; the same text for the same settings."""
+        """Return ``lr``, ``momentum``, ``betas`` and ``weight_decay`` of all parameter groups as one text.
+
+        The text is ``lr {value} {value} …, momentum …``, with a value for each group that has the setting. A tensor on
+        an accelerator is written as None, so that the host does not wait for the device.
+        """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         values = [(name, _plain(group[name])) for group in groups for name in _NAMES if name in group]
         if values != self._values:
@@ -39,7 +43,10 @@ class SharedSettings:
         return self._text
 
     def scheduled(self) -> bool:
-        """Return whether a scheduler of PyTorch sets the rates of one of the optimizers. It looks at all objects."""
+        """Return whether some living PyTorch scheduler belongs to one of the script's optimizers.
+
+        Searches all objects of this process.
+        """
         own = {id(optimizer) for optimizer in self._optimizers}
         return any(id(getattr(scheduler, "optimizer", None)) in own for scheduler in live_objects(LRScheduler))
 

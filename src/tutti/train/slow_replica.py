@@ -23,7 +23,7 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
         replica: this rank's part of the model; its methods are replaced.
         slow: ranks or logical workers and their delays, also as text (``rank=1,factor=3``).
         world: all ranks.
-        workers: number of logical workers N.
+        workers: number of logical data-parallel workers; a rank may compute several one after another.
 
     Returns:
         ``replica`` itself.

@@ -45,7 +45,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def traced(run: Run, folder: Path) -> Iterator[None]:
-    """Measure every rank's phases within the block; rank 0 writes them as a timeline to ``folder``.
+    """Measure the phases of every rank's training steps within the block; rank 0 writes a timeline to ``folder``.
 
     Collective at its beginning and its end.
 
@@ -101,7 +101,7 @@ def _as(
 
 
 class Window:
-    """Profile or trace a window of steps, counted from the run's present step.
+    """Profiles or traces a range of training steps, counted from the run's present step.
 
     Args:
         run: the run.
@@ -136,7 +136,10 @@ class Window:
             self._open.close()
 
     def close(self) -> None:
-        """Stop profiling or tracing now, if the run has ended within the window of steps; nothing otherwise."""
+        """Stop profiling or tracing now, and write the files, if the run has ended within the window of steps.
+
+        Does nothing outside of the window.
+        """
         self._open.close()
 
     def table(self) -> str:

@@ -23,7 +23,8 @@ class TrainabilityWatch:
         optimizers: the script's optimizers; none where ``tutti.prepare`` was given options.
         average: average of the weights, which takes thawed parameters in; None for none.
         given: parameters of the script's model before the strategy replaced any of them.
-        shards: whether parameters are sharded, and modules are given other objects of the same names now and then.
+        shards: whether parameters are sharded, so that modules may get other objects of the same names; parameters are
+            then told apart by name.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class TrainabilityWatch:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def __call__(self, late: bool) -> bool:
-        """Attach thawed parameters and new groups. Collective if parameters were thawed; all ranks must thaw the same.
+        """Let gradient synchronisation take in parameters that the script has thawed, and new optimizer groups.
+
+        Collective if parameters were thawed (``requires_grad`` became true); all ranks must thaw the same.
 
         Args:
             late: whether a forward of this step has been computed already.

@@ -33,7 +33,7 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
         o: the options of ``tutti.prepare``.
 
     Returns:
-        Data set, batch size, order, collate function and loader processes.
+        A ``Sampling``: data set, batch size, order, collate function and number of loader processes.
 
     Raises:
         UsageError: an option differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.
@@ -119,10 +119,10 @@ def samples_per_epoch(data: Source | Stream, sampling: Sampling) -> int | None:
 
     Args:
         data: the training data.
-        sampling: the description of their global batches.
+        sampling: batch size and order of the global batches, and whether the last incomplete one is dropped.
 
     Returns:
-        Samples; None for a stream of unknown length and a batch sampler.
+        Number of samples; None where it is unknown (a stream without a length, a batch sampler).
     """
     if not isinstance(data, Stream):
         return sampling.in_an_epoch(len(data))
@@ -139,17 +139,17 @@ def first_micro_batch_trial(
     seed: int,
     data_rank: int,
 ) -> Callable[..., Any] | None:
-    """Make the function that calls the loss function on the first micro-batch of the data (``RunContext.trial``).
+    """Return a function that calls the loss function on the first micro-batch of the data.
 
-    Strategies use it to find out how a model behaves, before the first step.
+    Strategies call it (as ``RunContext.trial``) to find out how a model behaves, before the first step.
 
     Args:
         data: the training data; a stream's samples are read again in its first epoch.
         contract: division of the global batch into micro-batches.
         place: moves a batch to the device.
         loss: the loss function; None for none.
-        seed: of the run, for the order of a stream.
-        data_rank: of this rank, for a stream that shards itself.
+        seed: the run's seed, for the order of a stream.
+        data_rank: index of this data rank, for a stream that shards itself.
 
     Returns:
         ``trial(model, most=None)``, which returns the loss of at most ``most`` samples; None without a loss function.

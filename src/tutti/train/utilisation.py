@@ -90,7 +90,8 @@ def device_peak(config: TrainConfig, device: Any, threads: int, warn: Callable[[
         config: the configuration.
         device: this rank's device.
         threads: CPU threads of this rank.
-        warn: called with a text where the stated machine is another one, or has no peak for this precision and number of threads.
+        warn: called with a text where the machine file is of another machine, or has no peak for this precision and
+            number of threads.
     """
     accelerator = is_accelerator(device)
     here = device_names()[device.index or 0] if accelerator else cpu_model()

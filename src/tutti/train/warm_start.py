@@ -24,7 +24,7 @@ from tutti.types import ShardSpec
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Weights that a run began with.
+    """Says from which weights a run began; ``str`` gives path and differences as a text.
 
     Attributes:
         path: the checkpoint directory, file or folder that was read.
@@ -53,16 +53,16 @@ def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None)
     """Load the weights and buffers at ``path`` into a fresh run; no optimizer state is read.
 
     Rank 0 verifies every byte and compares names and shapes; then every rank reads its own slices. An EMA of the
-    weights starts from them. Logical workers with their own parameters (local SGD) all start with the same. Collective.
+    weights starts from them. Replicas with their own parameters (local SGD) all start with the same. Collective.
 
     Args:
         run: a run that has taken no step.
         path: a run directory (its newest checkpoint that verifies), a checkpoint directory, a safetensors file, or a
             folder of them.
-        init_map: other names of its tensors, and differences that are allowed; default: the model's own, and none.
+        init_map: renames of the saved tensors, and differences that are allowed; default: none.
 
     Returns:
-        The path that was read, and the differences.
+        A ``WarmStart`` with the path that was read, and the differences between its tensors and the model's.
 
     Raises:
         UsageError: the run has stepped, ``path`` holds no weights, or ``init_map`` names tensors that do not exist.
