@@ -21,12 +21,14 @@ _ELSEWHERE = "give tutti.prepare clip=…, or take --strategy mirrored"
 
 
 class HookWatch:
-    """Checks the gradient hooks of a model before ``tutti.prepare`` changes it, and once a step.
+    """Refuses gradient hooks that the strategy cannot call with the gradient that plain PyTorch would pass.
+
+    Checks the hooks of the model before ``tutti.prepare`` changes it, and once a step.
 
     Args:
         model: the script's model.
-        run_context: context of the run.
-        alone: whether every gradient is that of a single micro-batch: one a worker, and one worker a gradient.
+        run_context: the run's grid of ranks and communicators.
+        alone: whether every gradient is that of a single micro-batch, and not a sum over several.
 
     Raises:
         UsageError: the model has hooks that the strategy cannot call.
@@ -58,10 +60,10 @@ class HookWatch:
         self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
 
     def __call__(self, alone: bool) -> None:
-        """Check all hooks once. Not collective.
+        """Check all gradient hooks of the model once, at the beginning of a step. Not collective.
 
         Args:
-            alone: as in the constructor, for the step that begins.
+            alone: whether every gradient of this step is that of a single micro-batch.
 
         Raises:
             UsageError: the strategy cannot call a hook.

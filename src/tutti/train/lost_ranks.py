@@ -19,7 +19,7 @@ class LostRanks:
         warn: receives each warning; None prints to stderr.
 
     Attributes:
-        found: one dict a lost rank, as in ``summary.json``.
+        found: one dict for each lost rank, with the keys ``rank``, ``workers``, ``steps`` and ``cause``.
     """
 
     def __init__(self, run: Run, steps_remade: bool, warn: Callable[[str], None] | None) -> None:
@@ -30,7 +30,8 @@ class LostRanks:
     def look(self) -> None:
         """Look for ranks of the run that were killed since the last call; add a dict for each to ``found``, and warn.
 
-        Keys: ``rank``, ``workers`` (its logical workers), ``steps`` (that they made) and ``cause``. Not collective.
+        Keys: ``rank``, ``workers`` (indices of the rank's logical data-parallel workers), ``steps`` (that they made) and
+        ``cause`` (text). Not collective.
         """
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):

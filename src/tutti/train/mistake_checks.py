@@ -69,7 +69,7 @@ class Rate(NamedTuple):
 
 
 class Checks:
-    """The checks of one run.
+    """Checks a run for common mistakes in its first steps and at its first evaluation; reports them as warnings.
 
     Args:
         run: the run.
@@ -105,9 +105,9 @@ class Checks:
 
         Args:
             batch: this rank's batch of the step that begins.
-            work: its micro-batches by worker.
+            work: pairs of a logical data-parallel worker of this rank and its micro-batches.
             loss: the loss function; None in a custom loop.
-            given: whether the caller made the batch.
+            given: whether the script made the batch by itself, and not the run.
         """
         self._steps += 1
         several = self._run.context.workers > 1
@@ -414,7 +414,7 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block tutti evaluates: do not report a forward in eval mode as a mistake of the script."""
+        """Within the block, do not report forwards in eval mode as mistakes of the script: tutti itself evaluates."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -461,13 +461,13 @@ class Checks:
 
 
 class Hook:
-    """A hook of the model that only looks; see ``leave_hooks_out_of_copies``."""
+    """Callable hook of a module that calls ``look`` with it; copies and pickles of the module leave hooks out."""
 
     def __init__(self, look: Callable[[nn.Module], None]) -> None:
         self._look = look
 
     def __call__(self, model: nn.Module, *rest: Any) -> None:
-        """Look at the model."""
+        """Call the wrapped function with the module; returns None, so that the hook changes nothing."""
         self._look(model)
 
 

@@ -31,7 +31,7 @@ def factory(
     """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
 
     Args:
-        optimizer: options, or the script's optimizers.
+        optimizer: options of an optimizer that the run makes, or the script's optimizers.
         rule: rule for the learning rate at ``batch_size``; ``NoRule`` is the base class of all rules.
         batch_size: samples of the global batch.
         sparse: names of parameters that may have sparse gradients.
@@ -102,7 +102,7 @@ def check_takes_sparse(
 ) -> None:
     """Raise UsageError if an optimizer cannot step with sparse gradients, as of ``nn.Embedding(…, sparse=True)``.
 
-    A trial step of a similar optimizer on a parameter of two rows tells.
+    To find out, makes an optimizer of the same class and settings and lets it step on a parameter of two rows.
 
     Args:
         optimizer: options, or the script's optimizers.

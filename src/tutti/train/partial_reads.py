@@ -18,13 +18,13 @@ _REFUSED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 class PartialReads:
-    """Refuses reads of one model that is sharded, or split over stages or tensor ranks.
+    """Refuses ``state_dict``, copies and pickles of a model that is sharded, or split over stages or tensor ranks.
 
     The constructor lifts the refusals of an earlier run of the model.
 
     Args:
         model: the script's model, before ``tutti.prepare`` splits it.
-        setting: context of the run.
+        setting: the run's grid of ranks, which says whether parameters are split.
 
     Raises:
         UsageError: an ``AveragedModel`` of this model exists, but no rank will hold all parameters.

@@ -24,8 +24,8 @@ def predict_samples(
 ) -> Any:
     """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank. Collective.
 
-    Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank computes a
-    part of the samples; an all-gather over the data ranks of each tensor puts them together.
+    Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank
+    computes a part of the samples; an all-gather of each tensor over the data ranks puts them together.
 
     Args:
         run: the run.

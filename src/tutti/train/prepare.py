@@ -107,7 +107,8 @@ def prepare(
         loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``; one
             loss a sample in place of mean or sum. Optional for custom training loops.
         strategy: ``name:key=value``, or ``tutti.strategy(name, key=value)``.
-        workers: number of logical workers N; default: the number of data ranks.
+        workers: number of logical data-parallel workers, each with its share of the global batch; a rank may compute
+            several one after another. Default: the number of data ranks.
         batch_size: samples of the *global* batch; default: that of the ``DataLoader``, or 128.
         collate: makes a batch of the list of one micro-batch's samples; default: as PyTorch's ``DataLoader``.
         shuffle: False for the data set's own order in every epoch; default: another in each, for a stream its own.
@@ -221,6 +222,9 @@ def prepare_run(
         lr_schedule: makes the schedule of the learning rate, a factor by step, from the run's epochs; None leaves the
             rate to the caller.
         warn: receives warnings about the run's mistakes and lost ranks; None for Python's ``warnings`` and stderr.
+
+    Returns:
+        The run, ready to train.
     """
     checked = check_run(model, optimizer, dataset, loss_fn, options)
     o, choice, grid, data = options, checked.choice, checked.grid, checked.data

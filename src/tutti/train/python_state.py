@@ -44,7 +44,14 @@ def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
 
 
 def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
-    """Return the attributes of modules that are Python numbers, by name."""
+    """Return the attributes of modules that are Python ints or floats (no bools), such as counters.
+
+    Args:
+        parts: modules, whose submodules are read, too.
+
+    Returns:
+        Values by name ``{module}.{attribute}``.
+    """
     return {
         f"{name}.{key}".removeprefix("."): value
         for part in parts

@@ -16,12 +16,12 @@ PRELOADED = ("tutti.train.main", "torch._dynamo")
 
 
 def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
-    """Train on this rank, and return its exit code. Output goes to stderr: stdout is for the result alone.
+    """Train a task on this rank, and return the exit code of the process. All output to stdout goes to stderr.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.
         config: the resolved configuration.
-        directory: the run directory; None for none.
+        directory: the run directory; None to write no files.
 
     Raises:
         TuttiError: an expected failure, with its exit code; a failed allocation is ``NotEnoughMemory``.
@@ -39,7 +39,7 @@ def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
 
 
 def run_launched_rank(task: str, config: TrainConfig, directory: Path) -> None:
-    """Train on this rank, in a process of ``launch``, which takes the exit code from SystemExit.
+    """Train a task on this rank, in a process of the launcher; end it by SystemExit if the exit code is not 0.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.

@@ -69,13 +69,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run does around each step.
+    """Options of a run that act before and after each training step.
 
     Attributes:
         max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
         average: average of the weights, None for none.
         loss_scale: loss scaling, None for none.
-        noise: noise on the gradient, None for none.
+        noise: random noise that is added to the gradient, None for none.
         adascale: AdaScale, None for none.
         noise_probe: measures the gradient noise scale, None for never.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
@@ -109,7 +109,8 @@ class RunSettings:
 class Run:
     """One model in training, in the same way on every rank.
 
-    "Worker" is the logical worker; the caller, or script, is the user's code.
+    A worker is a logical data-parallel worker with its share of the global batch; a rank may compute several. The
+    caller, or script, is the user's code.
 
     Args:
         replica: this rank's part of the model.
@@ -357,11 +358,13 @@ class Run:
             heartbeat.training.enter(Phase.IDLE)
 
     def step(self, batch: Batch) -> float:
-        """Train on one batch of ``epoch``. Collective: the gradient synchronisation of the strategy.
+        """Train on one global batch, of which ``batch`` is this rank's share: forward, backward and update.
+
+        Collective: the gradient synchronisation of the strategy.
 
         Args:
-            batch: a batch of ``epoch``, or one that the caller made: this rank's share of a global batch. Ranks may
-                bring different numbers of samples.
+            batch: a batch that ``epoch`` yielded, or one that the caller made. Ranks may bring different numbers of
+                samples.
 
         Returns:
             The loss, as the mean over the global batch (with asynchronous servers over this rank's workers).
@@ -448,12 +451,12 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a custom training loop has begun a global batch, and the batch's update is not over."""
+        """Whether a custom training loop has begun a global batch whose update is not over, or the run is making one."""
         return self.custom.within_batch or self._stepping
 
     @property
     def stepping(self) -> bool:
-        """Whether the run is making an update: a call of ``optimizer.step()`` is then its own and not the script's."""
+        """Whether the run is making an update, so that a call of ``optimizer.step()`` is the run's and not the script's."""
         return self._stepping
 
     @contextmanager
@@ -647,7 +650,7 @@ class Run:
         return self.custom.stepped
 
     def gated_step(self) -> bool:
-        """Carry out ``optimizer.step()`` in a custom loop whose optimizer ``tutti.prepare`` made from options.
+        """Do what ``optimizer.step()`` does in a custom loop, where ``tutti.prepare`` made the optimizer from options.
 
         Returns:
             Whether it was an update: only in the rank's last micro-batch of a global batch; before that it does
@@ -695,9 +698,10 @@ class Run:
         averaged: bool | None = None,
         collate: Collate | None = None,
     ) -> Evaluation:
-        """Return loss and metrics over all samples of ``source``, each counted once, of the workers' merged model.
+        """Return mean loss and metrics of the model over all samples of ``source``, each counted once.
 
-        Collective: every rank evaluates its part of the samples.
+        Collective: every rank evaluates its part of the samples. Where replicas of the model differ (local SGD), they
+        are merged. Calls the callbacks' ``on_evaluation``.
 
         Args:
             source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
@@ -726,7 +730,8 @@ class Run:
     ) -> Any:
         """Return ``function(model, batch)`` for all samples of ``source`` in their order, on the CPU of every rank.
 
-        Collective: every rank computes its part of the samples, of the workers' merged model in eval mode.
+        Collective: every rank computes its part of the samples, in eval mode. Where replicas of the model differ (local
+        SGD), they are merged.
 
         Args:
             source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
@@ -776,7 +781,8 @@ class Run:
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers of the plain model, by name, on every rank. Collective.
 
-        Shards and slices are gathered, and workers' models are merged. Tensors may be those of the model itself.
+        Shards and slices are gathered; replicas that differ (local SGD) are merged. Tensors may be those of the model
+        itself.
 
         Args:
             averaged: the average of the weights in place of the trained parameters, with the model's own buffers.
@@ -812,9 +818,9 @@ class Run:
         return gathered_model(self.replica, self.context.comms, self.merged(averaged), at_first_shard)
 
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
-        """Return this rank's tensors of the model, merged over logical workers, by name. Collective over all ranks.
+        """Return this rank's parameters and buffers, merged over logical data-parallel workers, by name.
 
-        Tensors that are split over ranks stay this rank's slices.
+        Collective over all ranks. Tensors that are split over ranks stay this rank's slices.
 
         Args:
             averaged: return the average of the weights in place of the trained parameters.

@@ -251,7 +251,7 @@ def trained_alone(manifest: Manifest) -> bool:
 def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
     """Return the progress of the saved run: number of steps, number of updates, and the position in the data.
 
-    The position is a dict with at least ``epoch``, ``batch``, ``samples`` and ``state``, as ``Run.position`` returns it.
+    The position is a dict with ``epoch``, ``batch``, ``samples`` and ``state``, as ``Run.position`` returns it.
 
     Args:
         manifest: the checkpoint's manifest.

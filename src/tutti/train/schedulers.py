@@ -88,7 +88,7 @@ class Schedulers:
             self._step([s for s in self._own if optimizer is None or s.optimizer is optimizer])
 
     def after_epoch(self) -> None:
-        """Step all of the script's learning-rate schedulers at the end of an epoch; nothing if they step after updates."""
+        """Step all learning-rate schedulers at the end of an epoch; nothing if they step after updates."""
         if self._every == "epoch":
             self._step(self._own)
 
@@ -106,7 +106,7 @@ class Schedulers:
             self._stepping = False
 
     def facts(self) -> list[Any]:
-        """Return a list of each learning-rate scheduler's ``state_dict()`` as a JSON value, in order, for a checkpoint."""
+        """Return each learning-rate scheduler's ``state_dict()`` as a JSON value, in a list, for a checkpoint."""
         return [encode_json(scheduler.state_dict(), "the state of a scheduler") for scheduler in self._own]
 
     def load(self, saved: Mapping[str, Any]) -> None:
