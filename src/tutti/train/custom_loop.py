@@ -58,7 +58,8 @@ class CustomLoop:
         choice: the strategy.
 
     Attributes:
-        stepped: whether the last ``optimizer.step()`` was in the body of a rank's last micro-batch, and so acted.
+        stepped: whether the last ``optimizer.step()`` was in the body of a rank's last micro-batch of a global batch, and
+            so made an update; for earlier micro-batches it does nothing.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
@@ -97,6 +98,13 @@ class CustomLoop:
         Args:
             number: the epoch, from 0.
             start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
+
+        Yields:
+            The micro-batch's samples as the data set or collate function gives them, on the device.
+
+        Raises:
+            UsageError: the strategy has no custom training loops, the noise scale is to be measured, or another loop
+                over micro-batches is in the middle of a global batch.
         """
         self._check_beginning()
         self._open += 1
@@ -245,6 +253,10 @@ class CustomLoop:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
                 of mean or sum.
             retain_graph: keep the graph for another backward, as in PyTorch.
+
+        Raises:
+            UsageError: outside of a loop over ``run.microbatches()``, or the gradient cannot be that of the global
+                batch.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -440,7 +452,9 @@ class CustomLoop:
     # --- the update ------------------------------------------------------------------------------------------------
 
     def step(self, index: int | None) -> bool:
-        """Carry out ``optimizer.step()``: an update in the rank's last micro-batch of a global batch, else nothing.
+        """Do what the script's ``optimizer.step()`` stands for in a custom loop over micro-batches.
+
+        That is an update in the rank's last micro-batch of a global batch, and nothing in earlier ones.
 
         Collective in the update where the strategy updates shards or compares edited gradients over ranks.
 
@@ -486,8 +500,9 @@ class CustomLoop:
     def reduce_gradients(self) -> None:
         """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch's samples.
 
-        In the rank's last micro-batch of a global batch ``.grad`` becomes the gradient of the global batch; that is
-        collective.
+        In earlier micro-batches of a global batch the gradients are kept; in the rank's last one they are reduced, which
+        is collective, and ``.grad`` becomes the gradient of the global batch. Raises UsageError outside of a loop over
+        ``run.microbatches()``.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:

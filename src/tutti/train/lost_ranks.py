@@ -30,7 +30,7 @@ class LostRanks:
     def look(self) -> None:
         """Look for ranks of the run that were killed since the last call; add a dict for each to ``found``, and warn.
 
-        Keys: ``rank``, ``workers`` (indices of the rank's logical data-parallel workers), ``steps`` (that they made) and
+        Keys: ``rank``, ``workers`` (indices of its logical data-parallel workers), ``steps`` (that they made) and
         ``cause`` (text). Not collective.
         """
         lost = self._run.context.comms.world.lost_ranks()

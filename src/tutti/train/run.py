@@ -451,12 +451,12 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a custom training loop has begun a global batch whose update is not over, or the run is making one."""
+        """Whether a custom training loop has begun a global batch that is not over, or the run makes an update."""
         return self.custom.within_batch or self._stepping
 
     @property
     def stepping(self) -> bool:
-        """Whether the run is making an update, so that a call of ``optimizer.step()`` is the run's and not the script's."""
+        """Whether the run makes an update, so that a call of ``optimizer.step()`` is the run's and not the script's."""
         return self._stepping
 
     @contextmanager
