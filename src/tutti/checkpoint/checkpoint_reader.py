@@ -20,10 +20,12 @@ _MOST_LISTED = 8
 
 
 class CheckpointReader:
-    """Read a checkpoint's tensors by group and name; implements ``tutti.types.SavedState``.
+    """Reads tensors of a checkpoint, or regions of them, by group and name (as ``tutti.types.SavedState``).
+
+    A group is a kind of state, such as ``model`` or ``optim``.
 
     Args:
-        manifest: of a verified checkpoint.
+        manifest: the manifest of a verified checkpoint.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -59,7 +61,7 @@ class CheckpointReader:
             group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
-            shape: of the region, one number a dimension.
+            shape: shape of the region, one number a dimension.
 
         Returns:
             The region, on the CPU.
@@ -71,14 +73,14 @@ class CheckpointReader:
 
 
 class WeightsReader:
-    """Read weights and buffers as a ``tutti.types.SavedState`` whose only group is ``model``.
+    """Reads weights and buffers of a file behind the interface of a checkpoint (``tutti.types.SavedState``).
 
-    The optimizer and each worker's own state therefore start afresh.
+    Its only group of tensors is ``model``, so that a run that loads it starts with a fresh optimizer state.
 
     Args:
         weights: the tensors to read.
-        specs: of the tensors on this rank, for their tied names.
-        kept: whole tensors by name that count in place of the weights'.
+        specs: specs of the tensors on this rank, for the names of tied weights.
+        kept: whole tensors by name that replace those of ``weights``.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class WeightsReader:
             group: ``model``; not used here, because weights have no other group.
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
-            shape: of the region, one number a dimension.
+            shape: shape of the region, one number a dimension.
 
         Returns:
             A view of the region, on the CPU.
@@ -206,10 +208,10 @@ def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, na
     """Restore a saved value by ``load(saved)``, and turn the errors of a malformed value into CheckpointError.
 
     Args:
-        manifest: of the checkpoint, for the error.
+        manifest: the checkpoint's manifest, for the error.
         load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
         saved: the value from the manifest's ``facts``, the run's state beside its tensors.
-        name: of the value, for the error.
+        name: name of the value, for the error.
     """
     try:
         load(saved)

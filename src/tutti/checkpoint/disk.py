@@ -78,9 +78,9 @@ def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint's directory and its files; renames it first.
+    """Rename a checkpoint's directory to ``{name}.tmp-discarded``, then delete it with its files.
 
-    By the rename a crash in between leaves no partial checkpoint under the checkpoint's name.
+    By the rename, a crash in between leaves no partial checkpoint under the checkpoint's name. Raises OSError.
     """
     doomed = path.with_name(f"{path.name}.tmp-discarded")
     shutil.rmtree(doomed, ignore_errors=True)

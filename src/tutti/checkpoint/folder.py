@@ -29,6 +29,9 @@ def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
 
     Reads every byte of the checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
 
+    Args:
+        folder: the run's ``checkpoints``.
+
     Returns:
         The manifest, None where there is no such checkpoint; and a text for each damaged checkpoint found.
     """
@@ -57,7 +60,7 @@ def scan(folder: Path) -> list[Manifest]:
 
 
 def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
-    """Return the manifests that have a score, highest first; equal scores keep their order.
+    """Return the manifests of checkpoints that have a score, highest first; equal scores keep their order.
 
     ``score`` maps a manifest's ``facts`` to a number, or to None for no score.
     """

@@ -68,7 +68,7 @@ class GatheredParts(GatheredModel):
 
     Args:
         local: this rank's tensors and slices, by name.
-        specs: where each lies in its global tensor.
+        specs: shape of each whole tensor and place of this rank's slice in it, by name.
         borrowed: names that are left to another rank with the same tensor.
         comm: the ranks of one replica.
     """
@@ -133,7 +133,7 @@ def gather_rows(
 
     Args:
         rows: this rank's shard of each tensor, by name: the contiguous rows that ``tutti.comm.partition.block`` gives.
-        shapes: of the whole tensors, by name.
+        shapes: shapes of the whole tensors, by name.
         comm: the ranks that hold the shards, in the order of the rows.
     """
     whole = {}

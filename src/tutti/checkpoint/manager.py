@@ -39,7 +39,7 @@ _NOTHING = json.dumps({"records": []})
 
 
 class CheckpointManager:
-    """Write, keep and find the checkpoints in one folder.
+    """Writes the checkpoints of a run in the background, deletes old ones, and finds the newest that verifies.
 
     Collective: the constructor broadcasts from rank 0 to all ranks.
 
@@ -53,8 +53,8 @@ class CheckpointManager:
         best: criterion of the best checkpoint, which is kept besides; None to keep none.
 
     Attributes:
-        folder: of the checkpoints.
-        warn, best: as above.
+        folder: folder of the checkpoints.
+        warn, best: as the arguments.
         saved_step: step of the last save, -1 before the first.
     """
 

@@ -43,7 +43,7 @@ class FileRecord:
     """One file of a checkpoint, ``GROUP/rank{N}.safetensors``.
 
     Attributes:
-        group: one of ``GROUPS``.
+        group: the kind of state in the file, such as ``model`` (one of ``GROUPS``).
         rank: the rank that wrote it.
         size: bytes of the file.
         sha256: hash of all of its bytes.
@@ -71,7 +71,10 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: object) -> FileRecord:
-        """Parse and check one record of a tensor file. Raises ValueError where a member is missing or invalid."""
+        """Parse and check the JSON object of ``as_json``, and return the record of the tensor file.
+
+        Raises ValueError where a member is missing or invalid, or the size is not that of the slices.
+        """
         group, rank = _member(value, "group", str), _number(_member(value, "rank", int))
         if group not in GROUPS:
             raise ValueError(f"there is no group {group!r}")
@@ -87,7 +90,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One global tensor: its dtype (a key of ``DTYPES``), its shape, and for each slice its file and index there."""
+    """One whole tensor of a checkpoint, whose slices may lie in several files.
+
+    Attributes:
+        dtype: safetensors' name of the dtype (a key of ``DTYPES``).
+        shape: shape of the whole tensor.
+        slices: for each slice the record of its file, and its index in ``slices`` of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -236,7 +245,7 @@ def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:
-    """Return whether slices cannot be a partition of one tensor: two share an element, or one of several is empty.
+    """Return whether slices of one tensor cannot be a partition of it: two share an element, or one of several is empty.
 
     Sweeps along the dimension with the most different offsets, so that n slices along any one dimension cost n.
     """

@@ -30,7 +30,10 @@ def is_plain_folder(path: Path) -> bool:
 
 
 class PlainFolder:
-    """The tensors of a folder of safetensors files; implements ``tutti.checkpoint.weights.Weights``.
+    """The tensors of a folder of safetensors files by name, read one at a time (as ``weights.Weights``).
+
+    Args:
+        path: the folder.
 
     Attributes:
         path: the folder.

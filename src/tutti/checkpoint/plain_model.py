@@ -18,8 +18,8 @@ def load_plain_model(model: nn.Module, manifest: Manifest, ema: bool = False) ->
 
     Args:
         model: the plain model, as its task builds it.
-        manifest: of a verified checkpoint.
-        ema: load the average of the weights.
+        manifest: the manifest of a verified checkpoint.
+        ema: load the average (EMA) of the weights in place of the weights.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or has no average of the weights.

@@ -65,10 +65,10 @@ def verify(path: Path) -> Manifest:
 
 
 class TensorReader:
-    """Read global tensors of a checkpoint, or any region of them, from all files that hold their slices.
+    """Reads whole tensors of a checkpoint, or any region of them, from all files that hold their slices.
 
     Args:
-        manifest: of a verified checkpoint; file sizes and headers are checked again, hashes are not.
+        manifest: manifest of a verified checkpoint; file sizes and headers are checked again, hashes are not.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -79,7 +79,7 @@ class TensorReader:
         """Yield (name, whole tensor) of ``group``, one at a time, on the CPU.
 
         Args:
-            group: one of ``GROUPS``; a group that was not saved has no tensors.
+            group: kind of state, such as ``model`` (see ``GROUPS``); a group that was not saved has no tensors.
             names: the tensors to read, in this order; None for all.
 
         Raises:

@@ -19,7 +19,7 @@ _SHARE_OF_FREE = 0.5
 
 
 def has_room(state: State, processes: int) -> bool:
-    """Return whether the host's memory has room for a copy of this rank's ``state``: half of its free share at most.
+    """Return whether a copy of this rank's ``state`` takes at most half of this rank's share of free host memory.
 
     Args:
         state: this rank's tensors and slices, by group and name.
@@ -30,7 +30,7 @@ def has_room(state: State, processes: int) -> bool:
 
 
 def slices(state: State, copy: bool) -> dict[str, list[WritableSlice]]:
-    """Return the slices that this rank writes, by group.
+    """Return the tensor slices that this rank writes into a checkpoint, as lists by group of state.
 
     Args:
         state: this rank's tensors and slices, by group and name.

@@ -52,7 +52,7 @@ def load_optimizer(
         named: names and parameters on this rank.
         saved: the checkpoint.
         group: the checkpoint's group, such as ``optim``.
-        prefix: of the tensors' names before ``{parameter}/{key}``.
+        prefix: beginning of the tensors' names before ``{parameter}/{key}``.
         specs: place of each parameter on this rank in the whole one, with its tied names; None if all are whole.
     """
     keys: dict[str, list[str]] = {}
@@ -90,7 +90,7 @@ def written(
     global shape and offset. Not collective.
 
     Args:
-        tensors: by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
+        tensors: tensors by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
         replica: this rank's part of the model, which holds the tensors.
         comm: the ranks that hold the same tensors and share the writing.
         shapes: local shapes of the parameters, for an optimizer's state; a state of another shape is no slice.

@@ -35,10 +35,10 @@ class Weights(Protocol):
 
 
 class SavedWeights:
-    """The model of a checkpoint, with a tied tensor under each of its names.
+    """Weights and buffers of a checkpoint's model, read one at a time, with a tied tensor under each of its names.
 
     Args:
-        manifest: of the verified checkpoint.
+        manifest: the manifest of the verified checkpoint.
         ema: read the EMA of the weights instead; buffers are the model's own.
 
     Raises:
@@ -82,7 +82,7 @@ class SomeWeights:
 
     Args:
         weights: all tensors.
-        names: of the tensors to keep.
+        names: names of the tensors to keep.
     """
 
     def __init__(self, weights: Weights, names: Iterable[str]) -> None:

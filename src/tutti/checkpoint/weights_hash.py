@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WeightsHash:
-    """SHA-256 over tensors in sorted order of names: name, dtype, shape, little-endian bytes."""
+    """Computes a model's SHA-256 incrementally, tensor by tensor: name, dtype, shape, little-endian bytes of each."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -17,9 +17,9 @@ class WeightsHash:
         """Hash the next tensor; the caller adds tensors in sorted order of their names.
 
         Args:
-            name: in the model's state dict.
+            name: the tensor's name in the model's state dict.
             dtype: PyTorch's name, such as ``float32``.
-            shape: of the whole tensor.
+            shape: shape of the whole tensor.
             data: its bytes in C order, as a contiguous buffer.
         """
         self._digest.update(f"{name}\0{dtype}\0{list(shape)}\0".encode())

@@ -30,8 +30,8 @@ class WritableSlice:
     Attributes:
         name: the tensor's name, the same on every rank.
         tensor: the slice's values, on any device.
-        shape: of the global tensor.
-        offset: index of the slice's first element in the global tensor; zeros for a whole tensor.
+        shape: shape of the whole tensor.
+        offset: index of the slice's first element in the whole tensor.
     """
 
     name: str
@@ -96,14 +96,14 @@ def write_part(
     slices: Iterable[WritableSlice],
     progress: Callable[[], object] = lambda: None,
 ) -> list[FileRecord]:
-    """Write one rank's slices of one group as ``GROUP/rank{N}.safetensors`` and fsync it.
+    """Write one rank's tensor slices of one group of state into the file ``GROUP/rank{N}.safetensors``, and fsync it.
 
     The hash is of the bytes in memory, so that damage on the disk is noticed. Tensors must not change meanwhile: give
     a snapshot. Empty slices of tensors that are not empty are left out.
 
     Args:
         temporary: the directory from ``begin``.
-        group: one of ``GROUPS``.
+        group: kind of state, such as ``model`` (one of ``GROUPS``).
         rank: this rank.
         slices: the slices to write.
         progress: called after every mebibyte.
@@ -167,7 +167,10 @@ def commit(
 
 
 def abandon(temporary: Path) -> None:
-    """Delete an unfinished checkpoint. Rank 0 only, once no rank writes to it any more."""
+    """Delete the directory ``temporary`` of an unfinished checkpoint; errors are ignored.
+
+    Rank 0 only, once no rank writes to it any more.
+    """
     shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -36,12 +36,12 @@ Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
 @dataclass
 class Contribution:
-    """Sums over the micro-batches before a rank's last for one gradient synchronisation.
+    """Gradients and losses of a rank's micro-batches of a global batch that wait for its last one to be reduced.
 
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
         used: which parameters backward reached, where backward itself reduces gradients (FSDP2).
-        totals: loss sums of each worker, in worker order.
+        totals: loss sums of each logical data-parallel worker by its number, in this order.
     """
 
     gradients: Gradients = field(default_factory=dict)
@@ -58,8 +58,8 @@ class CustomLoop:
         choice: the strategy.
 
     Attributes:
-        stepped: whether the last ``optimizer.step()`` was in the body of a rank's last micro-batch of a global batch, and
-            so made an update; for earlier micro-batches it does nothing.
+        stepped: whether the last ``optimizer.step()`` was in the body of a rank's last micro-batch of a global batch,
+            and so made an update; for earlier micro-batches it does nothing.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
@@ -500,9 +500,9 @@ class CustomLoop:
     def reduce_gradients(self) -> None:
         """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch's samples.
 
-        In earlier micro-batches of a global batch the gradients are kept; in the rank's last one they are reduced, which
-        is collective, and ``.grad`` becomes the gradient of the global batch. Raises UsageError outside of a loop over
-        ``run.microbatches()``.
+        In earlier micro-batches of a global batch the gradients are kept; in the rank's last one they are reduced,
+        which is collective, and ``.grad`` becomes the gradient of the global batch. Raises UsageError outside of a loop
+        over ``run.microbatches()``.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -581,12 +581,14 @@ class CustomLoop:
         heartbeat.training.enter(Phase.IDLE)
 
     def step_with(self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
-        """Carry out ``optimizer.step(closure)``. Each call of the closure synchronises gradients (LBFGS makes several).
+        """Do what the script's ``optimizer.step(closure)`` stands for in a custom loop over micro-batches.
+
+        Each call of the closure synchronises gradients over ranks (LBFGS makes several), and so is collective.
 
         Args:
             index: index in ``optimizers``.
             closure: clears gradients, computes the loss, calls ``run.backward`` and returns the loss.
-            plain: the optimizer's own step.
+            plain: the optimizer's own step, which takes a closure and returns its loss.
 
         Returns:
             The closure's loss, as the mean over the global batch.
