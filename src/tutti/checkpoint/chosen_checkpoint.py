@@ -19,8 +19,8 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
 
     Args:
         run: a run directory, or one of its checkpoints.
-        step: the checkpoint's step as text, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best`` (by that
-            of the run's ``--keep-best``).
+        step: the checkpoint's step as text, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best`` (by
+            that of the run's ``--keep-best``).
         warn: called with a line on each checkpoint that cannot be trusted.
 
     Raises:

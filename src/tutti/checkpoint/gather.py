@@ -15,7 +15,7 @@ from tutti.types import ReplicaRunner, ShardSpec
 
 
 class GatheredModel(Mapping[str, Tensor], ABC):
-    """Map each name of a model that is distributed over ranks to its whole tensor, gathered on access.
+    """Mapping from names to the whole tensors of a model that is distributed over ranks; gathers on access.
 
     A tied tensor is found under each of its names. Collective: all ranks access the same names in the same order.
 
@@ -61,10 +61,10 @@ class _Part(NamedTuple):
 
 
 class GatheredParts(GatheredModel):
-    """Gather a model whose tensors, or slices of them, lie on the ranks of one replica.
+    """Mapping from names to whole tensors of a model whose tensors, or slices of them, lie on the ranks of one replica.
 
-    Collective: one broadcast from each rank that holds a slice of the tensor. The constructor broadcasts names and
-    shapes from every rank.
+    Each access is collective: one broadcast from each rank that holds a slice of the tensor. The constructor broadcasts
+    names and shapes from every rank.
 
     Args:
         local: this rank's tensors and slices, by name.
@@ -146,7 +146,9 @@ def gather_rows(
 
 
 class GatheredRows(GatheredModel):
-    """Gather a model of which some tensors are sharded by rows. Collective: one all-gather for each sharded tensor.
+    """Mapping from names to whole tensors of a model of which some tensors are sharded by rows.
+
+    Each access of a sharded tensor is collective: one all-gather.
 
     Args:
         local: this rank's whole tensors and row shards, by name.

@@ -245,7 +245,7 @@ def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:
-    """Return whether slices of one tensor cannot be a partition of it: two share an element, or one of several is empty.
+    """Return whether slices cannot be a partition of their tensor: two share an element, or one of several is empty.
 
     Sweeps along the dimension with the most different offsets, so that n slices along any one dimension cost n.
     """

@@ -29,7 +29,10 @@ _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 class PlainFile:
-    """The tensors of a safetensors file, mapped into memory; implements ``tutti.checkpoint.weights.Weights``.
+    """The tensors of a safetensors file, mapped into memory and read one at a time (as ``weights.Weights``).
+
+    Args:
+        path: the file.
 
     Attributes:
         path: the file.

@@ -84,16 +84,19 @@ def written(
     comm: Communicator,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor | TensorSlice]:
-    """Choose the tensors that this rank writes, so that tensors replicated over ``comm`` are written once.
+    """Return the tensors that this rank writes into a checkpoint, so that every tensor is written by one rank alone.
 
-    Tensors that another rank of this replica owns are left to it. A slice is returned as a ``TensorSlice`` with its
-    global shape and offset. Not collective.
+    Tensors that another rank of this replica owns (such as tied weights) are left out, and those that the ranks of
+    ``comm`` hold alike are divided among them. Not collective.
 
     Args:
         tensors: tensors by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
         replica: this rank's part of the model, which holds the tensors.
         comm: the ranks that hold the same tensors and share the writing.
         shapes: local shapes of the parameters, for an optimizer's state; a state of another shape is no slice.
+
+    Returns:
+        Tensors by name; a slice of a larger tensor as a ``TensorSlice`` with the whole shape and its offset.
     """
     found: dict[str, Tensor | TensorSlice] = {}
     own = {name: _owner(name, replica) for name in tensors}
@@ -117,7 +120,7 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
         group: the checkpoint's group, such as ``model``.
         name: the tensor's name, a key of ``replica.specs``; the checkpoint may have a tied name instead.
         replica: this rank's part of the model.
-        local: shape of this rank's slice.
+        local: shape of this rank's slice; the result has this shape.
     """
     spec, names = replica.specs[name], saved.names(group)
     found = next((n for n in (name, *spec.tied) if n in names), name)
@@ -161,7 +164,7 @@ def _owner(name: str, replica: ReplicaRunner) -> str:
 def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
     """Divide tensors that ``ranks`` ranks hold alike, and return the part that this rank should write.
 
-    It is every ``ranks``-th tensor in the order of sizes, so that all write about as many bytes.
+    The part is every ``ranks``-th tensor in the order of sizes, so that all ranks write about as many bytes.
 
     Args:
         tensors: all tensors, by name.

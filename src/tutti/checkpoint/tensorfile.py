@@ -44,9 +44,9 @@ class SliceRecord:
 
     Attributes:
         name: the tensor's name, of any characters.
-        dtype: a key of ``DTYPES``.
-        shape: of the global tensor.
-        offset: index of the slice's first element in the global tensor, one number a dimension.
+        dtype: safetensors' name of the dtype, such as ``BF16``; a key of ``DTYPES``.
+        shape: shape of the whole tensor.
+        offset: index of the slice's first element in the whole tensor, one number a dimension.
         part: shape of the slice.
 
     Raises:
@@ -78,12 +78,12 @@ class SliceRecord:
 
     @classmethod
     def whole(cls, name: str, dtype: str, shape: Sequence[int]) -> SliceRecord:
-        """Make the record of a whole tensor: a slice at offset 0, of the tensor's shape.
+        """Return the record of a whole tensor: a slice at offset 0, of the tensor's shape.
 
         Args:
             name: the tensor's name, of any characters.
-            dtype: a key of ``DTYPES``.
-            shape: of the tensor.
+            dtype: safetensors' name of the dtype, such as ``BF16``; a key of ``DTYPES``.
+            shape: shape of the tensor.
 
         Raises:
             ValueError: an unknown dtype, or a shape of too many dimensions or bytes.
@@ -108,7 +108,7 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Header and offsets of one file.
+    """Header and offsets of one safetensors file.
 
     Attributes:
         header: the file's first bytes: length field and JSON.

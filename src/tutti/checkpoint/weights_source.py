@@ -65,9 +65,9 @@ def verified(path: Path) -> Path:
 
 
 def open_weights(path: Path) -> Weights:
-    """Open the checkpoint, safetensors file or folder that ``verified`` has returned, for reading one tensor at a time.
+    """Open a checkpoint directory, safetensors file or folder of them, and return its tensors, which are read on demand.
 
-    Raises CheckpointError where this rank cannot read it.
+    Headers are checked, hashes are not: ``verified`` does that. Raises CheckpointError where this rank cannot read it.
     """
     if not path.is_dir():
         return PlainFile(path)

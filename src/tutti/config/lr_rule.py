@@ -25,7 +25,7 @@ class NoRule:
     def factor(self, batch: int) -> float:
         """Return by what the learning rate is multiplied for a global batch of ``batch`` samples: 1, whatever its size.
 
-        Rules that scale the learning rate override this method.
+        This class is the rule ``none`` of ``--lr-scale``; rules that scale the learning rate override the method.
         """
         return 1.0
 

@@ -74,7 +74,12 @@ class Compile:
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """A mode of ``torch.compile``, such as ``default``, with its other options."""
+    """A mode of ``torch.compile`` with its other options.
+
+    Attributes:
+        mode: the mode, such as ``default``.
+        options: the other options, such as the backend.
+    """
 
     mode: str
     options: Compile

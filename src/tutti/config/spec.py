@@ -35,6 +35,10 @@ class Duration:
     160
     >>> Duration.parse("500st").steps(dataset=1000, batch=128)
     500
+
+    Attributes:
+        value: number of epochs, steps or samples.
+        unit: ``ep`` (epochs), ``st`` (steps) or ``sa`` (samples).
     """
 
     value: float
@@ -98,6 +102,10 @@ class Spec:
 
     >>> Spec.parse("sgd:lr=0.1,momentum=0.9")
     Spec(name='sgd', options={'lr': '0.1', 'momentum': '0.9'})
+
+    Attributes:
+        name: the text before the colon.
+        options: value of each key as text.
     """
 
     name: str
