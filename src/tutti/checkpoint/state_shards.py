@@ -120,7 +120,10 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
         group: the checkpoint's group, such as ``model``.
         name: the tensor's name, a key of ``replica.specs``; the checkpoint may have a tied name instead.
         replica: this rank's part of the model.
-        local: shape of this rank's slice; the result has this shape.
+        local: shape of this rank's slice.
+
+    Returns:
+        The slice; the whole saved tensor where its shape is not that of the model's whole tensor.
     """
     spec, names = replica.specs[name], saved.names(group)
     found = next((n for n in (name, *spec.tied) if n in names), name)

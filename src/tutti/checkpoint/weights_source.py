@@ -65,7 +65,7 @@ def verified(path: Path) -> Path:
 
 
 def open_weights(path: Path) -> Weights:
-    """Open a checkpoint directory, safetensors file or folder of them, and return its tensors, which are read on demand.
+    """Open a checkpoint directory, safetensors file or folder of them, and return its tensors, read on demand.
 
     Headers are checked, hashes are not: ``verified`` does that. Raises CheckpointError where this rank cannot read it.
     """

@@ -21,9 +21,9 @@ def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool
     """Build the task of classifying CIFAR-10 images; they are normalised by CIFAR-10's mean and standard deviation.
 
     Args:
-        config: options of the model, whose class selects it.
+        config: options of the model, whose class selects it: a small residual network or a ResNet-18.
         data: a folder in hub layout or of image files, or ``uoft-cs/cifar10``.
-        augment: randomly crop (border of 4 pixels) and mirror the training images.
+        augment: whether to randomly crop (border of 4 pixels) and mirror the training images.
 
     Raises:
         DataError: the data are missing or empty, an image is broken or not 32×32, or a label is out of range.

@@ -24,10 +24,10 @@ CLASSES = 10
 def digits_task(config: CnnConfig | MlpConfig) -> Task:
     """Build the task of classifying scikit-learn's handwritten digits, grey 8×8 images with pixels in [0, 1].
 
-    Every fifth image is held out.
+    Every fifth image is held out. A batch is images (samples, 1, 8, 8) float32 and labels (samples,) int64.
 
     Args:
-        config: options of the model, whose class selects it.
+        config: options of the model, whose class selects it: a CNN or a multi-layer perceptron.
 
     Raises:
         DataError: scikit-learn is not installed.

@@ -42,7 +42,14 @@ def gpt(config: GptConfig, vocabulary: int) -> nn.Sequential:
 
 
 class Embedding(nn.Module):
-    """Token embedding plus learned position embedding, then dropout."""
+    """Embedding of characters plus learned embedding of positions, then dropout.
+
+    (samples, positions) int64 → (samples, positions, width).
+
+    Args:
+        config: options of the model.
+        vocabulary: number of distinct characters.
+    """
 
     def __init__(self, config: GptConfig, vocabulary: int) -> None:
         super().__init__()
@@ -61,7 +68,10 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)); (samples, positions, width) → the same."""
+    """Transformer block: x + attention(norm(x)), then x + feed-forward(norm(x)).
+
+    (samples, positions, width) → the same shape.
+    """
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -84,7 +94,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention (Vaswani et al. 2017, arXiv:1706.03762, §3.2)."""
+    """Causal multi-head self-attention (Vaswani et al. 2017, arXiv:1706.03762, §3.2).
+
+    (samples, positions, width) → the same shape.
+    """
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

@@ -17,13 +17,15 @@ from tutti.tasks.unet import unet
 
 
 def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
-    """Build the task of binary segmentation; a batch is a dict of ``image`` and ``mask``.
+    """Build the task of binary segmentation of grey images by a U-Net.
+
+    A batch is a dict of ``image`` and ``mask``, both (samples, 1, height, width).
 
     Args:
         config: options of the model.
         data: a folder with ``train/image`` and ``train/label``, and the same in ``test/``; without ``test/`` the last
             five images of ``train/`` are held out.
-        augment: rotate and mirror the training images together with their masks.
+        augment: whether to rotate and mirror the training images together with their masks.
 
     Raises:
         DataError: data are missing, an image is broken, masks are missing, of another size or not binary, or the size

@@ -14,7 +14,7 @@ from tutti.config.task_config import CnnConfig, CourseConfig, LineConfig, MlpCon
 
 
 def line_model(config: LineConfig) -> nn.Sequential:
-    """Build a line y = w·x + b: (samples, 1) → (samples, 1)."""
+    """Build a model of the line y = w·x + b: (samples, 1) → (samples, 1). ``config`` has no options."""
     return nn.Sequential(OrderedDict(line=nn.Linear(1, 1)))
 
 
@@ -112,14 +112,19 @@ def resnet18(config: Resnet18Config, classes: int) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """relu(branch(x) + shortcut(x))."""
+    """Residual block: relu(branch(x) + shortcut(x)).
+
+    Args:
+        branch: the block's convolutions.
+        shortcut: identity, or a projection to the shape of the branch's output.
+    """
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
         self.branch, self.shortcut, self.relu = branch, shortcut, nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the input, or its projection, to the block's convolutions.
+        """Add the input, or its projection, to the output of the block's convolutions, and apply ReLU.
 
         (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride).
         """

@@ -45,7 +45,7 @@ class TaskEntry:
         augment: whether training samples can be augmented.
         metric: the held-out metric that ``tutti compare`` uses by default.
         reports: names of all held-out values.
-        needs: required packages, and the extra that installs each.
+        needs: extra of tutti that installs a required package, by the package's module name.
     """
 
     made_by: str
@@ -109,8 +109,8 @@ def check_task(
 
     Args:
         text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``.
-        data: file, folder or hub name.
-        model: ``name:key=value,…``; None for the task's first.
+        data: ``--data``: file, folder or name of a data set on a hub; None if not given.
+        model: ``name:key=value,…``; None for the task's first model.
         augment: whether training samples are to be augmented.
         batch_norm: whether the model's batch norms are to be replaced by ``--batch-norm``.
 
@@ -151,8 +151,8 @@ def load_task(text: str, *, data: str | None = None, model: str | None = None, a
 
     Args:
         text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``.
-        data: file, folder or hub name.
-        model: ``name:key=value,…``; None for the task's first.
+        data: ``--data``: file, folder or name of a data set on a hub; None if not given.
+        model: ``name:key=value,…``; None for the task's first model.
         augment: whether to augment the training samples.
 
     Raises:

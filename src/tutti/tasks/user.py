@@ -48,7 +48,8 @@ def load_user_task(text: str, *, data: str | None, model: str | None, augment: b
 
     Args:
         text: ``path/to/file.py:function`` or ``module:function``.
-        data, model, augment: options; passed if they are given, or if the function's signature requires them.
+        data, model, augment: options of ``tutti train``; passed to the function if they are given, or if its signature
+            requires them (then as None, None and False).
 
     Raises:
         UsageError: the import raises, the function does not exist, does not take an option or needs further ones,
