@@ -17,7 +17,7 @@ from tutti.train.run import Run
 
 
 def title(task: str, config: TrainConfig) -> str:
-    """Return the run's title in one line, ``{task} · {strategy} · {optimizer}``, each as the user gave it."""
+    """Return the run's title in one line, ``{task} · {strategy} · {optimizer}``, as the configuration states them."""
     return f"{task} · {config.strategy} · {config.optimizer}"
 
 

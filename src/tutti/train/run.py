@@ -75,7 +75,7 @@ class RunSettings:
         max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
         average: average of the weights, None for none.
         loss_scale: loss scaling, None for none.
-        noise: random noise that is added to the gradient, None for none.
+        noise: random weights on the samples' losses, which add noise to the gradient; None for none.
         adascale: AdaScale, None for none.
         noise_probe: measures the gradient noise scale, None for never.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.

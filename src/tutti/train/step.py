@@ -42,7 +42,7 @@ def train_step(
     Args:
         replica: this rank's part of the model.
         sync: gradient synchronisation, which owns the update.
-        grad_hook: called for each parameter when a backward pass has made its gradient.
+        grad_hook: object that is told of each parameter when a backward pass has made its gradient.
         work: each worker of this rank, in order, with its micro-batches (none where its share is empty).
         loss: the loss function.
         step_context: facts of the step that all workers share.
