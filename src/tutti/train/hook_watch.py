@@ -141,7 +141,7 @@ class HookWatch:
         divides by that. For strategies whose workers make updates of their own. Not collective.
 
         Args:
-            part: the worker's loss sums in this step, with samples and count.
+            part: sums of loss, count and samples over a logical data-parallel worker's share of the batch.
 
         Raises:
             UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.
@@ -158,8 +158,8 @@ class HookWatch:
         all-gather of the hooks' names, as a stage sees only its own, and all must raise.
 
         Args:
-            stats: the reduced results of the step.
-            step_context: facts of the step.
+            stats: the step's results reduced over ranks, with the count of the global batch.
+            step_context: samples of the step's global batch, and whether it is a single micro-batch.
 
         Raises:
             UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.

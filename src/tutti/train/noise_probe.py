@@ -66,7 +66,7 @@ class NoiseProbe:
 
         Args:
             replica: this rank's part of the model.
-            step_context: facts of the step, whose number decides whether it is measured.
+            step_context: number of the step, which decides whether it is measured, and its factor on the loss.
         """
         self._latest, self._measured = {}, None
         if step_context.global_step % self._every:
@@ -82,8 +82,8 @@ class NoiseProbe:
         and ``optimizer_step``.
 
         Args:
-            stats: the step's reduced results.
-            step_context: facts of the step.
+            stats: the step's loss, count and gradient norm, reduced over the global batch.
+            step_context: number of the step and samples of its global batch.
         """
         measured, self._measured = self._measured, None
         if measured is None:

@@ -45,7 +45,7 @@ def train_step(
         grad_hook: object that is told of each parameter when a backward pass has made its gradient.
         work: each worker of this rank, in order, with its micro-batches (none where its share is empty).
         loss: the loss function.
-        step_context: facts of the step that all workers share.
+        step_context: number of the step, samples of its global batch, factors on learning rate and loss.
         hooks: raises UsageError before the update if the script's gradient hooks saw gradients of another scale.
         adapt: returns the step context of the update from the reduced results (AdaScale); None: ``step_context``.
         noise: measures the gradient noise scale, in some steps; None: in none.
