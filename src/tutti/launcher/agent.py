@@ -97,7 +97,7 @@ class Logs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Directory of the ranks' log files."""
+        """Path, as a string, of the directory that holds the log files of all ranks of this node."""
         return str(self._directory)
 
 
