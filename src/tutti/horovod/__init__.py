@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import Any
 
 from tutti.horovod.installing import install
+from tutti.horovod.run_function import run
 
-__all__ = ["install"]
+__all__ = ["install", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,5 +22,4 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(served, name)
     except AttributeError:
-        remedy = "; start the script with tutti run --horovod -np N" if name == "run" else ""
-        raise AttributeError(f"module 'tutti.horovod' has no attribute '{name}'{remedy}") from None
+        raise AttributeError(f"module 'tutti.horovod' has no attribute '{name}'") from None

@@ -1,0 +1,67 @@
+"""Call a function in the ranks of a job, as ``horovod.run`` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tutti.errors import UsageError
+from tutti.launcher.function_ranks import launch_function
+from tutti.launcher.hosts import parse_hosts
+
+_ELASTIC = ("min_np", "max_np", "min_num_proc", "max_num_proc", "host_discovery_script", "reset_limit", "slots")
+
+
+def run(
+    func: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    hosts: str | None = None,
+    num_proc: int | None = None,
+    start_timeout: float = 300.0,
+    **settings: Any,
+) -> list[Any]:
+    """Call ``func(*args, **kwargs)`` in new processes on this machine, the ranks of one job, as ``horovod.run`` does.
+
+    Blocks until all ranks have ended. The ranks are forked, see ``tutti.launch``; each calls ``hvd.init()``.
+
+    Args:
+        func: function that trains.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks; one if neither ``np`` nor ``num_proc`` is given.
+        hosts: hosts and slots such as ``localhost:2``; this machine alone can be named.
+        num_proc: another name of ``np``.
+        start_timeout: seconds that ranks may wait for each other.
+        settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect, which is printed on
+            standard error for those that are set.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        UsageError: another host, ranks that join and leave, or a process that is a rank or has used autograd itself.
+        Exception: the first error of a rank, with the rank and its traceback as a note.
+    """
+    elastic = [name for name in _ELASTIC if settings.get(name) is not None]
+    if elastic:
+        raise UsageError(
+            f"horovod.run(…, {elastic[0]}=…): ranks that join and leave cannot be started by a function call",
+            why="a rank that joins later begins with the script, not with the memory of this process",
+            remedy="start the script with tutti run --horovod -np 2 --min-np 1 --max-np 4 --host-discovery-script FILE",
+        )
+    others = [host.address for host in parse_hosts(hosts) if not host.local] if hosts else []
+    if others:
+        raise UsageError(
+            f"horovod.run(…, hosts={hosts!r}) names {others[0]}, which is not this machine",
+            why="the ranks of a function call are forked from this process",
+            remedy=f"start the script with tutti run --horovod -H {hosts} SCRIPT",
+        )
+    idle = sorted(name for name, value in settings.items() if value)
+    if idle:
+        print(f"tutti: without effect: {', '.join(idle)}", file=sys.stderr)
+    call = partial(func, *args, **dict(kwargs or {}))
+    return launch_function(call, devices=np or num_proc or 1, timeout=start_timeout)
