@@ -76,15 +76,21 @@ _BUCKET_MB = 25.0
 
 
 class AllReduceSync:
-    """Gradient synchronisation by all-reduce, for any model layout. Also its own ``GradientReadyHook``.
+    """Synchronous data parallelism (DDP): all-reduce gradients over the data ranks, then step the optimizers on each.
 
-    Subclasses keep parameters or optimizer state elsewhere. They override ``_unite`` (equal state on all ranks before
+    The global batch is split among N logical workers, a number that does not depend on the number of ranks; each data
+    rank computes the micro-batches of one or more workers, or shares a worker with other ranks. The object is also the
+    hook that autograd calls for each complete gradient. Subclasses keep parameters or optimizer state elsewhere. They override ``_unite`` (equal state on all ranks before
     the first step), ``_complete`` (optimizers of split tensors), ``_make_reducer`` (the sum of gradients),
     ``_updating`` (where optimizers compute), and ``_all_finite`` and ``_culprits`` (the search for non-finite
     gradients).
 
+    Args:
+        config: bucket size, number format of messages (``wire``), and the algorithm of the all-reduce.
+        run_context: communicators and settings of the run.
+
     Raises:
-        UsageError: a compressed ``wire`` or a schedule in reproducible mode or with AdaScale.
+        UsageError: a compressed ``wire`` or an all-reduce schedule in reproducible mode or with AdaScale.
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
@@ -122,7 +128,8 @@ class AllReduceSync:
 
         Args:
             replica: this rank's part of the model; its parameters and buffers are overwritten by those of data rank 0.
-            make_optimizer: builds the optimizer over this rank's named parameters.
+            make_optimizer: builds the optimizer from this rank's (name, parameter) pairs; it may return None, where
+                this rank has nothing to train.
 
         Returns:
             This object, which is also the gradient-ready hook to run the replica with.
@@ -147,14 +154,15 @@ class AllReduceSync:
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Let gradients be sent during the coming backward if it is this rank's last one in the step.
+        """Let the all-reduce of gradients overlap with the coming backward if that is this rank's last in the step.
 
-        Called before the backward of a logical worker's last micro-batch. Earlier backwards only accumulate in
-        ``.grad``.
+        Called before the backward of the last micro-batch of a logical worker (one of N fixed shares of the global
+        batch). Does nothing for any but the rank's last worker: its backwards only accumulate in ``.grad``. For the
+        last worker, also send its buffers to the next rank that shares the worker. Does not block.
 
         Args:
-            part: loss sums of the current logical worker; None where this rank does not know them yet, as on all
-                pipeline stages but the last.
+            part: sums of loss, count and metrics of the current logical worker; None where this rank does not know them
+                yet, as on all pipeline stages but the last.
         """
         if self._worker == self._last:
             self._buffers.pass_on()
@@ -162,10 +170,13 @@ class AllReduceSync:
             self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Put a logical worker's buffers (batch-norm statistics) into the model; all workers have the same parameters.
+        """Put a logical worker's buffers (batch-norm statistics) into the model, before the worker's first micro-batch.
+
+        A logical worker is one of N fixed shares of the global batch. All workers have the same parameters, but each
+        its own buffers. Blocks where the rank before this one shares the worker, until that rank has sent the buffers.
 
         Args:
-            worker: number of the worker, one of ``RunContext.mine``.
+            worker: index of the worker, one of those that this rank computes (``RunContext.mine``).
             step_context: the step under way.
         """
         self._step_context, self._worker = step_context, worker
@@ -174,24 +185,31 @@ class AllReduceSync:
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Add a logical worker's loss sums to those of this rank, after the worker's last micro-batch.
 
-        Where gradients are summed worker by worker (``by_worker``), also add its gradients to the summation tree and
-        clear ``.grad``; otherwise they stay in ``.grad``, where autograd accumulates the rank's workers.
+        A logical worker is one of N fixed shares of the global batch. Where gradients are summed worker by worker
+        (reproducible mode, or a measured gradient variance), also add the worker's gradients to the summation tree and
+        set ``.grad`` to None. Otherwise the gradients stay in ``.grad``, where autograd accumulates the rank's workers.
 
         Args:
             worker: index of the logical worker.
-            part: its loss sums; None if it had no samples on this rank.
+            part: the worker's sums of loss, count and metrics; None if it had no samples on this rank.
         """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Complete the all-reduce of gradients and loss sums, and divide gradients by the global count. Collective.
+        """Complete the all-reduce of gradients and loss sums, and divide gradients by the global count.
 
-        Blocks until all data ranks have sent. Afterwards every ``.grad`` is the gradient of the mean loss over the
-        global batch, without loss scale and not yet clipped.
+        Collective over the data ranks, and for the gradient norm over the pipeline stages and tensor ranks of a
+        replica. Blocks until all data ranks have sent. Afterwards every ``.grad`` is the gradient of the mean loss over
+        the global batch, without loss scale and not yet clipped.
+
+        Args:
+            step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
+                to stop.
 
         Returns:
-            Loss, metrics and gradient norm of the step, equal on all ranks.
+            Loss and metrics as means over the global batch, the count of units (samples or tokens), the L2 norm of the
+            gradient, whether all gradients are finite and whether a rank asks to stop; equal on all ranks.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -221,8 +239,8 @@ class AllReduceSync:
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            The number of updates (1, or 0 for a skipped one), whether it was skipped, and then the names of parameters
-            whose gradient is not finite.
+            The number of updates (1, or 0 where the update was skipped), whether the update was skipped, and for a
+            skipped update the names of parameters whose gradient is not finite (at most three from each rank).
         """
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
@@ -235,7 +253,7 @@ class AllReduceSync:
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
     def clear(self) -> None:
-        """Set the ``.grad`` of all trained parameters to None, after an update."""
+        """Set the ``.grad`` of all trained parameters on this rank to None, after an update. Not collective."""
         self._aside = {}
         for parameter in self._parameters:
             parameter.grad = None
@@ -243,7 +261,7 @@ class AllReduceSync:
     def merged(self) -> dict[str, Tensor]:
         """Return all parameters and buffers on this rank by name, with buffers merged over logical workers. Collective.
 
-        Parameters are views of the model's own tensors and need no communication. Batch-norm statistics are pooled over
+        Logical workers are the N fixed shares of the global batch, each with buffers of its own. Parameters are views of the model's own tensors and need no communication. Batch-norm statistics are pooled over
         all workers, other floating buffers averaged, and of integers the largest is taken.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
@@ -251,7 +269,8 @@ class AllReduceSync:
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return by name the tensors of which all data ranks hold equal copies. Not collective.
 
-        These are all parameters, and the buffers if the run has a single logical worker.
+        These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
+        its own buffers). The tensors are the model's own and no copies.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.replicated()}
 
@@ -259,9 +278,10 @@ class AllReduceSync:
         """Return the tensors that this rank writes into a checkpoint. Collective.
 
         Returns:
-            ``model`` (parameters and merged buffers by name) and ``optim`` (optimizer state as ``{parameter}/{key}``),
-            each shared out over the data ranks so that one rank writes a tensor; ``workers`` (``{worker}/{buffer}`` of
-            this rank's logical workers).
+            Three groups of tensors by name. ``model`` has parameters and merged buffers by name, ``optim`` the
+            optimizer state as ``{parameter}/{key}``; the tensors of both are shared out over the data ranks so that one
+            rank writes each. ``workers`` has the buffers ``{worker}/{buffer}`` of this rank's logical workers (shares
+            of the global batch, each with its own buffers), by the worker's index.
         """
         comm = self._run_context.comms.replica
         return {
@@ -290,10 +310,13 @@ class AllReduceSync:
                 whole.load(self._optimizer, self._named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return the parameters whose ``.grad`` has this rank's gradient before the all-reduce, and optimizers.
+        """Return the parameters whose ``.grad`` has this rank's own gradient before the all-reduce. Not collective.
 
-        The gradient noise scale is measured with them. Parameters that another rank of the replica counts (weights tied
-        over stages) are left out. Not collective.
+        The gradient noise scale is measured with these gradients. Parameters that another rank of the replica counts in
+        the gradient norm (weights tied over pipeline stages) are left out.
+
+        Returns:
+            The trained parameters on this rank, and the optimizers that update them.
         """
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
@@ -322,27 +345,45 @@ class AllReduceSync:
 
     @property
     def by_worker(self) -> bool:
-        """Whether the gradients of each logical worker are summed by themselves; otherwise those of each rank together.
+        """Whether gradients are summed worker by worker; if not, autograd first accumulates those of a rank's workers.
 
-        This is so in reproducible mode, and where the variance of the workers' gradients is measured.
+        A logical worker is one of N fixed shares of the global batch. True in reproducible mode, where one fixed
+        summation tree over the workers gives the same bits for any number of ranks, and where the variance of the
+        workers' gradients is measured. The all-reduce does not overlap with backward then.
         """
         return self._run_context.reproducible or self._run_context.gradient_variance
 
     def begin_custom_loop(self) -> None:
-        """Prepare for custom training loops: each rank already has the complete gradient of the tensors it holds."""
+        """Prepare for a custom training loop, in which the script's own loop runs forward, backward and update.
+
+        From now on, what the script writes to buffers after an update, within the loop, is meant for the last logical
+        worker (share of the global batch) of this rank alone, and not for all its workers. Gradients need no
+        preparation. Not collective.
+        """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Take what the script writes to buffers from now on, after an epoch's loop, as meant for every worker."""
+        """End the custom training loop of an epoch: buffers that the script writes from now on are set for all workers.
+
+        A logical worker is a share of the global batch with its own buffers; a rank may compute several. Not
+        collective.
+        """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of the parameters trainable at the last ``attach`` or ``reattach``."""
+        """Return (name, parameter) pairs of this rank's trained parameters, in the model's order.
+
+        These are the parameters that had ``requires_grad`` when the gradient buckets were last planned: by ``attach``,
+        or by ``reattach`` for parameters that the script unfroze.
+        """
         trained = set(self._parameters)
         return [(name, p) for name, p in self._named if p in trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters; the user's script and the optimizer have the same objects."""
+        """Return the trained parameters of this rank as the user's script sees them, in the model's order.
+
+        They are the same objects that the optimizer updates.
+        """
         return self._parameters
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -368,8 +409,9 @@ class AllReduceSync:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add the gradients of earlier reductions to the just reduced ones in ``.grad``.
 
-        Gradients of tensor slices, which differ between tensor ranks, are replaced by an object that raises when the
-        script reads it; the update uses the true ones.
+        Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
+        replaced by an object that raises when the script reads it, because they differ between ranks; the update uses
+        the true gradients.
 
         Args:
             held: result of ``pop_gradients``, by parameter; it may be empty.
@@ -422,18 +464,26 @@ class AllReduceSync:
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: the ``.grad`` that the script sees are the tensors that the update uses already."""
+        """Do nothing: the ``.grad`` that the script sees is already the tensor that the update uses.
+
+        Only FSDP2, where the script sees other parameter objects than the optimizer, has to copy gradients for it.
+        """
 
     def apply_edits(self) -> None:
         """Make the update use the ``.grad`` of the script, with its edits such as clipping.
 
-        Gradients of tensor slices, which the script could not read meanwhile, are put back into ``.grad`` unless the
-        script has cleared them. All other ``.grad`` stay as they are.
+        Under tensor parallelism, the gradients of parameters that are split over the tensor ranks were replaced by an
+        object that the script cannot read. Put these gradients back into ``.grad``, unless the script has cleared them.
+        All other ``.grad`` stay as they are.
         """
         self._reveal()
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` has already cleared the ``.grad`` that model and script share."""
+        """Do nothing: ``optimizer.zero_grad()`` has already cleared the ``.grad`` that model and script share.
+
+        Args:
+            optimizer, set_to_none: unused.
+        """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the L2 norm of the reduced gradients of ``members`` together, for a script that clips them.
@@ -442,9 +492,12 @@ class AllReduceSync:
         all of them.
 
         Args:
-            members: some of ``script_parameters``; a parameter that another rank of the replica counts adds nothing
-                here.
+            members: some of this rank's trained parameters; a parameter that another rank of the replica counts (a
+                weight tied over stages) adds nothing here, and neither does one without a gradient.
             step_context: unused.
+
+        Returns:
+            The square root of the sum of squares over the replica, 0 where no member has a gradient.
         """
         own = set(members)
         counted = [p for name, p in self._named if p in own and name not in self._replica.not_owned]
@@ -454,13 +507,15 @@ class AllReduceSync:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Return a context in which ``optimizer_step`` steps one of the script's several optimizers alone.
+        """Return a context in which ``optimizer_step`` steps only one of the script's several optimizers.
 
-        On exit the script can no longer read gradients of tensor slices.
+        On exit, gradients of parameters that are split over tensor ranks are again replaced by an object that the
+        script cannot read.
 
         Args:
-            index: index of the optimizer among those of the script; None for all of them.
-            members: its parameters, whose gradients are clipped; ignored where ``index`` is None.
+            index: index of the optimizer among those of the script; None steps all of them.
+            members: parameters of this optimizer, the only ones whose gradients are clipped; ignored where ``index`` is
+                None.
         """
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
@@ -473,8 +528,8 @@ class AllReduceSync:
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
-        Only then may its step have a closure. False for tensor slices, for optimizers for which whole tensors are
-        gathered, and for an optimizer that is not one of the run's.
+        Only then may its step have a closure. False under tensor parallelism, where an optimizer of the run needs
+        whole tensors that are gathered for its step, and for an optimizer that is not one of the run's.
         """
         return (
             self._whole is None
@@ -483,15 +538,17 @@ class AllReduceSync:
         )
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Train parameters that the script has added to ``optimizer``, on a rank that had no parameter to train before.
+        """Build this rank's optimizer if it has none, after the script has called ``optimizer.add_param_group``.
 
-        Builds this rank's optimizer there; does nothing where the rank has an optimizer.
+        A rank has no optimizer if it had no parameter to train before. Does nothing where the rank has one. Not
+        collective.
 
         Args:
-            optimizer: the script's optimizer, with the new parameter groups.
+            optimizer: the script's optimizer, with the new parameter groups; unused, as the optimizer is built from all
+                parameters on this rank.
 
         Raises:
-            UsageError: one of several optimizers is missing on this rank.
+            UsageError: the script has several optimizers, of which one is missing on this rank.
         """
         if self._optimizer is None:
             self._optimizer = self._make_optimizer(self._named)
@@ -504,7 +561,9 @@ class AllReduceSync:
             )
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that were frozen: plan the gradient buckets again with them. Collective.
+        """Train parameters that were frozen: plan the gradient buckets again with them. Collective over the data ranks.
+
+        Builds the optimizer of a rank that had nothing to train before.
 
         Args:
             names: names of the parameters whose ``requires_grad`` the script has set to True since the last call; at
@@ -512,8 +571,8 @@ class AllReduceSync:
             late: whether a forward of this step has been computed already; unused.
 
         Raises:
-            UsageError: the optimizer works on whole tensors that are gathered, and cannot take more parameters.
-            MismatchError: the ranks' new parameters differ.
+            UsageError: an optimizer's step gathers tensors that are split over ranks, and cannot take more parameters.
+            MismatchError: the models of the data ranks differ.
         """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])
@@ -673,7 +732,7 @@ def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
         named: (name, parameter) of this rank's parameters.
 
     Returns:
-        Their names, each once, in rank order and equal on all ranks; at most three from each rank.
+        Names of the parameters found, each once, in rank order and equal on all ranks; at most three from each rank.
     """
     found = nonfinite_names((name, p.grad) for name, p in named)
     gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
@@ -689,12 +748,13 @@ def optimizer_step(
     """Set the learning rate of each parameter group of an optimizer, then step the optimizer.
 
     Args:
-        optimizer: the optimizer, or several as one.
+        optimizer: an optimizer, or an object that combines several and steps each.
         lr_factor: factor by which each group's initial learning rate is multiplied; None leaves ``group["lr"]`` as it
             is.
-        grad_norm: norm of the whole gradient, for optimizers that clip by it (``tutti.optim.LAMB``): their own
-            parameters may belong to one stage only.
-        whole: gatherer of whole tensors for optimizers that need them; the step is collective then.
+        grad_norm: L2 norm of the gradient of the complete model, set as the attribute ``grad_norm`` of optimizers that
+            have it and clip by it (``tutti.optim.LAMB``), whose own parameters may belong to one pipeline stage only.
+        whole: gathers tensors that are split over ranks, for optimizers whose step needs whole tensors; the step is
+            collective then. None where no optimizer needs this.
 
     Raises:
         UsageError: the optimizer does not take the sparse gradients that it was given.
