@@ -80,10 +80,10 @@ class AllReduceSync:
 
     The global batch is split among N logical workers, a number that does not depend on the number of ranks; each data
     rank computes the micro-batches of one or more workers, or shares a worker with other ranks. The object is also the
-    hook that autograd calls for each complete gradient. Subclasses keep parameters or optimizer state elsewhere. They override ``_unite`` (equal state on all ranks before
-    the first step), ``_complete`` (optimizers of split tensors), ``_make_reducer`` (the sum of gradients),
-    ``_updating`` (where optimizers compute), and ``_all_finite`` and ``_culprits`` (the search for non-finite
-    gradients).
+    hook that autograd calls for each complete gradient. Subclasses keep parameters or optimizer state elsewhere. They
+    override ``_unite`` (equal state on all ranks before the first step), ``_complete`` (optimizers of split tensors),
+    ``_make_reducer`` (the sum of gradients), ``_updating`` (where optimizers compute), and ``_all_finite`` and
+    ``_culprits`` (the search for non-finite gradients).
 
     Args:
         config: bucket size, number format of messages (``wire``), and the algorithm of the all-reduce.
@@ -261,8 +261,9 @@ class AllReduceSync:
     def merged(self) -> dict[str, Tensor]:
         """Return all parameters and buffers on this rank by name, with buffers merged over logical workers. Collective.
 
-        Logical workers are the N fixed shares of the global batch, each with buffers of its own. Parameters are views of the model's own tensors and need no communication. Batch-norm statistics are pooled over
-        all workers, other floating buffers averaged, and of integers the largest is taken.
+        Logical workers are the N fixed shares of the global batch, each with buffers of its own. Parameters are views
+        of the model's own tensors and need no communication. Batch-norm statistics are pooled over all workers, other
+        floating buffers averaged, and of integers the largest is taken.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
@@ -540,8 +541,7 @@ class AllReduceSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Build this rank's optimizer if it has none, after the script has called ``optimizer.add_param_group``.
 
-        A rank has no optimizer if it had no parameter to train before. Does nothing where the rank has one. Not
-        collective.
+        A rank has no optimizer if it had no parameter to train before. Does nothing where the rank has one.
 
         Args:
             optimizer: the script's optimizer, with the new parameter groups; unused, as the optimizer is built from all
