@@ -23,22 +23,28 @@ _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Reducer(Protocol):
-    """Sums gradients and loss sums over all logical workers; afterwards every parameter's ``.grad`` holds the sum.
+    """Sums gradients and loss sums over all data ranks (protocol); afterwards every ``.grad`` holds the sum.
 
-    ``loss_sums`` are the tensor ``LossSums.sums``.
+    The global batch is split among N logical workers; a data rank computes the micro-batches of one or more of them, or
+    shares a worker with other ranks. A step calls ``collect`` after each worker's last backward, and ``finish`` once.
     """
 
     @property
     def listens(self) -> bool:
-        """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter."""
+        """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
+
+        False for a reducer that starts nothing during backward.
+        """
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the reducer that this rank's last backward of the step follows: its gradients may be sent.
+        """Tell the reducer of gradients that this rank's last backward of the step follows.
+
+        From now on gradients that are complete may be sent while backward goes on.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet, as before
-                the last stage of a pipeline.
+            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet, as on all
+                pipeline stages but the last.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -50,8 +56,9 @@ class Reducer(Protocol):
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to the sum, after the worker's last backward in the step.
 
-        A reducer that sums worker by worker takes them from ``.grad``, which is None afterwards. A reducer that sums
-        rank by rank does nothing: autograd accumulates the gradients of the rank's workers in ``.grad``.
+        A logical worker is one of N fixed shares of the global batch. A reducer that sums worker by worker takes the
+        gradients from ``.grad``, which is None afterwards. A reducer that sums rank by rank does nothing: autograd
+        accumulates the gradients of the rank's workers in ``.grad``.
 
         Args:
             step_context: the step under way.
@@ -83,8 +90,8 @@ class Reducer(Protocol):
         Not collective: where a replica spans several ranks, the caller adds up the numbers of its ranks.
 
         Returns:
-            One number for each parameter or one for all, in every step as many. Parameters that another rank of the
-            replica counts in the norm add 0.
+            Either one number for each parameter or one number for all, the same length in every step. Parameters that
+            another rank of the replica counts in the norm add 0.
         """
 
     def scale(self, factor: float) -> None:
@@ -103,17 +110,20 @@ StartAllReduce = Callable[[Tensor, str], StartedSum]
 
 
 class OverlappedReducer:
-    """Start one all-reduce a bucket as soon as backward has filled it, in the same order on every rank.
+    """Sum gradients over the data ranks by one all-reduce for each bucket, overlapped with backward, as DDP does.
 
-    One data rank sends nothing and leaves every ``.grad`` where autograd put it.
+    The all-reduce of a bucket (a flat vector of several parameters' gradients) starts as soon as backward has filled
+    the bucket, in the same order on every rank. With a single data rank nothing is sent, and every ``.grad`` stays the
+    tensor of autograd.
 
     Args:
-        parameters: named parameters; those with ``requires_grad`` are reduced.
-        run_context: of the run.
-        wire: number format of the messages: ``fp32``, ``bf16`` or ``fp16``.
-        bucket_bytes: largest size of a bucket.
+        parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
+        run_context: communicators and settings of the run.
+        wire: number format of the messages. ``fp32`` sends gradients in their own dtype; ``bf16`` and ``fp16`` convert
+            them.
+        bucket_bytes: largest size of a bucket; a larger parameter has a bucket to itself.
         borrowed: names of parameters that another rank of the replica counts in the norm.
-        all_reduce: starts the all-reduce of a bucket; None: the backend's.
+        all_reduce: starts the all-reduce of a bucket; None takes that of the backend.
     """
 
     def __init__(
@@ -148,9 +158,9 @@ class OverlappedReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether ``gradient_ready`` must be registered as post-accumulate-grad hook: True with several data ranks.
+        """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
 
-        A single rank sends nothing.
+        True with several data ranks, whose all-reduces overlap with backward. A single rank sends nothing.
         """
         return self._comm.size > 1
 
@@ -171,7 +181,9 @@ class OverlappedReducer:
             self._wires.append(None)
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the reducer that this rank's last backward follows, in which each complete bucket is to be sent.
+        """Tell the reducer that this rank's last backward of the step follows.
+
+        During that backward the all-reduce of each gradient bucket starts once all gradients in it are complete.
 
         Args:
             step_context: the step under way.
@@ -213,10 +225,12 @@ class OverlappedReducer:
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``.
+        """Do nothing: autograd accumulates the gradients of a rank's logical workers in ``.grad``.
+
+        Other reducers add up the gradients of each logical worker (share of the global batch) here.
 
         Args:
-            step_context, worker, loss_sums: unused; see ``Reducer.collect``.
+            step_context, worker, loss_sums: unused.
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
@@ -290,11 +304,14 @@ class OverlappedReducer:
 
 
 class TreeReducer:
-    """Sums each logical worker's gradient in one fixed tree: the same bits for any number of data ranks.
+    """Sums the gradients of N logical workers in one fixed tree: the same bits for any number of data ranks.
+
+    A logical worker is one of N fixed shares of the global batch; a data rank computes one or more, or shares a worker
+    with other ranks. Nothing overlaps with backward.
 
     Args:
-        parameters: named parameters; those with ``requires_grad`` are reduced.
-        run_context: of the run.
+        parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
+        run_context: communicators and settings of the run.
         borrowed: names of parameters that another rank of the replica counts in the norm.
     """
 
@@ -324,19 +341,25 @@ class TreeReducer:
         self._begins = run_context.begins_worker
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing: gradients are sent after the backward, by ``collect`` and ``finish``."""
+        """Do nothing: no gradient is sent during backward; ``collect`` and ``finish`` sum gradients afterwards.
+
+        Args:
+            step_context, loss_sums: unused.
+        """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: after the backward ``collect`` takes the gradients of a logical worker from ``.grad``."""
+        """Do nothing for a complete gradient: after the backward ``collect`` reads it from ``parameter.grad``."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Pack the worker's gradients and loss sums, add them to the summation tree, and clear ``.grad``.
+        """Add one logical worker's gradients and loss sums to a fixed summation tree, and set every ``.grad`` to None.
+
+        Called after the last backward of the worker, one of N fixed shares of the global batch. Does nothing for a
+        worker without samples on this rank whose first micro-batches another rank has.
 
         Args:
             step_context: the step under way.
-            worker: number of the worker; workers come in increasing order.
-            loss_sums: the worker's loss sums; None if it had no samples on this rank. Nothing is then added where an
-                earlier rank has the worker's first micro-batches.
+            worker: index of the worker; calls come in increasing order.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples on this rank.
         """
         if loss_sums is None and not self._begins:
             # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
@@ -358,15 +381,16 @@ class TreeReducer:
         """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum. Collective.
 
         Args:
-            step_context: the step under way, compared over all logical workers.
-            loss_sums: unused; ``collect`` has added them.
+            step_context: the step under way, compared over the ranks.
+            loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
 
         Returns:
             Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
             rank asks to stop; for each parameter whether any rank had a gradient.
 
         Raises:
-            MismatchError: workers were in different steps or ranks hold different parameters.
+            MismatchError: logical workers (shares of the global batch) were in different steps, or ranks hold different
+                parameters.
         """
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
@@ -378,10 +402,11 @@ class TreeReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's summed ``.grad``, in the model's order. Not collective.
+        """Return one number for each trained parameter: the sum of squares of its ``.grad``, in the model's order.
 
-        The number is 0 for a parameter that another rank of the replica counts in the norm. Added up with exact
-        rounding, the numbers give the same norm for any partition of the model into stages.
+        Not collective. The number is 0 for a parameter without a gradient, and for one that another rank of the replica
+        counts in the norm. Added up with exact rounding, the numbers give the same norm for any partition of the model
+        into pipeline stages.
         """
         return squares_by(self._order, self._lent)
 
@@ -407,18 +432,18 @@ def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
 def squares_of(tensors: Sequence[Tensor]) -> list[float]:
     """Return the sum of squares of each tensor's elements, computed in float32 or wider, with one host sync for all.
 
-    Sparse tensors are coalesced first.
+    Sparse tensors are coalesced first. An empty sequence gives an empty list.
     """
     return _squares(tensors).tolist() if tensors else []
 
 
 def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-    """Copy ``numbers`` to the host together with the sum of squares of each tensor's elements.
+    """Copy a vector of numbers to the host together with the sum of squares of each tensor's elements.
 
-    One host sync where all are on one device, else two or more.
+    One synchronisation of host and device where all tensors are on the device of ``numbers``, else two or more.
 
     Args:
-        numbers: (n,).
+        numbers: (n,), any dtype.
         tensors: dense or sparse tensors.
 
     Returns:
@@ -453,6 +478,8 @@ def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parame
 def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Tensor | None) -> Tensor:
     """Return what one logical worker adds to a sum over all workers that measures the variance of their gradients.
 
+    A logical worker is one of N fixed shares of the global batch.
+
     Args:
         squares: sums of squares of the worker's gradients, one for each parameter.
         step_context: the step under way, with the loss scale that the gradients contain.
@@ -476,9 +503,10 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
-    """Raise MismatchError after a wrong digest, naming the steps, batches or settings that differ between ranks.
+    """Raise MismatchError that names the steps, batches or optimizer settings that differ between ranks.
 
-    Never returns. Collective: an all-gather over ``comm``. Called before any update, on every rank, since all have read
+    Called where the digests of the step that ranks send with their gradients do not agree. Never returns. Collective:
+    all ranks of ``comm`` compare what they are about to do. Every rank calls it, before any update, since all have read
     the same sums.
 
     Args:
@@ -512,15 +540,19 @@ def layout_key(trainable: Named) -> int:
     """Return a hash of the parameters' names, shapes, dtypes and order, by which ranks find models that differ.
 
     Args:
-        trainable: (name, parameter) pairs, in order.
+        trainable: (name, parameter) pairs of the parameters to be trained, in order.
+
+    Returns:
+        An integer, the same in every process.
     """
     return layout_key_of([(name, p.shape, p.dtype) for name, p in trainable])
 
 
 def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
-    """Return a hash of parameters' names, global shapes and dtypes, as ``layout_key`` does for whole tensors.
+    """Return a hash of parameters' names, global shapes, dtypes and order, the same integer in every process.
 
-    For parameters of which a rank holds a shard, whose own shapes differ between ranks.
+    Ranks find models that differ by it. For parameters of which a rank holds a shard, whose own shapes differ between
+    ranks, the caller gives the shapes of the full parameters.
 
     Args:
         tensors: (name, global shape, dtype) of each parameter, in order.
