@@ -381,7 +381,7 @@ class TreeReducer:
         """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum. Collective.
 
         Args:
-            step_context: the step under way, compared over the ranks.
+            step_context: the step under way, compared with that of all contributions to the sum.
             loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
 
         Returns:
