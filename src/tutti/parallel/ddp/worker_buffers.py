@@ -27,15 +27,18 @@ class _Writer(Enum):
 
 
 class WorkerBuffers:
-    """The buffers of each logical worker of this rank; the model holds one worker's at a time.
+    """The module buffers (batch-norm statistics) of each logical worker of this rank; the model holds one set at a time.
 
-    A swap replaces tensor objects and copies nothing.
+    A logical worker is one of N fixed shares of the global batch; a rank computes one or more of them, or shares a
+    worker with other ranks. To change from one worker to another replaces tensor objects in the modules and copies
+    nothing.
 
     Args:
         parts: the modules on this rank.
-        run_context: of the run.
+        run_context: communicators and settings of the run.
         borrowed: names of buffers that another rank of the replica saves.
-        in_turn: ranks that share a worker may wait for each other before a forward: see ``BufferHandover``.
+        in_turn: whether ranks that share a worker may wait for each other before a forward; False where forwards are
+            collective (FSDP2).
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class WorkerBuffers:
     def enter(self, worker: int, step: int = 0) -> None:
         """Put a logical worker's buffers (batch-norm statistics) into the model, in place of the previous worker's.
 
-        Where several ranks share the worker's micro-batches, the call blocks until the rank before this one has sent
-        the buffers that its forwards have left.
+        A logical worker is one of N fixed shares of the global batch. Where several ranks share the worker's
+        micro-batches, the call blocks until the rank before this one has sent the buffers that its forwards have left.
 
         Args:
-            worker: index of the worker, one of this rank's.
+            worker: index of the worker, one of those that this rank computes.
             step: index of the global step.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker.
         """
         if self._handover is not None:
             self._handover.begin(step)
@@ -80,7 +86,8 @@ class WorkerBuffers:
     def pass_on(self) -> None:
         """Send the model's buffers to the next rank that shares the logical worker, after the step's last forward.
 
-        Does not block, and does nothing where ranks share no worker.
+        A logical worker (fixed share of the global batch) is shared where there are more data ranks than workers;
+        otherwise nothing is done. Does not block.
         """
         if self._handover is not None:
             self._handover.pass_on()
@@ -88,8 +95,10 @@ class WorkerBuffers:
     def finish(self) -> None:
         """Make a logical worker's buffers equal on all ranks that share the worker, before the update.
 
-        All data ranks must call it: collective over them where forwards change buffers. Does nothing where ranks share
-        no worker. What changes from now until the next ``enter`` is the script's, and no forward's.
+        A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
+        than workers. All data ranks must call it then: collective over them where forwards change buffers. Otherwise
+        nothing is sent. Changes of buffers from now until the next ``enter`` are ascribed to the script, and not to a
+        forward.
         """
         if self._handover is not None:
             self._handover.finish()
@@ -98,11 +107,19 @@ class WorkerBuffers:
         self._look()
 
     def begin_custom_loop(self) -> None:
-        """Take what is written between ``finish`` and ``leave_custom_loop`` as the last body's, from now on."""
+        """Set the rule for buffers that the script writes in its own training loop after an update (``finish``).
+
+        From now on such a write, up to ``leave_custom_loop``, counts for the last logical worker (share of the global
+        batch) of this rank alone. Without this call a write by the script counts for all workers of the rank.
+        """
         self._custom = True
 
     def leave_custom_loop(self) -> None:
-        """Take what is written from now until the next ``enter`` as the script's: the loop over an epoch has ended."""
+        """Make buffers that the script writes from now until the next ``enter`` count for all workers of this rank.
+
+        Called when the script's own training loop over an epoch has ended. A logical worker is a share of the global
+        batch with its own buffers; a rank may compute several.
+        """
         if self._writer == _Writer.LAST_BODY:
             self._follow_writes()
             self._writer = _Writer.SCRIPT
@@ -111,8 +128,9 @@ class WorkerBuffers:
     def close(self) -> None:
         """Make a logical worker's buffers equal on all ranks that share the worker, after a step without backward.
 
-        All data ranks must call it: collective over them where forwards change buffers. Does nothing after ``finish``,
-        and where ranks share no worker.
+        A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
+        than workers. All data ranks must call it: collective over them where forwards change buffers. Does nothing
+        after ``finish``, and where ranks share no worker.
         """
         if self._handover is not None:
             self._handover.close()
@@ -121,8 +139,9 @@ class WorkerBuffers:
         """Return the buffers of this rank's logical workers for a checkpoint. Not collective.
 
         Returns:
-            Tensors by ``{worker}/{buffer}``, with the worker's index. Of a worker that several ranks share, the first
-            of them alone returns them. Empty for a run of one worker.
+            Tensors by ``{worker}/{buffer}``, with the index of the logical worker (share of the global batch with its
+            own buffers). If several ranks share a worker, only the first of these ranks returns its buffers. Empty for
+            a run of one worker.
         """
         if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
@@ -135,8 +154,9 @@ class WorkerBuffers:
     def load(self, saved: SavedState) -> None:
         """Load the buffers of this rank's logical workers from a checkpoint. Not collective.
 
-        From a checkpoint with as many workers each worker takes its own, ``{worker}/{buffer}`` of the group
-        ``workers``; from any other all take ``{buffer}`` of the group ``model``.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers. If the checkpoint has the
+        same N, each worker takes its own buffers, ``{worker}/{buffer}`` of the group ``workers``; otherwise all workers
+        take the merged buffers, ``{buffer}`` of the group ``model``.
 
         Args:
             saved: the checkpoint.
@@ -218,17 +238,19 @@ class WorkerBuffers:
         return [(slot.get(), tensor_version(slot.get())) for slot in self._slots]
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return the buffers that are equal on all data ranks, by name.
+        """Return the module buffers that are equal on all data ranks, by name. Not collective.
 
-        These are the model's own in a run of one logical worker, else none.
+        In a run of one logical worker (share of the global batch with its own buffers) these are the model's own
+        tensors; with several workers, whose buffers differ, the dictionary is empty.
         """
         return {slot.name: slot.get() for slot in self._slots} if self._run_context.workers == 1 else {}
 
     def of_all(self) -> dict[str, Tensor]:
-        """Return the buffers of all N logical workers as ``{worker}/{buffer}``, on every rank; empty for N = 1.
+        """Return the module buffers of all N logical workers as ``{worker}/{buffer}``, on every rank; empty for N = 1.
 
-        Workers of ranks that were lost have the merged model's buffers. Collective: one all-gather of all workers'
-        buffers for each dtype.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers. For workers of ranks that
+        were lost, return the merge of the present workers' buffers. Collective over the data ranks: one all-gather of
+        all workers' buffers for each dtype.
         """
         if self._run_context.workers == 1 or not self._slots:
             return {}
@@ -243,11 +265,12 @@ class WorkerBuffers:
         }
 
     def merged(self) -> dict[str, Tensor]:
-        """Merge all N workers' buffers into one model's, the same bits on every rank and for any number of ranks.
+        """Return one model's buffers by name, merged from those of all N workers: the same bits for any number of ranks.
 
-        Batch-norm statistics are pooled in worker order in float64: mean of means; mean of variances plus the
+        Logical workers are the N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are pooled in worker order in float64: mean of means; mean of variances plus the
         variance of the means (so that they are the moments of all workers' samples together). Other floating buffers
-        are averaged; integers take the largest. Collective: one all-gather of all workers' buffers for each dtype.
+        are averaged; integers take the largest. Collective over the data ranks: one all-gather of all workers' buffers
+        for each dtype; for N = 1 the model's own tensors are returned.
         """
         if not self._slots:
             return {}
