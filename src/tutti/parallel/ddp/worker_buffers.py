@@ -27,7 +27,7 @@ class _Writer(Enum):
 
 
 class WorkerBuffers:
-    """The module buffers (batch-norm statistics) of each logical worker of this rank; the model holds one set at a time.
+    """The module buffers (batch-norm statistics) of each logical worker of this rank; the model holds one worker's.
 
     A logical worker is one of N fixed shares of the global batch; a rank computes one or more of them, or shares a
     worker with other ranks. To change from one worker to another replaces tensor objects in the modules and copies
@@ -265,9 +265,10 @@ class WorkerBuffers:
         }
 
     def merged(self) -> dict[str, Tensor]:
-        """Return one model's buffers by name, merged from those of all N workers: the same bits for any number of ranks.
+        """Merge the buffers of all N workers into one model's, by name: the same bits for any number of ranks.
 
-        Logical workers are the N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are pooled in worker order in float64: mean of means; mean of variances plus the
+        Logical workers are the N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are
+        pooled in worker order in float64, or float32 on a device without it: mean of means; mean of variances plus the
         variance of the means (so that they are the moments of all workers' samples together). Other floating buffers
         are averaged; integers take the largest. Collective over the data ranks: one all-gather of all workers' buffers
         for each dtype; for N = 1 the model's own tensors are returned.
