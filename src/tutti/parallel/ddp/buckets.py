@@ -24,16 +24,17 @@ FIRST_BYTES = 1 << 20
 
 
 class ReducedSums(NamedTuple):
-    """Numbers summed together with the gradients, over the global batch.
+    """Numbers of one training step that data ranks sum together with the gradients, over the global batch.
 
     Attributes:
         loss: sum of the losses.
-        samples: count that the losses are sums over (samples, tokens).
+        samples: number of units (samples or tokens) that the loss is a sum over.
         metrics: sums of up to ``METRICS`` metrics.
         stop: whether any rank asks to stop after the step.
         used: for each parameter whether any rank had a gradient of it.
-        own: for each parameter Σ ‖G‖²/c over the logical workers, G a worker's gradient without loss scale and c its
-            count; then the number of workers with a count. Empty where the gradient variance is not measured.
+        own: for each parameter Σ ‖G‖²/c over the logical workers (shares of the global batch), where G is a worker's
+            gradient without loss scale and c its number of units; after these the number of workers with c > 0. Empty
+            where the gradient variance is not measured.
     """
 
     loss: float
@@ -45,15 +46,15 @@ class ReducedSums(NamedTuple):
 
 
 def plan_buckets(sizes: Sequence[tuple[int, str]], largest: int, first: int = FIRST_BYTES) -> list[list[int]]:
-    """Group parameters into buckets: last parameter first (backward produces it first), one dtype a bucket.
+    """Group parameters into gradient buckets: last parameter first (backward produces it first), one dtype a bucket.
 
     Args:
         sizes: (bytes, dtype) of each parameter, in the model's order.
-        largest: bytes of a bucket; a larger parameter has one to itself.
-        first: bytes of the first bucket, small so that its all-reduce starts early.
+        largest: most bytes of a bucket; a larger parameter has a bucket to itself.
+        first: most bytes of the first bucket, small so that its all-reduce starts early.
 
     Returns:
-        Indices into ``sizes`` for each bucket.
+        For each bucket a list of indices into ``sizes``, in the order of the bucket's vector.
 
     >>> plan_buckets([(40, "f"), (40, "f"), (40, "f"), (8, "f")], largest=80, first=16)
     [[3], [2, 1], [0]]
@@ -155,17 +156,18 @@ class Bucket:
 
 
 class Tail:
-    """Layout of the tail of the last bucket: digests of the step, loss sums, stop flag, and a flag a parameter.
+    """Layout of the numbers that are summed over ranks behind the gradients of the last bucket.
 
-    A digest d is sent as d and d²: the sums over n contributions show whether all n were equal, since
-    n · Σd² = (Σd)² only then (Cauchy-Schwarz).
+    In order: digests of the step (small hashes by which ranks find that they are in different steps), loss sums, a stop
+    flag, and for each parameter a flag that says whether it had a gradient. A digest d is sent as d and d²: the sums
+    over n contributions show whether all n were equal, since n · Σd² = (Σd)² only then (Cauchy-Schwarz).
 
     Args:
         flags: number of parameters.
         layout_key: hash of the parameters' names, shapes and dtypes.
 
     Attributes:
-        size: numbers in the tail.
+        size: how many numbers there are.
     """
 
     def __init__(self, flags: int, layout_key: int) -> None:
@@ -175,10 +177,11 @@ class Tail:
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         """Write what one rank or logical worker adds to the sums that travel behind the gradients of the last bucket.
 
-        These are digests of the step, loss sums, a stop flag, and a flag for each parameter.
+        These are digests of the step (small hashes by which ranks find that they are in different steps), loss sums, a
+        stop flag, and for each parameter a flag that says whether it had a gradient. Does not wait for the device.
 
         Args:
-            tail: (size,), written in place.
+            tail: (size,), the end of the bucket's flat vector, written in place.
             step_context: the step under way.
             loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
@@ -222,7 +225,9 @@ class Tail:
 
 
 def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
-    """Return an upper bound of the bytes of one bucket's flat vector, for any partition into buckets.
+    """Return an upper bound of the bytes of one gradient bucket's flat vector, for any partition into buckets.
+
+    The bound includes loss sums, flags and digests, which travel behind the gradients.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are in buckets.
@@ -252,19 +257,21 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
 
 
 def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:
-    """Return whether all ranks had the same ``digests`` as this rank (were in the same step), up to 1e-6.
+    """Return whether all ranks were in the same step as this rank, by the sums of their ``digests``.
+
+    The sums must be ``contributions`` times this rank's numbers, up to a relative error of 1e-6.
 
     Args:
-        sums: sum of the ranks' ``digests``; numbers behind the first four are ignored.
-        expected: this rank's own ``digests``.
-        contributions: number of summed digests.
+        sums: sums over the ranks of the four numbers that ``digests`` returns; further numbers are ignored.
+        expected: the four numbers of this rank.
+        contributions: number of ranks or logical workers in the sums.
     """
     pairs = zip(sums, expected, strict=False)
     return all(abs(got - contributions * want) <= 1e-6 * contributions * max(want, 1) for got, want in pairs)
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Return the elements of a gradient: the tensor itself, or the coalesced values of a sparse gradient."""
+    """Return the elements of a gradient: a dense gradient itself, or the values of a sparse one after coalescing."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
