@@ -21,7 +21,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class BufferHandover:
     """Pass the module buffers (batch-norm statistics) of one logical worker along the data ranks that share the worker.
 
-    Each of these ranks computes a part of the worker's micro-batches, in rank order. A rank begins a step with the
+    A logical worker is one of N fixed shares of the global batch; with more data ranks than workers, several ranks
+    share one. Each of these ranks computes a part of the worker's micro-batches, in rank order. A rank begins a step with the
     buffers that the rank before it has after its last forward, so that each forward sees the buffers that it sees on
     one device; backwards overlap with the next rank's forwards. Where no forward changes a buffer, nothing is sent
     after the first step. At the end of a step all ranks of the worker take the last rank's buffers.
@@ -113,7 +114,8 @@ class BufferHandover:
         change buffers.
 
         Raises:
-            UsageError: a buffer has changed where the other ranks could not take part.
+            UsageError: a buffer has changed after ``pass_on``, outside the forwards; or a forward has changed a buffer
+                where ranks cannot compute one after the other, or for the first time after the first step.
         """
         if not self._all:
             return

@@ -46,11 +46,13 @@ class HostParameters:
     ) -> Iterator[None]:
         """Return a context in which ``parameters`` have data and ``.grad`` in host memory, for an optimizer step there.
 
-        On exit data and ``.grad`` are the device's tensors of before: updated values reach the device by ``fetch``.
+        On exit data and ``.grad`` are again the accelerator's tensors, with their old values: updated values reach the
+        accelerator by ``fetch``.
 
         Args:
-            parameters: some of the parameters.
-            gradients: their ``.grad`` within the context, on the host; None for copies of the device's ``.grad``.
+            parameters: some of those given to the constructor.
+            gradients: ``.grad`` of the parameters within the context, on the host; a parameter that is not a key has
+                none. None takes copies of the accelerator's ``.grad``.
         """
         own = {parameter: parameter.grad for parameter in parameters}
         for parameter, gradient in own.items():
@@ -67,10 +69,11 @@ class HostParameters:
 
     @contextmanager
     def receiving(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Return a context for a reducer that sums gradients in host memory: it sets ``.grad`` to tensors on the host.
+        """Return a context for a reducer that sums gradients and sets ``.grad`` to sums in host memory.
 
-        Within it each parameter's data is the host's tensor; its ``.grad`` is still on the device until the reducer
-        sets it. Afterwards data is on the device and no parameter has a ``.grad``.
+        Within the context each parameter's data is its tensor in host memory, as PyTorch requires of a ``.grad`` there;
+        ``.grad`` is still on the accelerator until the reducer sets it. Afterwards data is on the accelerator and every
+        ``.grad`` is None.
 
         Yields:
             A dictionary, empty within the context, that afterwards holds the gradients on the host by parameter.
@@ -90,7 +93,7 @@ class HostParameters:
 
 
 class OffloadedUpdate:
-    """Updates of parameters on a device in host memory, where their optimizer keeps its state.
+    """Optimizer steps in host memory for parameters that are on an accelerator; the host keeps the optimizer's state.
 
     Ren et al. 2021, arXiv 2101.06840 (ZeRO-Offload). Values and gradients are copied to page-locked memory together,
     and the updated values back while the host goes on. The values are copied each time, because a script may have
