@@ -36,15 +36,18 @@ _MOST, _DEEP = 64, 4096
 
 
 def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
-    """Check that the loss of a part of the batch is linear in what it means over samples.
+    """Check by its autograd graph that the loss of a part of the batch is linear in means or sums over samples.
+
+    Only then do the losses of the parts add up to the loss of the batch. At most 64 nodes are looked at.
 
     Args:
-        root: the autograd node of the loss.
-        micro_batch: the part.
+        root: ``grad_fn`` of the loss; None is accepted.
+        micro_batch: the part of the batch that the loss was computed on.
 
     Raises:
-        UsageError: the loss is a function of a mean, a ratio or product of means, or a sum that is divided by another
-            number than samples.
+        UsageError: the loss is a nonlinear function of a mean or sum over samples (such as a square root), a ratio or
+            product of two, a mean over a number of elements that is not a multiple of the samples, or a sum divided by
+            a number that is not a multiple of the samples.
     """
     ahead, seen = [root], set[Any]()
     while ahead and len(seen) < _MOST:
