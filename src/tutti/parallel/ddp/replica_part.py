@@ -18,7 +18,9 @@ from tutti.types import GradientReadyHook, MicroBatch, RunContext, ShardSpec
 
 
 class ReplicaPart:
-    """The modules of one replica that live on this rank, moved to its device, with unsplit tensors.
+    """The modules of one replica of the model that live on this rank, moved to its device, with unsplit tensors.
+
+    Base class of replica runners, which run forward and backward.
 
     Attributes:
         parts: the modules.
@@ -27,13 +29,16 @@ class ReplicaPart:
         not_owned: names of tensors that another rank of this replica saves and counts in norms.
         sharded: this rank's rows of parameters that FSDP2 shards, by name.
         swap_values: context manager that puts other values into parameters and buffers.
-        around_fsdp_hooks: as ``types.ReplicaRunner``.
+        around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensors
+            that these hooks do not know.
         unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
-        custom_loop, split_backwards: as ``types.ReplicaRunner``.
+        custom_loop: whether a custom training loop may call this object's forward and backward.
+        split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
+            empty for all other layouts.
         draws: the RNG streams of these modules.
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
         script_code: context manager around code of the script, which may refuse what that code reads.
-        model_code: context manager within it, around code that may read everything.
+        model_code: context manager within ``script_code``, around code of the model, which may read everything.
         summary: entries for the run's header about this replica's layout.
     """
 
@@ -50,10 +55,10 @@ class ReplicaPart:
         """Move the modules to the device, and apply activation checkpointing and ``torch.compile`` to them.
 
         Args:
-            module: the first part.
-            run_context: of the run.
-            others: further parts.
-            plain: the whole model, where the parts are not all of it.
+            module: the first of the modules on this rank.
+            run_context: communicators and settings of the run.
+            others: further modules on this rank.
+            plain: the whole model, where this rank holds only a part of it; None where it holds all.
         """
         device = run_context.comms.world.device
         restore_forwards(module)
@@ -124,6 +129,9 @@ class ReplicaPart:
         """Register ``grad_hook.gradient_ready`` as the post-accumulate-grad hook of all trainable parameters.
 
         Replaces the hook of an earlier call.
+
+        Args:
+            grad_hook: the receiver of complete gradients; autograd calls its method with the parameter.
         """
         for handle in self._connected:
             handle.remove()
@@ -133,7 +141,7 @@ class ReplicaPart:
         ]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Do nothing when parameters of the model were replaced: this class looks them up in the modules each time.
+        """Do nothing when parameters of the model were replaced: parameters are looked up in the modules each time.
 
         Args:
             by: the new parameter of each old one; unused.
