@@ -30,14 +30,15 @@ _FLAGS = _STOP + 1
 
 
 class SharedReducer:
-    """The reducer of data ranks on one node, which sums on the CPU.
+    """Sums the gradients of data ranks on one node in memory that all of them share; the CPU adds.
 
-    Slot of a rank: a header of 64-bit numbers (digest, sum of squares of its slice, loss sums, stop flag, a used flag a
-    parameter), then the buckets.
+    Each rank has a slot of the shared memory: a header of 64-bit numbers (digest of the step, sum of squares of the
+    slice that the rank sums, loss sums, stop flag, and for each parameter a flag that says whether it had a gradient),
+    then the rank's gradient buckets.
 
     Args:
-        parameters: named parameters; those with ``requires_grad`` are reduced.
-        run_context: of the run.
+        parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
+        run_context: communicators and settings of the run.
         segment: shared memory with a slot for each rank.
         borrowed: names of parameters that another rank of the replica counts in the norm.
         owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
@@ -90,19 +91,21 @@ class SharedReducer:
         self._square = 0.0
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the reducer that this rank's last backward of the step follows: its gradients may be copied.
+        """Tell the reducer that this rank's last backward of the step follows.
+
+        During that backward complete gradients are copied to the memory that the data ranks share.
 
         Args:
-            step_context, loss_sums: unused; see ``Reducer.prepare_for_backward``.
+            step_context, loss_sums: unused.
         """
         self._armed = True
         self._missing = list(self._sizes)
         self._packed = [None] * len(self._buckets)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Copy a bucket's gradients to shared memory once all of its parameters have theirs, ``parameter`` among them.
+        """Copy the gradients of the bucket of ``parameter`` to shared memory once all of them are complete.
 
-        Called by autograd as a post-accumulate-grad hook. Does not wait for other ranks. Before
+        A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait for other ranks. Before
         ``prepare_for_backward`` nothing happens.
         """
         if self._armed:
@@ -112,10 +115,12 @@ class SharedReducer:
                 self._packed[index] = self._pack(self._buckets[index])
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``.
+        """Do nothing: autograd accumulates the gradients of a rank's logical workers in ``.grad``.
+
+        Other reducers add up the gradients of each logical worker (share of the global batch) here.
 
         Args:
-            step_context, worker, loss_sums: unused; see ``Reducer.collect``.
+            step_context, worker, loss_sums: unused.
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
@@ -206,7 +211,10 @@ class SharedReducer:
         return [self._square]
 
     def scale(self, factor: float) -> None:
-        """Multiply the summed gradients that this rank receives by ``factor``, in place."""
+        """Multiply the summed gradients that this rank receives by ``factor``, in place.
+
+        Also scales the squared norm that ``squares`` returns.
+        """
         self._square *= factor**2
         scale_all([bucket.gradients for bucket, _ in self._summed], factor)
 
@@ -226,12 +234,12 @@ def attach_shared(
         run_context: of the run.
         borrowed: names of parameters that another rank of the replica counts in the norm.
         owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
-        of_devices: whether it may sum gradients of accelerators. Parameters must then be in host memory when ``finish``
-            sets their ``.grad``.
+        of_devices: whether the reducer may sum gradients that are on accelerators. Parameters must then be in host
+            memory when ``finish`` sets their ``.grad``.
 
     Returns:
-        The reducer. None on every rank if ranks are on several hosts or the memory is too small, for one rank, for
-        accelerators without ``of_devices``, and without trainable parameters.
+        The reducer. None on every rank if the ranks are on several hosts or shared memory is too small, for a single
+        rank, for accelerators without ``of_devices``, and without trainable parameters.
     """
     comm = run_context.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
@@ -246,9 +254,10 @@ def attach_shared(
 def shared_buckets(
     sizes: Sequence[tuple[int, str]], owners: Sequence[int] | None = None, borrowed: Sequence[bool] | None = None
 ) -> list[list[int]]:
-    """Group parameters into the gradient buckets of ``SharedReducer``.
+    """Group parameters into buckets for the sum of gradients in shared memory (``SharedReducer``), of 1 MiB at most.
 
-    All parameters of a bucket have the same dtype and the same owner, and either all or none are borrowed.
+    All parameters of a bucket have the same dtype and the same owner, and either all or none of them are counted in the
+    gradient norm by another rank of the replica. A larger parameter has a bucket to itself.
 
     Args:
         sizes: (bytes, dtype) of each trainable parameter, in the model's order.

@@ -24,12 +24,12 @@ from tutti.types import StepContext
 
 @dataclass
 class TouchedRows:
-    """Rows of one parameter that its sparse gradients of the current step name.
+    """Rows of one parameter that have an entry in its sparse gradients of the current step.
 
     Attributes:
-        rows: (rows of the parameter,), 1 for a row that a sparse gradient names.
+        rows: (rows of the parameter,) int32, 1 for a row that has an entry in a sparse gradient, else 0.
         dense: whether a gradient was dense, as where another layer uses the same weight.
-        made: the dense copy of the sparse gradient.
+        made: the dense copy of the sparse gradient, which has replaced it as ``.grad``; None before that.
     """
 
     rows: Tensor
@@ -38,12 +38,14 @@ class TouchedRows:
 
 
 class SparseReducer:
-    """Wraps a reducer: converts sparse gradients to dense, and their sum back with the union of all ranks' rows.
+    """Sums sparse gradients over data ranks by a reducer of dense ones, which it wraps.
 
-    Collective: one all-reduce a step more than ``reducer``, of a number for each row of ``parameters``.
+    Converts sparse gradients to dense before the sum, and the sum back to a sparse tensor with the rows that any rank's
+    gradient has. With several ranks this takes one more all-reduce a step, of a number for each row of ``parameters``
+    and one for each parameter.
 
     Args:
-        reducer: sums dense gradients.
+        reducer: sums dense gradients over the data ranks.
         parameters: parameters that may have a sparse gradient, the same on every rank.
         comm: the data ranks.
     """
@@ -57,17 +59,21 @@ class SparseReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether ``gradient_ready`` must be registered as post-accumulate-grad hook: as the wrapped reducer says."""
+        """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
+
+        True if the wrapped reducer, which sums dense gradients, needs the hook.
+        """
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         """Tell the wrapped reducer that this rank's last backward of the step follows.
 
-        From here on ``gradient_ready`` converts sparse gradients to dense; before, autograd accumulates them as sparse
-        ones.
+        The wrapped reducer sums dense gradients. From here on ``gradient_ready`` converts sparse gradients to dense;
+        before, autograd accumulates them as sparse ones.
 
         Args:
-            step_context, loss_sums: passed on to the wrapped reducer; see ``Reducer.prepare_for_backward``.
+            step_context: the step under way.
+            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet.
         """
         self._armed = True
         self._reducer.prepare_for_backward(step_context, loss_sums)
@@ -83,14 +89,14 @@ class SparseReducer:
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Make the worker's sparse gradients dense, and let the wrapped reducer add them to its sum.
+        """Make a logical worker's sparse gradients dense, and let the wrapped reducer of dense ones add them to its sum.
 
-        Where the wrapped reducer has gradient-ready hooks, ``gradient_ready`` and ``finish`` make gradients dense
-        instead.
+        A logical worker is one of N fixed shares of the global batch. Where the wrapped reducer has gradient-ready
+        hooks, ``gradient_ready`` and ``finish`` make gradients dense instead.
 
         Args:
             step_context: the step under way.
-            worker: index of the logical worker; workers come in increasing order.
+            worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
         if not self._reducer.listens:
@@ -100,8 +106,8 @@ class SparseReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Sum the gradients with the wrapped reducer, and make the sums of sparse gradients sparse again.
 
-        Collective over the data ranks. A sum has the union of the rows that any rank's sparse gradient names; an
-        additional all-reduce finds it. Where any rank's gradient was dense, the sum stays dense.
+        Collective over the data ranks. The sum of a parameter's gradients has a row where any rank's sparse gradient
+        has one; an additional all-reduce finds these rows. Where any rank's gradient was dense, the sum stays dense.
 
         Args:
             step_context: the step under way.

@@ -15,7 +15,7 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class WholeLayout:
-    """The layout of ``single``, ``mirrored`` and all other strategies with the whole model on every rank."""
+    """The layout of strategies with the whole model on every rank, such as ``single`` and ``mirrored`` (DDP)."""
 
     def __init__(self, config: WholeConfig, run_context: RunContext) -> None:
         self._run_context = run_context
@@ -33,22 +33,24 @@ class WholeLayout:
 
 
 class WholeRunner(ReplicaPart):
-    """One whole model on this rank's device."""
+    """Runs forward and backward of one whole model on this rank's device, as plain data parallelism does."""
 
     custom_loop = True
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
-        Gradients are accumulated in ``.grad``.
+        A logical worker is one of N fixed shares of the global batch. Gradients are accumulated in ``.grad``.
 
         Args:
-            micro_batches: the worker's, in order; at least one.
-            loss: the user's loss function ``loss_fn(model, batch)``; ``read_loss`` says what it may return.
-            grad_hook: gradient-ready hook, told before the last backward; None for forwards only.
+            micro_batches: the worker's micro-batches, in order; at least one.
+            loss: the user's loss function ``loss_fn(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
+                count, metric_sums)``.
+            grad_hook: gradient-ready hook, whose ``prepare_for_backward`` is called before the worker's last backward;
+                None for forwards only.
 
         Returns:
-            The worker's loss sums over its micro-batches.
+            The worker's sums of loss, count and metrics over its micro-batches.
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient.
@@ -83,17 +85,20 @@ class WholeRunner(ReplicaPart):
         grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
-        """Run backward of one micro-batch.
+        """Run backward of one micro-batch and accumulate its gradients in ``.grad``.
+
+        A micro-batch without samples, which only keeps collectives of all ranks equally many, adds no gradient.
 
         Args:
-            result: what the loss function returned (see ``loss_output.read_loss``).
+            result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
             micro_batch: the micro-batch of the forward.
-            before: loss sums of the worker's earlier micro-batches; None for the first.
-            grad_hook: gradient-ready hook, told before the worker's last backward.
-            retain_graph: as of ``Tensor.backward``.
+            before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
+                the first.
+            grad_hook: gradient-ready hook, whose ``prepare_for_backward`` is called before the worker's last backward.
+            retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
 
         Returns:
-            The worker's loss sums so far.
+            The worker's sums of loss, count and metrics so far, this micro-batch included.
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient.
