@@ -13,12 +13,12 @@ from tutti.torch_compat import foreach_norm
 
 
 class WriteGuard:
-    """Compares the norms of parameters before a step with those after the last update.
+    """Detects writes of parameters by the script between updates, by norms before a step and after the last update.
 
     ``Tensor._version`` would cost less and miss ``parameter.data.mul_(…)``, the usual form of such writes.
 
     Args:
-        why: the reason in the error: the effect of such a write under this strategy.
+        why: the reason that the error gives: the effect of such a write under the run's strategy.
     """
 
     def __init__(self, why: str) -> None:
