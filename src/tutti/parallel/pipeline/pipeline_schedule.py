@@ -18,9 +18,13 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One computation of one micro-batch on one virtual stage.
+    """One computation of one micro-batch on one virtual stage of a pipeline.
 
-    ``kind``: F forward, B backward; or in place of B, I the input backward and later W the weight backward.
+    Attributes:
+        kind: F forward, B backward; or in place of B, I the backward to the stage's inputs and later W the backward to
+            its weights.
+        stage: index of the virtual stage in the whole model, from 0.
+        micro: index of the micro-batch, from 0.
     """
 
     kind: Kind
@@ -29,7 +33,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Start and end of an action."""
+    """Start and end of one forward or backward in a simulated schedule, in the unit of time of the simulation."""
 
     action: Action
     start: float
@@ -38,10 +42,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule: every rank's actions, in order.
+    """A pipeline schedule: for every rank, the forwards and backwards that this rank computes, in order.
 
     Attributes:
-        ranks: the actions of each rank.
+        ranks: one tuple of actions for each pipeline rank, in the order of execution.
         chunks: virtual stages a rank, v.
         micro_batches: number of micro-batches, m.
     """
@@ -52,13 +56,15 @@ class Order:
 
     @property
     def stages(self) -> int:
-        """Number of virtual stages of the whole model, S = ranks · v."""
+        """Number of virtual stages of the whole model: pipeline ranks times virtual stages a rank."""
         return len(self.ranks) * self.chunks
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the actions whose results ``action`` takes, such as its stage's forward for a backward.
+        """Return the forwards and backwards of this pipeline schedule whose results one action takes as inputs.
 
-        The order of actions on one rank is not considered; ``ranks`` has it.
+        A forward needs the previous stage's forward of the same micro-batch. A backward, or input backward, needs its
+        own stage's forward and the next stage's backward. A weight backward needs its own stage's input backward. The
+        list says nothing about the order of actions on one rank; the attribute ``ranks`` has this order.
 
         >>> gpipe(2, 1).needs(Action("B", 0, 0))
         [Action(kind='F', stage=0, micro=0), Action(kind='B', stage=1, micro=0)]
@@ -182,22 +188,28 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
 
 @lru_cache(maxsize=64)
 def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Order:
-    """Return the pipeline schedule of a name: each rank's order of forwards and backwards. Cached.
+    """Return the pipeline schedule of a name: each rank's order of forwards and backwards.
+
+    Equal arguments return the same cached ``Order``.
 
     Args:
         name: a key of ``SCHEDULES``, such as ``1f1b``.
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
-        chunks: virtual stages a rank, v; only ``interleaved`` takes more than one.
+        chunks: virtual stages a rank, v; only ``interleaved`` reads it, the other schedules have one.
+
+    Raises:
+        KeyError: ``SCHEDULES`` has no such name.
     """
     return SCHEDULES[name](ranks, micro_batches, chunks)
 
 
 @lru_cache(maxsize=64)
 def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
-    """Return a schedule of forwards without backwards, for evaluation; cached.
+    """Return a pipeline schedule of forwards without backwards, for evaluation.
 
-    A rank runs one micro-batch on all of its virtual stages before the next micro-batch.
+    A rank runs one micro-batch on all of its virtual stages before the next micro-batch. Equal arguments return the
+    same cached ``Order``.
 
     Args:
         ranks: pipeline ranks, p.
@@ -211,18 +223,21 @@ def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
 
 
 def timeline(order: Order, cost: Callable[[Action], float], transfer: float = 0.0) -> list[list[Span]]:
-    """Simulate a schedule: return start and end of each rank's actions if each begins as early as it can.
+    """Simulate a pipeline schedule: return start and end of each action if each begins as early as it can.
+
+    An action begins when its rank has finished the action before and all inputs have arrived.
 
     Args:
         order: the schedule.
-        cost: duration of an action, in any unit of time.
+        cost: function from an action, one forward or backward, to its duration in any unit of time.
         transfer: duration of a message to another rank, in the same unit.
 
     Returns:
-        For each rank its actions in order; the first action begins at 0.
+        One list for each rank: a ``Span`` for each of the rank's actions, in order. Times count from 0, when the first
+        action of the whole schedule begins.
 
     Raises:
-        ValueError: deadlock: ranks wait for each other.
+        ValueError: deadlock: every rank with actions left waits for a result that no rank can compute.
     """
     rows: list[list[Span]] = [[] for _ in order.ranks]
     ends: dict[Action, float] = {}
@@ -248,10 +263,10 @@ def timeline(order: Order, cost: Callable[[Action], float], transfer: float = 0.
 
 
 def bubble(rows: Sequence[Sequence[Span]]) -> float:
-    """Return the idle fraction, 0 to 1, of all ranks' time from 0 to the end of the last action.
+    """Return the pipeline bubble: the idle fraction, 0 to 1, of all ranks' time from 0 to the end of the last action.
 
     Args:
-        rows: each rank's actions with start and end, from ``timeline``.
+        rows: for each rank its actions with start and end, as ``timeline`` returns them.
     """
     end = max(span.end for row in rows for span in row)
     busy = sum(span.end - span.start for row in rows for span in row)
@@ -259,7 +274,7 @@ def bubble(rows: Sequence[Sequence[Span]]) -> float:
 
 
 def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return the idle fraction of all ranks' time in a schedule, under simple assumptions on costs.
+    """Return the idle fraction, 0 to 1, of all ranks' time in a pipeline schedule, under simple assumptions on costs.
 
     A backward takes twice a forward, all stages take the same, and messages take no time. The input and the weight
     backward of ``zero_bubble`` take as long as a forward each.
@@ -279,12 +294,15 @@ def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) 
 
 
 def peak_activations(actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1) -> float:
-    """Return the most activations that one rank holds at a time: from a forward to its backward or weight backward.
+    """Return the peak of the activations that one pipeline rank holds at a time, in the unit of ``size``.
+
+    A rank holds a micro-batch's activations from the forward to the backward, or to the weight backward where the
+    backward comes in two halves.
 
     Args:
-        actions: the rank's actions in order, a row of ``Order.ranks``.
-        size: activations that a micro-batch leaves on a virtual stage of this index, in any unit; default: 1, which
-            counts micro-batches.
+        actions: the rank's actions in order, one element of ``Order.ranks``.
+        size: function from the index of a virtual stage to the size of one micro-batch's activations on this stage, in
+            any unit. The default, 1, counts micro-batches.
 
     >>> [peak_activations(row) for row in one_forward_one_backward(4, 8).ranks]
     [4, 3, 2, 1]
@@ -298,13 +316,14 @@ def peak_activations(actions: Sequence[Action], size: Callable[[int], float] = l
 
 
 def picture(order: Order, cost: Callable[[Action], int]) -> str:
-    """Draw the timeline of a schedule as text, one row a rank and one column a unit of time.
+    """Return the timeline of a pipeline schedule as text, one line a rank and one column a unit of time.
 
-    ``F3`` is micro-batch 3's forward, dots are idle time; with several virtual stages a rank, letters name the stages.
+    ``F3`` is micro-batch 3's forward, dashes continue an action of several units, and dots are idle time. With several
+    virtual stages a rank, a letter after the number names the rank's first (a), second (b), … stage.
 
     Args:
         order: the schedule.
-        cost: duration of an action, a whole number of units.
+        cost: function from an action, one forward or backward, to its duration, a whole number of units.
 
     >>> print(picture(gpipe(2, 2), lambda action: 1))
     rank 0  F0 F1 .. .. B0 B1
