@@ -43,7 +43,12 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class PipelineLayout:
-    """Model layout of ``pipeline`` and ``model_parallel``: each rank keeps some stages of the model."""
+    """Builds pipeline stages for the layouts ``pipeline`` and ``model_parallel``: each rank keeps some of the stages.
+
+    Args:
+        config: options of the layout: the schedule, the number of virtual stages a rank, any named cuts.
+        run_context: mesh, communicators and flags of the run.
+    """
 
     def __init__(self, config: PipelineConfig | LayersConfig, run_context: RunContext) -> None:
         self._config, self._run_context = config, run_context
@@ -63,21 +68,25 @@ class PipelineLayout:
     def replica(
         self, plain: nn.Module, virtual_stages: Sequence[VirtualStage], holding: StageOwnership | None
     ) -> PipelineRunner:
-        """Build the runner of this rank's virtual stages of the model, on its device. Collective over all ranks.
+        """Return the runner that executes this rank's virtual stages of the model, moved to this rank's device.
+
+        Collective over all ranks: creates subgroups for parameters that several stages share, and broadcasts these.
 
         Args:
-            plain: the whole model.
+            plain: the whole model. Placeholders replace the tensors that other ranks hold.
             virtual_stages: this rank's virtual stages, the first result of ``cut_stages``.
-            holding: which ranks hold which tensors, its second result; None where the model is not cut.
+            holding: which ranks hold which tensors, the second result of ``cut_stages``; None where the model is not
+                cut.
         """
         return PipelineRunner(self._config, self._run_context, plain, virtual_stages, holding)
 
     def cut_stages(
         self, plain: nn.Module, closed: Collection[str] = ()
     ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
-        """Cut the model into virtual stages, v on each pipeline rank. Collective over all ranks.
+        """Cut the model into virtual stages, the same number on each pipeline rank. Collective over all ranks.
 
-        The number of stages, v and any named cuts come from the layout's options.
+        The number of virtual stages a rank and any named cuts come from the layout's options. Without named cuts, the
+        cuts balance the modules' measured times, or their parameters in a reproducible run.
 
         Args:
             plain: the whole model.
@@ -129,19 +138,22 @@ def _written_in_trial(plain: nn.Module, run_context: RunContext) -> list[str]:
 
 @dataclass
 class MicroBatchState:
-    """State of one micro-batch on one virtual stage, from its forward to its backward.
+    """State of one micro-batch on one virtual pipeline stage, from its forward to its backward.
 
     Attributes:
         training: whether a backward follows.
-        key: ``training`` and the shapes of the batch; equal keys have messages of equal forms.
+        key: ``training`` and the shapes of the batch's tensors. For micro-batches of equal keys, neighbouring stages
+            exchange tensors of equal shapes and dtypes.
         moment: RNG snapshot after the forward, restored for backward.
-        values: activations received from the previous stage.
-        entered: the activations among ``values`` whose gradients the previous stage receives.
-        gradients: of ``entered``, by index.
-        leaving: activations sent to the next stage whose gradients come back.
-        roots: where backward starts; None until the gradients are here.
-        calls: outputs of layers, recorded for split backward.
-        call_gradients: gradients of ``calls``, left by the input backward for the weight backward.
+        values: activations received from the previous stage, and other values sent along with them.
+        entered: the floating-point tensors among ``values``, whose gradients the previous stage receives.
+        gradients: gradients of ``entered``, by index in ``entered``.
+        leaving: activations sent to the next stage, which sends back their gradients.
+        roots: the tensors where backward starts, with their gradients: the loss on the last stage, elsewhere activations
+            sent. None until the next stage's gradients have arrived.
+        calls: layers and their outputs' edges in the autograd graph, recorded by the forward for a backward in two
+            halves (schedule ``zero_bubble``); otherwise empty.
+        call_gradients: gradients of ``calls``, which the input backward computes and the weight backward takes.
     """
 
     training: bool
@@ -157,14 +169,16 @@ class MicroBatchState:
 
 
 class PipelineRunner(ReplicaPart):
-    """Runs this rank's virtual stages of one replica; ``parts`` are their modules, under the names of the whole model.
+    """Runs micro-batches through this rank's virtual pipeline stages of one replica of the model.
+
+    The inherited attribute ``parts`` lists the stages' modules; their tensors have the names of the whole model.
 
     Args:
         config: options of the layout, among them the schedule.
         run_context: mesh, communicators and flags of the run.
         plain: the whole model.
         virtual_stages: this rank's virtual stages, in order.
-        holding: ownership of tensors over ranks; None where the model is not cut.
+        holding: which ranks hold which of the model's tensors; None where the model is not cut.
 
     Attributes:
         cuts: the stage partition; None where the model is not cut.
@@ -224,13 +238,14 @@ class PipelineRunner(ReplicaPart):
         self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Set the hook whose ``gradient_ready`` backward calls for each parameter, once its gradient is complete.
+        """Set the hook whose ``gradient_ready`` is called for each trained parameter of this rank's pipeline stages.
 
-        That is once a ``run``, in the backward of the last micro-batch; for parameters that several stages share, after
-        the sum over the stages.
+        Each ``run`` calls ``gradient_ready`` once a parameter, when the gradient over all micro-batches is complete: in
+        the backward of the last micro-batch, or, for parameters that several stages share, after their gradients have
+        been summed over the stages.
 
         Args:
-            grad_hook: replaces the hook of an earlier call.
+            grad_hook: object with the method ``gradient_ready(parameter)``; replaces the hook of an earlier call.
         """
         for handle in self._connected:
             handle.remove()
@@ -239,10 +254,10 @@ class PipelineRunner(ReplicaPart):
         self._grad_hook = grad_hook
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Record that new parameter objects have taken the place of former ones in this rank's stages.
+        """Record that new parameter objects have taken the place of former ones in this rank's pipeline stages.
 
         Args:
-            by: the new parameter by the former one; parameters that are no keys stay.
+            by: the new parameter by the former one; parameters that are not among the keys stay.
         """
         self._shared.replace(by)
         for each in self.split_backwards:
@@ -255,19 +270,22 @@ class PipelineRunner(ReplicaPart):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches through all pipeline stages, in the schedule's order.
 
-        Collective: messages between neighbouring stages, and a broadcast of the loss sums from the last stage.
+        Collective over the ranks of one replica's stages: point-to-point messages between neighbouring stages, and a
+        broadcast of the loss sums from the last stage. Gradients are added to the parameters' ``.grad``.
 
         Args:
-            micro_batches: the logical worker's, in order.
+            micro_batches: one logical worker's micro-batches of a step, in order.
             loss: the user's loss function, called for each micro-batch on every virtual stage.
-            grad_hook: told of each gradient that backward has completed; None to run forwards only.
+            grad_hook: object whose ``prepare_for_backward`` is called before the first backward after which a gradient
+                is complete; None to run forwards only. The hook of ``connect`` receives the completed gradients.
 
         Returns:
-            The loss sums of all micro-batches, on every stage.
+            Loss sum, count and metric sums over all micro-batches, equal on every stage.
 
         Raises:
-            UsageError: the loss function fails on the last stage (raised on every rank), or calls the model in a way
-                that stages cannot follow; or the script has changed a constant of the traced forward.
+            UsageError: the loss function fails on the last stage (whose rank raises the error itself, the others a
+                UsageError); it calls the model in a way that stages cannot follow; or the script has changed an
+                attribute of the model that the trace of its forward holds as a constant.
         """
         training = grad_hook is not None
         count, chunks = len(micro_batches), len(self._virtual_stages)
@@ -429,19 +447,21 @@ class PipelineRunner(ReplicaPart):
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
         """Run one virtual stage's forward of a micro-batch: receive activations, compute, start to send the results.
 
-        Called when the loss function calls its model. Blocks until the previous stage's activations have arrived.
+        The user's loss function reaches this method when it calls its model. The method blocks until the previous
+        stage's activations have arrived.
 
         Args:
             flight: state of the micro-batch on this stage, which is updated.
-            stage: index of the virtual stage in the whole model, one that this rank holds.
-            given: arguments of the model's call, by name.
+            stage: index of the virtual stage in the whole model; this rank holds the stage.
+            given: arguments of the model's call, by name. Where the stages follow a recorded forward, two entries:
+                ``args``, the positional arguments, and ``kwargs``, the keyword arguments.
 
         Returns:
             The model's output, on the last stage.
 
         Raises:
-            StageReached: on every other stage, after the sends of its activations have started; it ends the loss
-                function.
+            StageReached: on every stage but the last, after the sends of this stage's activations have started. The
+                exception ends the loss function.
         """
         virtual_stage = self._virtual_stages[stage // self._ranks]
         if stage > 0:
@@ -525,7 +545,10 @@ def _as_reply(error: Exception) -> dict[str, Any]:
 
 
 class StageReached(BaseException):
-    """Leaves the user's loss function on every stage but the last. No ``Exception``: it is no error to handle."""
+    """Raised by the model's call to leave the user's loss function on every pipeline stage but the last.
+
+    A ``BaseException``, not an ``Exception``, since this is no error that the loss function could handle.
+    """
 
     def __str__(self) -> str:
         return "no error: this stage of the pipeline is done, and the loss function goes on on the last stage"
