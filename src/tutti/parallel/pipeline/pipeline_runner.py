@@ -86,7 +86,8 @@ class PipelineLayout:
         """Cut the model into virtual stages, the same number on each pipeline rank. Collective over all ranks.
 
         The number of virtual stages a rank and any named cuts come from the layout's options. Without named cuts, the
-        cuts balance the modules' measured times, or their parameters in a reproducible run.
+        cuts balance the modules' measured times or, where no times are taken, such as in a reproducible run, their
+        numbers of parameters.
 
         Args:
             plain: the whole model.
@@ -149,8 +150,8 @@ class MicroBatchState:
         entered: the floating-point tensors among ``values``, whose gradients the previous stage receives.
         gradients: gradients of ``entered``, by index in ``entered``.
         leaving: activations sent to the next stage, which sends back their gradients.
-        roots: the tensors where backward starts, with their gradients: the loss on the last stage, elsewhere activations
-            sent. None until the next stage's gradients have arrived.
+        roots: the tensors where backward starts, with their gradients: the loss on the last stage, elsewhere the
+            activations sent. None until the next stage's gradients have arrived.
         calls: layers and their outputs' edges in the autograd graph, recorded by the forward for a backward in two
             halves (schedule ``zero_bubble``); otherwise empty.
         call_gradients: gradients of ``calls``, which the input backward computes and the weight backward takes.

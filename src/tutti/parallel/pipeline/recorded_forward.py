@@ -43,10 +43,12 @@ _INPUTS = "inputs"
 
 
 class ReadOutsideError(UsageError):
-    """A parameter is read by code that every stage runs.
+    """The model cannot be cut into pipeline stages, since its own forward reads a parameter outside of its submodules.
+
+    Every stage runs the model's own forward, and would need this parameter.
 
     Attributes:
-        name: of the parameter.
+        name: the parameter's name in the model.
     """
 
     def __init__(self, what: str, *, why: str | None, remedy: str | None, name: str) -> None:
@@ -55,11 +57,11 @@ class ReadOutsideError(UsageError):
 
 
 class BlockOutput(NamedTuple):
-    """A tensor that a block returns.
+    """Address of a tensor that a block, a module that one pipeline stage calls as a unit, returns in a forward.
 
     Attributes:
-        call: number of the block's call in the forward.
-        tensor: number of the tensor among the tensors that this call returns.
+        call: index, from 0, of the block's call among all calls of blocks in the forward.
+        tensor: index, from 0, of the tensor among the tensors that this call returns.
     """
 
     call: int
@@ -68,11 +70,11 @@ class BlockOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block in a model's forward.
+    """One call of a block, a module that one pipeline stage calls as a unit, in a model's forward.
 
     Attributes:
-        name: of the block.
-        reads: tensors of earlier calls from which its arguments are computed.
+        name: the block's name in the whole model.
+        reads: tensors returned by earlier calls from which this call's arguments are computed.
         tensors: number of tensors that the call returns.
     """
 
@@ -82,18 +84,22 @@ class BlockCall:
 
 
 class ForwardRecord:
-    """The calls of blocks in a model's forward, in order, and the parts of the model that its stages share.
+    """Records the calls of blocks in a model's forward, to cut a model into stages that ``torch.fx`` cannot trace.
+
+    A block is a module that one pipeline stage calls as a unit; the Python code around the blocks runs on every stage.
+    The constructor runs ``trial`` on fake tensors, once as in training and once as in evaluation.
 
     Args:
         plain: the whole model.
-        opened: names of the modules whose own Python code every stage runs; "" is the model.
-        trial: calls the loss function on a model with a micro-batch.
+        opened: names of the modules whose own Python code every stage runs, and whose submodules are the blocks; "" is
+            the model.
+        trial: calls the loss function on the model it is given, with one micro-batch.
 
     Attributes:
         plain: the whole model.
-        opened: as given.
-        calls: in order.
-        reads: tensors from which the model's output or the loss is computed outside of blocks.
+        opened: names of the modules whose own Python code every stage runs.
+        calls: the calls of blocks, in order.
+        reads: the blocks' tensors from which the model's output or the loss is computed outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks, on every stage.
 
     Raises:
@@ -142,8 +148,9 @@ class ForwardRecord:
     def graph(self) -> fx.Graph:
         """Return the recorded forward as an ``fx.Graph`` with a ``call_module`` node for each call of a block.
 
-        Blocks are the modules that pipeline stages call as units. A node's arguments are the outputs of earlier blocks
-        that the call reads. The graph serves to choose cuts; stages run the model's own code.
+        Blocks are the modules that pipeline stages call as units. A node's arguments are a placeholder for the model's
+        inputs, and the outputs of earlier blocks that the call reads; a block that returns several tensors has a
+        ``getitem`` node for each. The graph serves to choose cuts; stages run the model's own code.
         """
         graph = fx.Graph()
         inputs = graph.placeholder(_INPUTS)
@@ -167,11 +174,14 @@ class ForwardRecord:
     def stage(
         self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]
     ) -> RecordedStage:
-        """Build the virtual pipeline stage that calls the blocks of consecutive nodes, by the model's own forward.
+        """Return the module of the virtual pipeline stage that computes consecutive nodes of the model's graph.
+
+        The module runs the model's own forward, but computes only the blocks (modules that one stage calls as units)
+        among these nodes.
 
         Args:
             nodes: consecutive nodes of ``graph()``.
-            incoming: nodes before them whose values the stage receives.
+            incoming: nodes before ``nodes`` whose values the stage receives.
             outgoing: nodes whose values the stage sends; empty for the last stage, which returns the model's output.
         """
         calls = [node.meta["call"] for node in nodes if "call" in node.meta]
@@ -181,7 +191,16 @@ class ForwardRecord:
 
 
 class RecordedStage(nn.Module):
-    """One virtual stage: holds some blocks under their names in the whole model, and runs the whole model's forward."""
+    """Module of one virtual pipeline stage, which runs the whole model's own forward but computes only its own blocks.
+
+    A block is a module that one stage calls as a unit. The stage holds its blocks under their names in the whole model.
+
+    Args:
+        record: the calls of blocks in the model's forward.
+        own: indices of the calls, in ``record.calls``, that this stage computes.
+        received: the tensors of earlier stages' blocks that this stage receives, in order.
+        sent: the blocks' tensors that this stage sends, in order; empty for the last stage.
+    """
 
     def __init__(
         self, record: ForwardRecord, own: range, received: Sequence[BlockOutput], sent: Sequence[BlockOutput]
@@ -204,7 +223,7 @@ class RecordedStage(nn.Module):
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
         """Register further parameters and buffers of the whole model on this pipeline stage, under their names there.
 
-        For tensors that belong to no block of this stage, so that its ``state_dict`` has them.
+        The stage's ``state_dict`` then contains tensors of modules that this stage does not call.
 
         Args:
             names: names of the tensors in the whole model.
@@ -220,7 +239,10 @@ class RecordedStage(nn.Module):
                 self._container(path).register_buffer(key, tensor, persistent=persistent)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
-        """Run the model's own forward up to this pipeline stage's last block; received values replace earlier blocks.
+        """Run the model's own forward up to the last block (module called as a unit) of this pipeline stage.
+
+        Blocks of earlier stages are not computed: their calls return the received activations, or fake tensors where
+        no activation was received.
 
         Args:
             args: positional arguments of the model's call.
