@@ -25,17 +25,20 @@ _EVEN = 1.25
 
 @dataclass(frozen=True)
 class StagePartition:
-    """A traced model, and the bounds of its stages.
+    """The graph of a model's forward, and the bounds of the virtual pipeline stages among its nodes.
 
     Attributes:
-        graph: of the model's forward.
-        bounds: (stages + 1,) indices into ``body(graph)``.
-        names: the first module of each stage but the first.
-        shares: each stage's share of the time or of the parameters.
-        measured: whether ``shares`` are of the time.
-        opened: names of the modules that were traced into.
-        record: of the forward, where every stage runs the model's own code; None where stages run parts of ``graph``.
-        written: names of attributes that the forward writes, which a stage has of its own modules only.
+        graph: ``fx.Graph`` of the model's forward, whose nodes are calls of modules and functions.
+        bounds: (stages + 1,) indices into ``body(graph)``, the list of the nodes that a single stage computes; stage i
+            computes the nodes from bound i to bound i + 1, exclusive.
+        names: for each stage but the first, the name of the module that its first node calls.
+        shares: each stage's fraction of the whole model's forward time or number of parameters; they add up to 1.
+        measured: whether ``shares`` are of measured time (True) or of the number of parameters.
+        opened: names of the modules that were traced into, so that cuts may lie between their submodules; "" is the
+            model.
+        record: record of the forward, where every stage runs the model's own code; None where stages run parts of
+            ``graph``.
+        written: names of attributes that the forward writes. A stage has those of its own modules only.
     """
 
     graph: fx.Graph
@@ -49,26 +52,34 @@ class StagePartition:
 
     @property
     def stages(self) -> list[list[fx.Node]]:
-        """The graph nodes that each virtual stage computes, one list a stage, in order.
+        """The graph nodes that each virtual pipeline stage computes, one list a stage, in the model's order.
 
-        Without inputs, and without values that all stages recompute.
+        The lists leave out the graph's inputs and output, reads of attributes, and cheap values that all stages
+        recompute from the inputs.
         """
         nodes = body(self.graph)
         return [nodes[low:high] for low, high in pairwise(self.bounds)]
 
     @property
     def arguments(self) -> set[str]:
-        """Names of the arguments of the model's forward that its graph reads; all others keep their defaults."""
+        """Names of the arguments of the model's forward that are inputs of its graph.
+
+        Stages compute with the defaults of all other arguments.
+        """
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
-        """Return for each virtual stage the parameters that it uses, by their first name in ``plain``.
+        """Return for each virtual pipeline stage the parameters that this stage uses, by name.
 
         A tied parameter appears in every stage that uses it. The first stage also has the parameters that no stage
-        uses, because the model's state has them.
+        uses, because the model's ``state_dict`` has them.
 
         Args:
             plain: the whole model that was partitioned.
+
+        Returns:
+            One dictionary a stage, from a parameter's name in ``plain`` (of a tied parameter, the first name) to the
+            parameter.
         """
         first = {id(p): name for name, p in parameters([plain])}
         rows, each = [], [tensors_of(nodes, plain) for nodes in self.stages]
@@ -90,7 +101,8 @@ def find_stage_partition(
 ) -> StagePartition:
     """Partition a model into pipeline stages, as evenly as possible, or before the modules that ``begins`` names.
 
-    A module is traced into only where a name in ``begins`` is inside of it, or stages would otherwise be too uneven.
+    Cuts lie between the modules that the model's forward calls. They lie inside of a module only where ``begins`` names
+    one of its submodules, or where stages would otherwise be too uneven.
 
     Args:
         plain: the whole model; it stays as it was.
@@ -99,13 +111,14 @@ def find_stage_partition(
         seconds: seconds of each module's forward, by name, to make stages even in time; None or empty for stages that
             are even in the number of parameters.
         closed: names of modules that are never traced into.
-        trial: calls the loss function on a model with a micro-batch, to record a forward that ``torch.fx`` cannot
-            follow; None where no micro-batch is at hand.
+        trial: calls the loss function on the model it is given with one micro-batch, to record a forward that
+            ``torch.fx`` cannot follow; None where no micro-batch is at hand.
         written: names of attributes that the forward writes.
-        members: for each stage the names of all its modules that have parameters; empty to leave them open.
+        members: for each stage the names of all its modules that have parameters, against which the result is checked;
+            empty for no such check.
 
     Returns:
-        The model's graph, and the bounds of the virtual stages among its nodes.
+        The graph of the model's forward, and the bounds of the virtual stages among its nodes.
 
     Raises:
         UsageError: the model cannot be cut, or not into that many stages, or not so that each stage has its
@@ -286,13 +299,16 @@ def _find(
 
 
 def weight(node: fx.Node, plain: nn.Module, seconds: Mapping[str, float] | None = None) -> float:
-    """Return a graph node's weight in the balance of stages: its module's measured seconds or number of parameters.
+    """Return the cost of a graph node by which pipeline stages are made even.
+
+    The cost is the measured seconds of the module that the node calls or, without measured seconds, the number of
+    elements of the module's parameters.
 
     Args:
-        node: a node of the model's graph.
+        node: a node of the graph of the model's forward.
         plain: the whole model.
-        seconds: seconds of each module's forward, by name; a node that it does not name weighs 0. None or empty: the
-            weight is the number of elements of the node's parameters.
+        seconds: seconds of each module's forward, by name; a node whose module is not among the keys costs 0. None or
+            empty for the number of elements.
     """
     if seconds:
         return seconds.get(str(node.target), 0.0)
