@@ -22,7 +22,11 @@ from tutti.torch_compat import tree_leaves
 
 
 class Counter(Protocol):
-    """Counts the bytes of live tensors: ``now``, and the maximum since ``peak`` was last set."""
+    """Counts the bytes of the tensors that are alive on a device.
+
+    Attributes:
+        peak: maximum of ``now`` since the caller last assigned ``peak``.
+    """
 
     peak: int
 
@@ -33,16 +37,16 @@ class Counter(Protocol):
 
 @dataclass(frozen=True)
 class GraphBlock:
-    """Consecutive calls in a model's graph; the model may be cut before the first.
+    """Consecutive calls in the graph of a model's forward; the model may be cut into stages before the first call.
 
     Attributes:
-        name: module that the first node calls; empty where the node calls no module.
-        weight: weight in the balance of stages, seconds or number of parameters.
-        parameters: by first name in the model, the bytes of each parameter used, and whether it is trained.
-        buffers: bytes.
+        name: name of the module that the first node calls; empty where the node calls no module.
+        weight: cost by which stages are made even, seconds of the forward or number of parameters.
+        parameters: for each parameter used, by its first name in the model: its bytes, and whether it is trained.
+        buffers: bytes of all buffers of the modules called.
         kept: bytes that the forward of a micro-batch leaves until its backward.
-        most: peak of temporary bytes in its forward or backward.
-        entering: bytes of the activations that a stage beginning here receives.
+        most: peak of temporary bytes in the block's forward or backward, whichever is larger.
+        entering: bytes of the activations of one micro-batch that a stage beginning with this block receives.
     """
 
     name: str
@@ -55,14 +59,14 @@ class GraphBlock:
 
 
 class StageMemory(NamedTuple):
-    """Bytes on one device.
+    """Bytes that the pipeline stages of one rank take on its device.
 
     Attributes:
-        parameters: all parameters.
-        trained: trained parameters.
-        buffers: all buffers.
-        activations: peak over the schedule, temporary tensors included.
-        messages: to and from neighbouring stages, activations and gradients.
+        parameters: bytes of all parameters.
+        trained: bytes of the trained parameters among them.
+        buffers: bytes of all buffers.
+        activations: peak of the bytes of activations over the pipeline schedule, temporary tensors included.
+        messages: bytes of the tensors sent to and received from neighbouring stages, activations and gradients.
     """
 
     parameters: int
@@ -74,13 +78,14 @@ class StageMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A model's blocks, and the bounds of its stages among them.
+    """A model's blocks (runs of consecutive calls in its graph) with their memory, and the stages' bounds among them.
 
     Attributes:
-        blocks: in order.
-        bounds: (stages + 1,) indices into ``blocks``.
-        measured: whether ``weight`` is in seconds.
-        samples: number of samples in the observed micro-batch.
+        blocks: the blocks, in the order of the forward.
+        bounds: (stages + 1,) indices into ``blocks``; stage i consists of the blocks from bound i to bound i + 1,
+            exclusive.
+        measured: whether the blocks' ``weight`` is in seconds (True) or a number of parameters.
+        samples: number of samples in the micro-batch from which the blocks' bytes were measured.
     """
 
     blocks: tuple[GraphBlock, ...]
@@ -90,17 +95,23 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of the module before whose call each stage but the first begins; "" where that call is of no module."""
+        """For each pipeline stage but the first, the name of the module that its first node calls.
+
+        "" where this node calls no module.
+        """
         return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
 
     @property
     def shares(self) -> list[float]:
-        """Each virtual stage's fraction of the total weight (time or parameters); the fractions add up to 1."""
+        """Each virtual pipeline stage's fraction of the model's forward time, or of its parameters without measured time.
+
+        The fractions add up to 1.
+        """
         sums = [sum(block.weight for block in self.blocks[a:b]) for a, b in pairwise(self.bounds)]
         return [part / (sum(sums) or 1) for part in sums]
 
     def held(self, config: Any, ranks: int, micro_batches: int, factor: float = 1.0) -> list[StageMemory]:
-        """Predict the bytes that each pipeline rank holds, from the measured blocks and the schedule.
+        """Predict the bytes that each pipeline rank holds, from the measured bytes of the model's blocks and the schedule.
 
         Args:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
@@ -134,8 +145,8 @@ class StagePlan:
             ranks: pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
             factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
-            fits: returns the fraction of a device's memory that a stage takes, 1 for all of it. With v virtual stages a
-                rank each may take 1/v.
+            fits: function from the bytes of a stage to the fraction of a device's memory that this stage takes, 1 for
+                all of it. With v virtual stages a rank, each may take at most 1/v.
         """
         order, stages = make_order(config.schedule, ranks, micro_batches, config.chunks), ranks * config.chunks
         if len(self.blocks) < stages:
@@ -178,12 +189,13 @@ def find_measured_partition(
     Args:
         config: options of the layout, with the number of virtual stages a rank and any cuts by name.
         plain: the whole model.
-        ranks: pipeline ranks.
-        seconds: seconds of each module's forward, by name; unused where the options name the cuts.
+        ranks: number of pipeline ranks.
+        seconds: seconds of each module's forward, by name. Unused where the options name the cuts, and with the
+            schedule ``one_by_one``: its stages are even in the number of parameters.
         closed: names of modules that no cut may go through.
 
     Returns:
-        The model's graph, and the bounds of the virtual stages among its nodes.
+        The graph of the model's forward, and the bounds of the virtual stages among its nodes.
 
     Raises:
         UsageError: the model cannot be cut into that many stages; the message names the reason.
@@ -202,16 +214,16 @@ def observe_blocks(
     counter: Counter,
     samples: int,
 ) -> StagePlan:
-    """Run one forward and backward, and measure the bytes that each block of the model leaves. On one device.
+    """Run one forward and backward on one device, and measure the memory of each block of the model.
 
-    A block is a run of consecutive calls in the model's graph before which it may be cut.
+    A block is a run of consecutive calls in the graph of the model's forward; pipeline stages may begin before it.
 
     Args:
         plain: the whole model.
-        found: its partition, whose graph and cuts are used.
+        found: partition of the model into stages, whose graph is run.
         took: seconds of the forward of each module, by name; empty where unknown.
-        run: calls the loss function on the model that it receives, and runs backward.
-        counter: counts the bytes of live tensors meanwhile.
+        run: function that calls the loss function on the model it is given, with one micro-batch, and runs backward.
+        counter: counts the bytes of live tensors during the run.
         samples: number of samples in the micro-batch that ``run`` uses.
 
     Returns:
