@@ -103,15 +103,15 @@ class StagePlan:
 
     @property
     def shares(self) -> list[float]:
-        """Each virtual pipeline stage's fraction of the model's forward time, or of its parameters without measured time.
+        """Each virtual pipeline stage's fraction of the model's forward time, or of its parameters.
 
-        The fractions add up to 1.
+        The attribute ``measured`` says which of the two. The fractions add up to 1.
         """
         sums = [sum(block.weight for block in self.blocks[a:b]) for a, b in pairwise(self.bounds)]
         return [part / (sum(sums) or 1) for part in sums]
 
     def held(self, config: Any, ranks: int, micro_batches: int, factor: float = 1.0) -> list[StageMemory]:
-        """Predict the bytes that each pipeline rank holds, from the measured bytes of the model's blocks and the schedule.
+        """Predict the bytes that each pipeline rank holds, from the blocks' measured bytes and the schedule.
 
         Args:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
@@ -138,11 +138,13 @@ class StagePlan:
         factor: float,
         fits: Callable[[StageMemory], float],
     ) -> StagePlan | None:
-        """Return this plan cut into the most even stages that each fit into a device's memory; None where none do.
+        """Return this plan with new bounds: the most even stages that each fit into a device's memory.
+
+        Return None where no bounds make all stages fit.
 
         Args:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
-            ranks: pipeline ranks.
+            ranks: number of pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
             factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
             fits: function from the bytes of a stage to the fraction of a device's memory that this stage takes, 1 for

@@ -20,14 +20,14 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 
 
 class MessageForm(NamedTuple):
-    """Shape, dtype and memory format of a tensor that is sent; a value of another type is part of its form.
+    """Shape, dtype and memory format of a tensor that one pipeline stage sends to another; or a value of another type.
 
     Attributes:
-        shape: None for a value that is no tensor.
-        dtype: its name in ``torch``.
-        memory: memory format, ``contiguous`` or ``channels_last``.
-        learns: whether it may have a gradient.
-        value: a value that is no tensor.
+        shape: shape of the tensor; None for a value that is no tensor.
+        dtype: name of the dtype in ``torch``, such as ``float32``; "" for a value that is no tensor.
+        memory: memory format, ``contiguous`` or ``channels_last``; "" for a value that is no tensor.
+        learns: whether the tensor may have a gradient: its dtype is a floating-point type.
+        value: the value itself where it is no tensor; None for a tensor.
     """
 
     shape: tuple[int, ...] | None
@@ -48,9 +48,12 @@ class _Coming(NamedTuple):
 
 
 class StageMessages:
-    """Point-to-point messages between this rank and its neighbours along the stages.
+    """Point-to-point messages of activations and gradients between this rank and its neighbours along the pipeline.
 
-    The first batch of each shape sends the forms of the values first; later batches send the tensors' data only.
+    The first batch of each shape sends the values' shapes and dtypes first; later batches send the tensors' data only.
+
+    Args:
+        comm: communicator over the ranks of the pipeline stages.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -63,19 +66,20 @@ class StageMessages:
     def send(self, kind: str, values: Sequence[Any], key: tuple[Any, ...]) -> list[MessageForm]:
         """Start to send values to the next stage (activations) or the previous one (gradients). Does not block.
 
-        The first call with a ``kind`` and ``key`` also sends the values' forms, their shapes and dtypes. The peer calls
-        ``receive`` with the same ``kind`` and ``key``, in the same order.
+        The first call with a ``kind`` and ``key`` also sends the values' forms, their shapes and dtypes. The neighbour
+        calls ``receive`` with the same ``kind`` and ``key``, in the same order.
 
         Args:
             kind: ``activations`` or ``gradients``.
-            values: tensors, and values that JSON can hold.
+            values: tensors, and other values that JSON can hold, such as numbers.
             key: identifies batches whose values have equal forms, such as the stage and the batch's shapes.
 
         Returns:
-            The forms (shape, dtype, memory format) of ``values``, in order.
+            A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order.
 
         Raises:
-            UsageError: batches of an equal key have values of different forms, or a value is neither.
+            UsageError: batches of an equal key have values of different forms, or a value is neither a tensor nor a
+                value that JSON can hold.
         """
         forms = [_form(value) for value in values]
         if self._forms.setdefault((kind, *key), forms) is forms:
@@ -96,16 +100,17 @@ class StageMessages:
     ) -> None:
         """Start to send the gradients of received activations to the previous stage. Does not block.
 
-        Where the loss depended on a value in the first batch of this key, a gradient of None is sent as zeros, which is
-        the same in a sum.
+        Where the loss depended on an activation in the first batch of this key, a later gradient of None is sent as
+        zeros, which is the same in a sum.
 
         Args:
-            gradients: one for each of ``values``; None where the loss does not depend on it.
+            gradients: for each of ``values`` its gradient; None where the loss does not depend on this value.
             values: the activations that this stage has received.
-            key: identifies batches whose values have equal forms, as for ``send``; its first entry is the stage.
+            key: identifies batches whose values have equal shapes and dtypes, as for ``send``; its first entry is the
+                index of the stage.
 
         Raises:
-            UsageError: a value has a gradient, but had none in the first batch of this key.
+            UsageError: an activation has a gradient, but had none in the first batch of this key.
         """
         known = self._forms.get(("gradients", *key))
         for number, gradient in enumerate(gradients) if known is not None else ():
@@ -128,17 +133,17 @@ class StageMessages:
         self.send("gradients", rows, key)
 
     def receive(self, kind: str, key: tuple[Any, ...]) -> tuple[list[Any], list[MessageForm]]:
-        """Wait for the neighbour's next values of a kind, and return them with their forms.
+        """Wait for the next activations or gradients from a neighbouring pipeline stage, and return them.
 
-        Takes values whose receives ``expect`` has started, if there are any. Tensors keep the sender's memory format,
-        because kernels round differently in another.
+        Where ``expect`` has already started to receive the values, this call waits for those receives. Tensors keep the
+        sender's memory format, because kernels round differently in another format.
 
         Args:
             kind: a key of ``KINDS``: ``activations`` come from the previous stage, ``gradients`` from the next.
             key: the key with which the neighbour sends them.
 
         Returns:
-            The values in the sender's order, and a ``MessageForm`` for each.
+            The values in the sender's order, and for each value a ``MessageForm``: its shape, dtype and memory format.
         """
         if not self._ahead[kind]:
             if (kind, *key) not in self._forms:
@@ -152,14 +157,16 @@ class StageMessages:
     def expect(self, kind: str, key: tuple[Any, ...]) -> bool:
         """Start to receive the values of a later ``receive`` from a neighbouring stage, without waiting for them.
 
-        After False, no later receive of the kind may start before that ``receive``.
+        Where this method returns False, the caller must call ``receive`` for these values before it expects or receives
+        any later ones of the same kind.
 
         Args:
             kind: ``activations`` (from the previous stage) or ``gradients`` (from the next).
             key: the key with which the neighbour sends the values.
 
         Returns:
-            False, with nothing started, where the forms of the values are not known before the first ``receive``.
+            True where the receives have started. False, with nothing started, where the values' shapes and dtypes are
+            not known yet, before the first ``receive`` with this kind and key.
         """
         if (kind, *key) not in self._forms:
             return False
@@ -178,11 +185,13 @@ class StageMessages:
         self._ahead[kind].append(_Coming(values, pending))
 
     def finish(self) -> None:
-        """Wait until every activation and gradient of this rank has been sent to its neighbours, at the end of a step.
+        """Wait until every activation and gradient of this rank has been sent to its neighbours along the pipeline.
+
+        Called after the last micro-batch of a run through the stages.
 
         Raises:
-            UsageError: in this step no micro-batch's loss depended on a received activation on which it depended
-                before.
+            UsageError: since the last call, no micro-batch's loss depended on one of the received activations, though
+                the loss depended on this activation in the first batch.
         """
         for pending, _ in self._under_way:
             pending.wait()
@@ -244,9 +253,10 @@ def _refuse(value: Any) -> Any:
 
 
 def shapes(batch: Any) -> list[torch.Size]:
-    """Return the shapes of all tensors of a batch, in order: a tensor, or nested dicts, tuples and lists of tensors.
+    """Return the shapes of all tensors of a batch, in the order in which the batch contains them.
 
-    Values of other types are left out.
+    Args:
+        batch: a tensor, or nested dictionaries, tuples and lists of tensors. Values of other types are left out.
     """
     if isinstance(batch, Tensor):
         return [batch.shape]
