@@ -21,14 +21,16 @@ _IN_PLACE = {getattr(operator, name) for name in ("iadd", "isub", "imul", "itrue
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """One virtual stage of a model.
+    """One virtual pipeline stage of a model: its module, and the values that enter and leave it.
 
     Attributes:
-        module: its modules under their names in the whole model; called with ``given`` and ``incoming``.
-        given: names of the arguments of the model's call that it reads; every stage has them.
-        incoming: names of the values that it receives from the previous stage.
-        outgoing: names of the values that it sends to the next stage; empty for the last, which returns the output.
-        alone: ``module`` returns its only value, not a tuple.
+        module: computes the stage; holds the stage's submodules under their names in the whole model. Its positional
+            arguments are the values of ``given``, then those of ``incoming``.
+        given: names of the arguments of the model's call that the stage reads; every stage has these values.
+        incoming: names of the values that the stage receives from the previous stage.
+        outgoing: names of the values that the stage sends to the next stage; empty for the last stage, which returns
+            the model's output.
+        alone: whether ``module`` returns a single value; otherwise it returns a tuple of the values of ``outgoing``.
     """
 
     module: nn.Module
@@ -39,30 +41,34 @@ class VirtualStage:
 
 
 def body(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of a graph that a single stage computes, in order; cuts lie between them.
+    """Return the nodes of a model's graph of which each is computed by one pipeline stage only, in order.
 
-    Inputs, attributes, the output, and cheap values that every stage recomputes from the inputs are left out.
+    The model may be cut into stages between any two of these nodes. The graph's inputs and output, reads of attributes,
+    and cheap values that every stage recomputes from the inputs, such as shapes, are left out.
     """
     local = _local(graph)
     return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output") and n not in local]
 
 
 def modules_of(nodes: Iterable[fx.Node], plain: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the modules that ``call_module`` nodes among ``nodes`` call, in order of the calls.
+    """Return pairs of name and module for the ``call_module`` nodes among the given nodes, one a call, in order.
 
     Args:
-        nodes: nodes of the model's graph.
+        nodes: nodes of the graph of the model's forward; nodes that call no module are skipped.
         plain: the whole model.
     """
     return [(str(n.target), plain.get_submodule(str(n.target))) for n in nodes if n.op == "call_module"]
 
 
 def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that graph nodes take as arguments, outside of any module's forward, by name.
+    """Return the parameters and buffers that graph nodes take as arguments, outside of any module's forward.
 
     Args:
-        nodes: nodes of the model's graph.
+        nodes: nodes of the graph of the model's forward.
         plain: the whole model.
+
+    Returns:
+        The tensors by their names in the model, in alphabetical order.
     """
     names = {str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
     found = {}
@@ -75,10 +81,12 @@ def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tenso
 
 
 def tensors_of(nodes: Iterable[fx.Node], plain: nn.Module) -> set[int]:
-    """Return the ``id`` of each parameter and buffer that nodes use, in the modules that they call or as arguments.
+    """Return the ``id`` of each parameter and buffer that graph nodes use.
+
+    These are the tensors of the modules that the nodes call, and the tensors that the nodes take as arguments.
 
     Args:
-        nodes: nodes of the model's graph.
+        nodes: nodes of the graph of the model's forward.
         plain: the whole model.
     """
     nodes = list(nodes)
@@ -95,13 +103,15 @@ def cut_into_stages(
     also: Sequence[Collection[str]],
     record: ForwardRecord | None = None,
 ) -> list[VirtualStage]:
-    """Build all virtual stages of a model, which share their modules and parameters with it. Not collective.
+    """Build all virtual pipeline stages of a model, which share their modules and parameters with it. Not collective.
 
     Args:
         plain: the whole model.
-        graph: its trace, or the graph of ``record``.
-        bounds: (stages + 1,) indices into ``body(graph)``; stage i computes the nodes from bound i to bound i + 1.
-        also: for each stage, names of parameters and buffers that it holds though it calls no module with them.
+        graph: graph of the model's forward, from ``torch.fx`` or from ``record``.
+        bounds: (stages + 1,) indices into ``body(graph)``; stage i computes the nodes from bound i to bound i + 1,
+            exclusive.
+        also: for each stage, names of parameters and buffers that the stage holds in addition to those of the modules
+            that it calls.
         record: record of the forward, for stages that run the model's own code; None for stages that run parts of
             ``graph``.
 
@@ -130,11 +140,14 @@ def cut_into_stages(
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return for each node of the graph where its value is last used, to know which values cross a cut.
+    """Return for each node of a model's graph where its value is last used, to know which values cross a cut.
+
+    Args:
+        graph: graph of the model's forward.
 
     Returns:
-        By node, the index in ``body(graph)`` of its last user; the length of the body for the model's output, -1 for a
-        value without users.
+        For each node, the index in ``body(graph)``, the nodes that a single stage computes, of the last node that uses
+        its value; the length of that list where the model's output uses it, -1 for a value without users.
     """
     nodes = body(graph)
     place = {node: i for i, node in enumerate(nodes)}
@@ -245,21 +258,25 @@ def _tidy(module: nn.Module, plain: nn.Module) -> None:
 
 
 def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
-    """Return the result of a stage's module as a list of values to send to the next stage.
+    """Return the result of a pipeline stage's module as a list of values to send to the next stage.
 
     Args:
-        outputs: result of ``stage.module``: a tuple, or a single value.
-        stage: the stage, not the last one.
+        outputs: result of ``stage.module``: a single value where ``stage.alone`` is true, otherwise a tuple.
+        stage: the virtual stage that has computed ``outputs``, not the last one.
     """
     return [outputs] if stage.alone else list(outputs)
 
 
 def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None:
-    """Raise UsageError if several stages would each have a copy of a buffer, or of a tensor that the forward writes.
+    """Check that no two pipeline stages would have copies of a buffer, or of a tensor that the forward writes.
 
     Args:
-        stages: the graph nodes of each stage.
+        stages: for each stage, the nodes that the stage computes, of the graph of the model's forward.
         plain: the whole model.
+
+    Raises:
+        UsageError: two stages call a module that has buffers, or the model's own forward writes a parameter or buffer
+            in place that two stages read.
     """
     where: dict[nn.Module, int] = {}
     for stage, nodes in enumerate(stages):
