@@ -38,7 +38,7 @@ _DERIVING = {torch.autograd.grad, torch.autograd.backward}
 
 
 class UntraceableError(UsageError):
-    """``torch.fx`` cannot follow a model's forward."""
+    """``torch.fx`` cannot trace a model's forward, so that the model cannot be cut into pipeline stages by its graph."""
 
 
 class _Read(NamedTuple):
@@ -131,11 +131,15 @@ def _draws_within(function: Any) -> bool:
 
 
 def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
-    """Trace the forward of ``model`` with ``torch.fx``, and return its graph, in which nodes are calls of modules.
+    """Trace the forward of ``model`` with ``torch.fx``, and return its graph.
+
+    The nodes are calls of modules, functions and methods. The model's attributes and the global RNG states stay as they
+    were.
 
     Args:
-        model: the whole model; its RNG state and attributes stay as they were.
-        opened: names of modules that are traced into; a call of any other module is a single node of the graph.
+        model: the whole model.
+        opened: names of modules that are traced into; "" is the model. A call of any other module is a single node of
+            the graph.
 
     Raises:
         UntraceableError: ``torch.fx`` cannot trace the forward.
@@ -168,11 +172,11 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
 
 
 def openable(module: nn.Module) -> bool:
-    """Return whether a module may be traced into, so that the model can be cut between its submodules.
+    """Return whether a module may be traced into, so that a model can be cut into stages between its submodules.
 
     True for a sequence of modules, and for a module whose own forward ``torch.fx`` can trace and which draws random
-    numbers in PyTorch's modules only. False without submodules, with hooks, and where training and evaluation compute
-    different things.
+    numbers in PyTorch's modules only. False for a module without submodules, with hooks, or with a forward that computes
+    different things in training and in evaluation, and for PyTorch's own layers.
     """
     if next(module.children(), None) is None or has_hooks(module):
         return False
@@ -192,7 +196,8 @@ def openable(module: nn.Module) -> bool:
 def draws_by_functions(module: nn.Module) -> bool:
     """Return whether a module or submodule may draw random numbers by function calls, such as ``functional.dropout``.
 
-    PyTorch's own layers do not count. True where ``torch.fx`` cannot trace a forward.
+    Draws within PyTorch's own layers, such as ``nn.Dropout``, do not count. Also True where ``torch.fx`` cannot trace
+    the forward of the module or of a submodule, since nothing is known about its draws then.
     """
     return any(_may_draw(inner) for inner in module.modules() if not (_is_layer(inner) or is_sequence(inner)))
 
