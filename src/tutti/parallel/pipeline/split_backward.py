@@ -18,25 +18,38 @@ from tutti.torch_compat import in_backward
 
 
 class BackwardRoots(NamedTuple):
-    """The tensors from which backward starts, and their gradients."""
+    """The tensors from which ``torch.autograd.backward`` starts, and for each of them its gradient.
+
+    Attributes:
+        tensors: the tensors, such as the loss.
+        gradients: gradients of ``tensors``, in the same order.
+    """
 
     tensors: Sequence[Tensor]
     gradients: Sequence[Tensor]
 
 
 class LayerOutput(NamedTuple):
-    """A layer, and its output's edge in the autograd graph."""
+    """A layer that a forward has called, and where its output stands in the autograd graph.
+
+    Attributes:
+        layer: module without submodules that has trained parameters of its own.
+        edge: edge of its output in the autograd graph, for ``torch.autograd.grad``.
+    """
 
     layer: nn.Module
     edge: GradientEdge
 
 
 class SplitBackward:
-    """Splits the backward of one virtual stage, exactly.
+    """Splits the backward of one virtual pipeline stage into an input half and a weight half, with the same gradients.
 
-    Parameters that the layers' outputs do not lead to (a weight that is read outside of its layer, a layer with several
-    outputs) take a whole backward in the weight half. The first micro-batch finds these parameters by comparing all
-    gradients bit by bit.
+    Some parameters' gradients cannot be computed from the outputs of layers, such as those of a weight that is read
+    outside of its layer, or of a layer with several outputs. The weight half computes these by a backward through the
+    whole stage. The first micro-batch finds these parameters by comparing all gradients bit by bit.
+
+    Args:
+        stage: module of the virtual stage; forward hooks are registered on its layers.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -51,9 +64,10 @@ class SplitBackward:
         self.look()
 
     def look(self) -> None:
-        """Update this stage's list of trained parameters from ``requires_grad``, which the script may have changed.
+        """Update this pipeline stage's list of trained parameters from their present ``requires_grad``.
 
-        After a change the next backward again finds the parameters that need a whole backward.
+        After a change the next weight backward again finds the parameters whose gradients need a backward through the
+        whole stage.
         """
         trained = [p for p in self._all if p.requires_grad]
         if len(trained) != len(self._trained) or any(a is not b for a, b in zip(trained, self._trained, strict=True)):
@@ -63,17 +77,18 @@ class SplitBackward:
         """Record that new parameter objects have taken the place of former ones in this pipeline stage.
 
         Args:
-            by: the new parameter by the former one; parameters that are no keys stay.
+            by: the new parameter by the former one; parameters that are not among the keys stay.
         """
         self._all = [by.get(p, p) for p in self._all]
         self._trained = [by.get(p, p) for p in self._trained]
 
     def record(self) -> list[LayerOutput]:
-        """Start to record the outputs of the stage's layers with trained weights, before one micro-batch's forward.
+        """Start to record the outputs of this pipeline stage's layers with trained weights, before a forward.
 
         Returns:
-            A list that the forward fills with (layer, edge of its output in the autograd graph) until ``stop`` is
-            called, to be given to ``inputs`` and ``weights``.
+            A list, empty at first. The micro-batch's forward appends a ``LayerOutput``, the layer and the edge of its
+            output in the autograd graph, for each call of a layer until ``stop`` is called. ``inputs`` and ``weights``
+            take this list.
         """
         self._calls = []
         return self._calls
@@ -83,14 +98,14 @@ class SplitBackward:
         self._calls = None
 
     def inputs(self, roots: BackwardRoots, entered: Sequence[Tensor], calls: list[LayerOutput]) -> tuple[Any, ...]:
-        """Run the input backward: compute gradients of the stage's inputs and layer outputs, none of the weights.
+        """Run the input half of a backward: compute gradients of the pipeline stage's inputs and its layers' outputs.
 
-        The graph is kept for ``weights``; no ``.grad`` is written.
+        No gradients of weights are computed and no ``.grad`` is written. The autograd graph is kept for ``weights``.
 
         Args:
             roots: the tensors where backward starts, with their gradients.
-            entered: the stage's inputs.
-            calls: outputs of layers, the list from ``record``.
+            entered: the stage's inputs that require a gradient.
+            calls: layers and their outputs' edges, the list from ``record``.
 
         Returns:
             The gradients of ``entered``, then of ``calls``; None for a tensor on which ``roots`` do not depend.
@@ -101,15 +116,15 @@ class SplitBackward:
     def weights(
         self, roots: BackwardRoots, calls: Sequence[LayerOutput], gradients: Sequence[Tensor | None]
     ) -> list[nn.Parameter]:
-        """Run the weight backward: add the gradients of the stage's trained parameters to their ``.grad``.
+        """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
         Args:
-            roots: the tensors where backward starts, with their gradients.
-            calls: outputs of layers, from ``record``.
-            gradients: gradients of ``calls``, the second part of the result of ``inputs``.
+            roots: the tensors where backward starts, with their gradients, as for ``inputs``.
+            calls: layers and their outputs' edges, the list from ``record``.
+            gradients: gradients of the outputs in ``calls``, the second part of the result of ``inputs``.
 
         Returns:
-            The parameters that have received a gradient, in the stage's order.
+            The parameters that have received a gradient, in the order of the stage's parameters.
         """
         found: dict[nn.Parameter, Tensor] = {}
         for (layer, edge), gradient in reversed(list(zip(calls, gradients, strict=True))):
