@@ -11,18 +11,19 @@ def balance(
 ) -> list[int]:
     """Partition weighted items into contiguous, non-empty parts such that the largest sum of weights is smallest.
 
-    Of partitions with an equal largest sum the most even one is taken.
+    Of partitions with an equal largest sum, the one with the smallest sum of squares of the parts' sums is taken.
 
     Args:
         weights: weights of the items, in order.
         parts: number of parts.
-        may: ``may(part, start, end)``: whether part number ``part`` may hold items ``start`` to ``end``, exclusive.
+        may: function ``may(part, start, end)`` that returns whether the part with index ``part``, from 0, may hold the
+            items from ``start`` to ``end``, exclusive. By default all parts may.
 
     Returns:
         (parts + 1,) bounds: part i holds the items from bound i to bound i + 1, exclusive.
 
     Raises:
-        ValueError: no bounds are allowed.
+        ValueError: ``may`` allows no partition, or there are fewer items than parts.
 
     >>> balance([4, 1, 1, 4], 2), balance([0, 0, 9], 2)
     ([0, 2, 4], [0, 1, 3])

@@ -21,17 +21,19 @@ _RUNS = 3
 def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: Communicator) -> dict[str, float]:
     """Measure the seconds of each module's forward on rank 0, and broadcast them. Collective over all ranks.
 
-    Rank 0 runs the forward three times on a real micro-batch; all other ranks wait for it. The model and the RNG
-    streams stay as they were.
+    Rank 0 runs the forward three times on a real micro-batch; all other ranks wait for the result. The model and the
+    RNG streams stay as they were.
 
     Args:
         plain: the whole model.
-        trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
-        world: all ranks.
+        trial: calls the loss function on the model it is given, with one micro-batch; None where no micro-batch is at
+            hand.
+        world: communicator over all ranks.
 
     Returns:
-        The least seconds of the three runs by the module's name, submodules included; empty where the forward cannot be
-        measured, as without ``trial`` or where the model does not fit into memory.
+        For each module, by its name in the model, the least seconds of the three runs, its submodules' time included.
+        Equal on all ranks. Empty where the forward cannot be measured: without ``trial``, where it fails (the model may
+        not fit into memory), or where the model has synchronized batch norm.
     """
     found: dict[str, float] = {}
     if world.rank == 0 and trial is not None and peers_of(plain) is None:

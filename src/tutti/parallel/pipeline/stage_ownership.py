@@ -19,15 +19,19 @@ from tutti.types import RunContext
 
 @dataclass(frozen=True)
 class StageOwnership:
-    """Which ranks hold which tensors of a model that is cut into stages.
+    """Which ranks hold which tensors of a model that is cut into pipeline stages.
 
     Attributes:
-        cuts: the stage partition.
-        not_owned: names of tensors here that an earlier stage on another rank holds, too, and accounts for.
-        groups: parameters that several virtual stages use, by the ranks of the stage axis that hold them.
-        calls: for each virtual stage, how often earlier stages call each module that has an RNG stream.
-        stages: the virtual stages of each parameter and persistent buffer, by its name.
-        draws: whether functions may draw random numbers; the RNG state then travels from stage to stage.
+        cuts: the graph of the model's forward, and the bounds of the stages among its nodes.
+        not_owned: names of tensors that this rank holds, but whose first stage is on another rank. That rank saves them
+            and counts them in norms.
+        groups: for parameters that several virtual stages use, pairs of the ranks of the stage axis that hold them, in
+            ascending order, and the parameters.
+        calls: for each virtual stage of the whole model, how often earlier stages call each module that has an RNG
+            stream of its own, by the module's name.
+        stages: for each parameter and buffer, by its name, the indices of the virtual stages that hold it.
+        draws: whether functions outside of modules with RNG streams may draw random numbers. The RNG state then travels
+            from stage to stage with the activations.
     """
 
     cuts: stage_partition.StagePartition
@@ -41,15 +45,16 @@ class StageOwnership:
 def stages_here(
     plain: nn.Module, found: stage_partition.StagePartition, run_context: RunContext
 ) -> tuple[list[VirtualStage], StageOwnership]:
-    """Cut the model into virtual stages; return this rank's, and which ranks hold which tensors. Not collective.
+    """Cut the model into virtual pipeline stages, and return this rank's stages. Not collective.
 
     Args:
         plain: the whole model.
-        found: its partition into stages.
+        found: partition of the model into stages.
         run_context: mesh of the run; rank r of p on the stage axis has the stages r, r + p, r + 2p …
 
     Returns:
-        This rank's virtual stages in the model's order, and the ownership of all of the model's tensors.
+        This rank's virtual stages in the model's order; and a ``StageOwnership``, which says for all of the model's
+        tensors which ranks hold them.
     """
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
     held = found.held(plain)
@@ -99,17 +104,18 @@ def _all_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def groups_of(
     holding: StageOwnership, run_context: RunContext
 ) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
-    """Return the parameters of this rank that several virtual stages use, such as tied weights.
+    """Return the parameters of this rank that several virtual pipeline stages use, such as tied weights.
 
-    Collective over all ranks: creates the subgroups, and broadcasts each parameter from the first rank that holds it.
+    Collective over all ranks: creates a subgroup for each set of ranks that hold the same parameters, and broadcasts
+    each of these parameters from the first rank that holds it.
 
     Args:
         holding: which ranks hold which of the model's tensors, from ``stages_here``.
         run_context: mesh and communicators of the run.
 
     Returns:
-        Pairs of a communicator over the ranks that hold the parameters, None where this rank alone does, and the
-        parameters.
+        Pairs: a communicator over the ranks that hold the parameters (None where this rank alone holds them), and the
+        list of these parameters.
     """
     groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
     here = run_context.grid.at("stage")

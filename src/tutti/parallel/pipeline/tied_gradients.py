@@ -11,15 +11,18 @@ from tutti.comm.communicator import Communicator
 
 
 class SharedGradients:
-    """Sums the gradients of shared parameters over virtual stages, after a logical worker's last micro-batch.
+    """Sums the gradients of parameters that several virtual pipeline stages use, such as tied weights, over the stages.
+
+    The order of calls in a step is ``begin``, ``take`` after each micro-batch's backward, and ``finish``.
 
     Args:
-        groups: the parameters, by communicator over the ranks that hold them; None where this rank alone does.
-        exact: sum micro-batch by micro-batch, in the order in which one device adds them. Takes the memory of a
-            gradient a micro-batch.
+        groups: pairs of a communicator over the ranks that hold the same shared parameters (None where this rank alone
+            holds them), and these parameters.
+        exact: whether to add the gradients micro-batch by micro-batch, in the order in which one device adds them. This
+            keeps one gradient for each micro-batch in memory.
 
     Attributes:
-        parameters: the trained ones.
+        parameters: the shared parameters of this rank that are trained.
     """
 
     def __init__(self, groups: Sequence[tuple[Communicator | None, Sequence[nn.Parameter]]], exact: bool) -> None:
@@ -35,10 +38,10 @@ class SharedGradients:
         self.parameters = {p for _, p in self._groups}
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Record that new parameter objects have taken the place of former ones in this rank's stages.
+        """Record that new parameter objects have taken the place of former ones in this rank's pipeline stages.
 
         Args:
-            by: the new parameter by the former one; parameters that are no keys stay.
+            by: the new parameter by the former one; parameters that are not among the keys stay.
         """
         self._all = [(comm, by.get(p, p)) for comm, p in self._all]
         self.look()
@@ -46,7 +49,7 @@ class SharedGradients:
     def begin(self) -> None:
         """Clear the ``.grad`` of parameters that stages share, before a logical worker's first micro-batch.
 
-        The gradients of earlier logical workers in it are kept aside; ``finish`` adds them again.
+        The former content of ``.grad``, gradients of earlier logical workers, is kept aside; ``finish`` adds it again.
         """
         self._before = {p: p.grad for p in self.parameters}
         self._parts = {p: {} for p in self.parameters}
@@ -56,11 +59,11 @@ class SharedGradients:
     def take(self, micro: int) -> None:
         """Move the gradients of parameters that stages share out of ``.grad``, after one micro-batch's backward.
 
-        They are kept until ``finish``, which sums them over the stages.
+        The gradients are kept until ``finish``, which sums them over the stages.
 
         Args:
-            micro: index of the micro-batch in the logical worker; with ``exact`` its gradients are kept apart from
-                other micro-batches'.
+            micro: index of the micro-batch among the logical worker's micro-batches, from 0. With ``exact``, gradients
+                of different micro-batches are kept apart.
         """
         for p, parts in self._parts.items():
             if p.grad is not None:
@@ -69,10 +72,10 @@ class SharedGradients:
                 p.grad = None
 
     def finish(self, micro_batches: int) -> None:
-        """Sum the gradients of parameters that stages share over the stages, with those of earlier logical workers.
+        """Sum the gradients of parameters that stages share over the stages, and write the sums into ``.grad``.
 
-        The sums are in ``.grad`` afterwards. Collective: one all-reduce or, for more than two ranks, all-gather a
-        parameter over the ranks that hold it.
+        The gradients of earlier logical workers, which ``begin`` kept aside, are included. Collective over the ranks
+        that hold the same parameters: for each parameter one all-reduce or, for more than two ranks, one all-gather.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.
