@@ -39,23 +39,27 @@ _BLOB = 1 << 24
 
 
 class ServerSession:
-    """One rank's session with all servers. The constructor is collective: the first rank of a node starts its servers.
+    """One rank's connections and buffers for all parameter servers, which are child processes of some of the ranks.
+
+    The constructor is collective over the data ranks: the servers are dealt round robin to the nodes, and the first
+    rank of each node starts those of its node. It returns once every server has answered this rank's first request.
 
     Args:
-        config: options of the strategy.
-        run_context: of the run.
-        trained: trained parameters by name.
-        make_optimizer: builds each server's optimizer.
+        config: options of the ``parameter_server`` strategy, such as the number of servers and the transport.
+        run_context: communicators and settings of the run.
+        trained: (name, parameter) pairs of the trained parameters; their values become the servers' initial ones.
+        make_optimizer: builds each server's optimizer, in the server's process.
         handle: optimizer over all trained parameters on this rank, whose hyperparameters are sent to the servers.
         desk: makes the request handler of a server from its parameter shard, in the server's process.
-        extras: from the number of hyperparameters, how many floats each kind of request carries.
+        extras: takes the number of hyperparameters, and returns how many floats a request carries, by kind of request
+            (the numbers of ``server_wire``).
 
     Attributes:
-        keys: which hyperparameters are sent.
+        keys: identifies the hyperparameters that are sent, in the order of ``settings``.
         plan: partition of the parameters over the servers.
-        gradients: for each parameter a view of the send buffer of a push.
-        values: for each parameter a view of the receive buffer.
-        client: connections to the servers.
+        gradients: for each trained parameter a view of the buffer from which gradients are sent.
+        values: for each trained parameter a view of the buffer into which updated parameters are received.
+        client: sends the requests and receives the replies.
 
     Raises:
         UsageError: the optimizer cannot step on servers, tensors are too few for the servers, or the transport asked
@@ -245,19 +249,22 @@ class ServerSession:
 
     @property
     def servers(self) -> int:
-        """Number of parameter servers of the run."""
+        """Number of parameter servers of the whole run, over all nodes."""
         return self._config.servers
 
     @property
     def home(self) -> bool:
-        """Whether the model's parameters are views of the buffer that servers write updated parameters into.
+        """Whether the model can compute directly with the buffer that servers write updated parameters into.
 
-        True with servers in shared memory and a CPU device; parameters then need not be copied after a read.
+        True if servers and ranks share memory and the device of this rank is the CPU. The model's parameters can then
+        be views of the buffer (``values``), with no copy after a reply; otherwise they are copied to the device.
         """
         return self._segment is not None and self.comm.device.type == "cpu"
 
     def settings(self, lr_factor: float | None) -> list[float]:
-        """Set the learning rates of this rank's optimizer, and return its hyperparameters, to send to the servers.
+        """Set the learning rates of this rank's optimizer, and return its hyperparameters for the parameter servers.
+
+        Sends nothing: the caller puts the values into its next request.
 
         Args:
             lr_factor: factor by which each parameter group's initial learning rate is multiplied; None leaves the rates
@@ -265,23 +272,25 @@ class ServerSession:
 
         Returns:
             The values of all hyperparameters that the servers' optimizers follow (learning rate, weight decay, betas,
-            …), of all parameter groups, in the order of ``hyperparameters.keys``.
+            …), of all parameter groups, in the order of ``hyperparameters.keys``, as one flat list.
         """
         set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
 
     def ask(self, kind: int, text: str, clock: int = 0, **more: object) -> list[Reply]:
-        """Send a request to all servers for this rank's first worker, and wait for the replies. Not collective.
+        """Send a request to all parameter servers, and wait for their replies. Not collective.
+
+        The request is in the name of the first logical worker that this rank computes.
 
         Args:
-            kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
+            kind: kind of request: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
             text: names the request in error messages.
             clock: steps that the worker has taken.
-            more: further arguments of ``Client.send``.
+            more: further keyword arguments of ``Client.send``, such as ``blobs``.
 
         Returns:
-            The replies (header, floats, saved state or statistics) in the servers' order; parameters in them are in the
-            receive buffer (``values``).
+            One reply for each server, in the servers' order: header, floats, saved state or statistics. Parameters that
+            came with the replies are in the receive buffer (``values``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -290,13 +299,15 @@ class ServerSession:
         return self.client.ask(kind, self._run_context.mine[0], clock, text, (self.comm.global_rank,), **more)
 
     def barrier(self, text: str) -> None:
-        """Wait until all data ranks have called this with the same ``text``. Collective.
+        """Wait until all data ranks have called ``barrier`` with the same ``text``. Collective over the data ranks.
+
+        The parameter servers take no part.
 
         Args:
-            text: names the place in the program, and is compared.
+            text: names the place in the program; the ranks compare it.
 
         Raises:
-            MismatchError: ranks are at different places.
+            MismatchError: ranks passed different texts.
         """
         self.comm.agree([text], text, "make all ranks save, load and evaluate after the same steps")
 
@@ -308,7 +319,7 @@ class ServerSession:
         Args:
             saved: the checkpoint, whose group ``optim`` is read.
             values: whole parameters by name.
-            specs: by parameter name, for the other names of tied parameters.
+            specs: sharding of each parameter by name; only the other names of tied parameters (``tied``) are read.
 
         Returns:
             For each server the number of updates that it has made so far, in the servers' order.
@@ -356,16 +367,19 @@ class ServerSession:
         return {"servers": [{"at": address.endpoint, **json.loads(reply.frames[0])} for address, reply in told]}
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of the servers that this rank started, by server number, as last reported."""
+        """Return the process ids of the parameter servers that this rank started, by server number.
+
+        Includes servers that were started again. Empty on ranks that started no server.
+        """
         if self._host is None:
             return {}
         self._host.look()
         return dict(self._host.pids)
 
     def close(self) -> None:
-        """Close this rank's connections, and end the server processes that it started; nothing can be sent afterwards.
+        """Close this rank's connections to the parameter servers, and end the server processes that this rank started.
 
-        Not collective: call it once all ranks have finished with the servers.
+        No request can be sent afterwards. Not collective: call it once all ranks have finished with the servers.
         """
         self.client.close()
         if self._host is not None:
@@ -387,10 +401,10 @@ class ServerSession:
 
 
 def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
-    """Return for each data rank the range of its logical workers' indices.
+    """Return for each data rank, in rank order, the range of indices of the logical workers that it computes.
 
-    Where a rank computes several workers as one, the range is the first of them alone. Collective: an all-gather over
-    the data ranks.
+    A logical worker is one data-parallel participant; one rank can compute several in turn. Where a rank computes
+    several as one, the range is the first of them alone. Collective: an all-gather over the data ranks.
     """
     mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
     ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")
@@ -408,7 +422,10 @@ def _plan(servers: int, parameters: Sequence[torch.nn.Parameter], whole: bool) -
 
 
 def listen(address: str) -> tuple[str, socket.socket]:
-    """Open a TCP socket that listens on a free port of ``address`` only, for a server process to take over.
+    """Open a TCP socket that listens on a free port of one address, for a server process to take over.
+
+    Args:
+        address: IPv4 address or host name of a network interface of this node; no other interface accepts connections.
 
     Returns:
         The ZeroMQ endpoint, ``tcp://HOST:PORT``, and the socket, which child processes inherit.
