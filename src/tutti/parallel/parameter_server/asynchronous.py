@@ -51,7 +51,21 @@ from tutti.types import (
 
 
 class AsynchronousServerSync(RemoteGradients):
-    """Gradient synchronisation of ``parameter_server:mode=async`` and ``bounded``."""
+    """Gradient synchronisation with asynchronous parameter servers, which update on every push without a barrier.
+
+    Used for ``parameter_server:mode=async`` and, where a worker also waits if it is too many steps ahead of the slowest
+    one, ``mode=bounded``. Each logical worker, of which one rank can compute several in turn, computes with the
+    parameters of its own last read.
+
+    Args:
+        config: options of the ``parameter_server`` strategy.
+        run_context: communicators and settings of the run.
+
+    Attributes:
+        loss_normalisation: "worker": each worker's loss is divided by its own count of samples or tokens.
+        by_worker: True: each logical worker's gradients are pushed by themselves.
+        optimizers: after ``attach``, one optimizer that holds the hyperparameters and is never stepped.
+    """
 
     loss_normalisation: Literal["step", "worker"] = "worker"
     by_worker = True
@@ -67,13 +81,13 @@ class AsynchronousServerSync(RemoteGradients):
         self._updates = self._version = self._clock = 0
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Compare the model over the ranks, take data rank 0's values, and start or join the servers. Collective.
+        """Compare the model over the data ranks, broadcast rank 0's values, and start or join the parameter servers.
 
-        Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also called here
-        for an optimizer that holds the hyperparameters and is never stepped.
+        Collective. Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also
+        called here for an optimizer that holds the hyperparameters and is never stepped.
 
         Args:
-            replica: the replica on this rank.
+            replica: this rank's copy of the model and what runs it.
             make_optimizer: builds the run's optimizer over named parameters.
 
         Returns:
@@ -138,7 +152,11 @@ class AsynchronousServerSync(RemoteGradients):
         return async_floats(len(self._trained), settings)
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once it is complete."""
+        """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once backward is complete.
+
+        Args:
+            part: unused.
+        """
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
@@ -150,7 +168,7 @@ class AsynchronousServerSync(RemoteGradients):
         worker from which the servers have received no request for the lease time does not count. Not collective.
 
         Args:
-            worker: index of the logical worker, one of this rank's.
+            worker: index of the logical worker, one of those that this rank computes.
             step_context: the step under way.
 
         Raises:
@@ -172,12 +190,13 @@ class AsynchronousServerSync(RemoteGradients):
         """Push ``worker``'s gradient to the servers every ``push`` steps, and read parameters every ``fetch`` steps.
 
         ``push`` and ``fetch`` are options of the strategy. The gradient is the mean over the worker's own samples,
-        clipped. A non-finite one makes no update, and is left out of the sum of a push period. Waits for the servers'
-        replies, not for other ranks.
+        clipped; with ``push`` above 1 the sum of these since the last push is sent. A non-finite gradient makes no
+        update, and is left out of the sum. Sets every ``.grad`` to None. Waits for the servers' replies, not for other
+        ranks.
 
         Args:
             worker: index of the logical worker.
-            part: its loss sums; None if it had no samples.
+            part: the worker's sums of loss, count and metrics in this step; None if it had no samples.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
@@ -251,8 +270,10 @@ class AsynchronousServerSync(RemoteGradients):
 
         Returns:
             ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of the step before
-            where they had none); ``grad_norm``, the mean of their gradients' norms; ``stop``, true from the step on
-            after which the first server has all workers stop.
+            where they had none); the metric ``staleness``, mean number of updates that the first server made between a
+            worker's read and its push; ``grad_norm``, the mean of the gradients' norms before clipping; ``finite``,
+            false if one of the gradients was not finite; ``stop``, true from the step on after which the first server
+            has all workers stop.
         """
         self._buffers.finish()
         loss_sums = self._counting.take()
@@ -272,6 +293,10 @@ class AsynchronousServerSync(RemoteGradients):
 
         Nothing is written here: ``end_worker`` has pushed the gradients and fetched the parameters already.
 
+        Args:
+            stats: result of ``reduce_gradients`` in this step.
+            step_context: unused.
+
         Returns:
             ``updates``, the number of these updates; whether the gradient of one of this rank's workers was not finite
             and so skipped, with names of its parameters; ``together`` False; ``global_step``, the steps of all workers
@@ -286,9 +311,12 @@ class AsynchronousServerSync(RemoteGradients):
         """Do nothing: ``end_worker`` has set ``.grad`` to None after its push."""
 
     def merged(self) -> dict[str, Tensor]:
-        """Return one model by name: the servers' current parameters, frozen parameters, and merged buffers.
+        """Return one model for all workers: the servers' current parameters, frozen parameters, and merged buffers.
 
-        Collective: barriers before and after the read, so that all ranks return the same model.
+        Collective over the data ranks: barriers before and after the read, so that all ranks return the same model.
+
+        Returns:
+            Whole tensors by name.
 
         Raises:
             UsageError: the script has written parameters since the last step.
@@ -325,9 +353,15 @@ class AsynchronousServerSync(RemoteGradients):
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
         """Return a checkpoint by group on rank 0, and an empty dict on all other ranks. Collective.
 
-        ``model`` has the servers' parameters, ``optim`` their optimizer state as ``{parameter}/{key}``, ``workers`` the
-        buffers of every worker. Rank 0 writes everything, because another rank could be lost before it has written its
-        part.
+        Rank 0 writes everything, because another rank could be lost before it has written its part.
+
+        Returns:
+            On rank 0 tensors by group and name: ``model`` has the servers' parameters, frozen parameters and merged
+            buffers, ``optim`` the servers' optimizer state as ``{parameter}/{key}``, ``workers`` the buffers of every
+            logical worker.
+
+        Raises:
+            UsageError: the script has written parameters since the last step.
         """
         self._read()
         optim = self._link.optimizer_state()
@@ -340,6 +374,9 @@ class AsynchronousServerSync(RemoteGradients):
 
         Collective: every rank reads parameters and buffers, rank 0 sends to the servers, then a barrier. Gradients that
         had not been pushed when the checkpoint was saved are lost.
+
+        Args:
+            saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
@@ -354,7 +391,7 @@ class AsynchronousServerSync(RemoteGradients):
         self._stop_at, self._clock = None, 0
 
     def own_gradients(self) -> NoReturn:
-        """Refuse to return gradients for the gradient noise scale: the workers' are at different parameters.
+        """Refuse to return gradients for the gradient noise scale: each worker's are at parameters of its own.
 
         Raises:
             UsageError: always.

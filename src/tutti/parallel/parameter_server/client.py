@@ -35,7 +35,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 @dataclass(frozen=True)
 class Address:
-    """ZeroMQ endpoint of a server and its public key."""
+    """ZeroMQ endpoint of a parameter server, such as ``tcp://HOST:PORT``, and the server's public CURVE key."""
 
     endpoint: str
     key: bytes
@@ -43,7 +43,13 @@ class Address:
 
 @dataclass(frozen=True)
 class Reply:
-    """A server's reply: header, floats, and the frames other than parameters (saved state, statistics)."""
+    """A parameter server's reply to one request.
+
+    Attributes:
+        header: header of the message.
+        extras: floats whose meaning and number depend on the kind of request.
+        frames: frames other than parameters (saved state, statistics); empty for most kinds of request.
+    """
 
     header: MessageHeader
     extras: list[float]
@@ -51,7 +57,7 @@ class Reply:
 
 
 class RequestTraffic(NamedTuple):
-    """Counts of one kind of request of a rank to a server, frames of tensors included.
+    """Traffic between a rank and one parameter server by one kind of request, frames of tensors included.
 
     Attributes:
         requests: number of requests; a repeated one counts once.
@@ -75,11 +81,13 @@ class ClientIdentity:
 
 
 class Client:
-    """Connections of one rank to all servers.
+    """Connections of one rank to all parameter servers: sends requests, repeats them, and receives the replies.
+
+    At most one request is open on each server. A request is sent again until the server has answered.
 
     Args:
-        identity: rank, run, layout and keys.
-        addresses: of the servers, in their order.
+        identity: rank, run, layout of the parameters, and key pair.
+        addresses: addresses of the servers, in the order of their numbers.
         plan: partition of the parameters over the servers.
         pushed: (plan.size,) uint8, send buffer of gradients.
         given: (plan.size,) uint8, receive buffer of parameters.
@@ -89,9 +97,9 @@ class Client:
         look: called while waiting; raises if a server is known to have ended.
 
     Attributes:
-        bytes: tensor bytes sent so far.
-        traffic: requests, and bytes of them and of their replies, by server number and kind of request; without
-            encryption, and without tensors in shared memory.
+        bytes: bytes of tensors and saved state sent so far, without repetitions.
+        traffic: number of requests, and bytes of requests and replies, by server number and name of the kind of
+            request; without encryption, and without tensors in shared memory.
         close: closes the sockets; also called when this object is collected.
     """
 
@@ -148,8 +156,8 @@ class Client:
     ) -> None:
         """Send a request to the parameter servers and return at once; ``wait`` returns the replies.
 
-        One request at a time may be open on each server: take the replies to the one before first. A PUSH carries the
-        gradients in the send buffer.
+        One request at a time may be open on each server: call ``wait`` for the previous request first. A PUSH carries
+        the gradients in the send buffer, which must not be written until the replies have come.
 
         Args:
             kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
@@ -159,7 +167,7 @@ class Client:
                 parameters, WAIT to reply only once the worker is no longer too far ahead.
             extras: floats of the request, whose meaning and number depend on ``kind``.
             seen: for each server, the number of updates in the parameters that the worker has; None: 0.
-            blobs: for each server, the state to load.
+            blobs: for each server, the saved state to load (LOAD); None sends none.
             servers: indices of the servers; None for all.
         """
         raw = np.asarray(extras, dtype="<f8").tobytes()
@@ -192,11 +200,12 @@ class Client:
         Args:
             text: names the call in error messages.
             ranks: global ranks on whose requests the replies depend, this rank among them. With several, the stall
-                inspector waits as in a collective.
+                inspector waits as in a collective, and reports the ranks that are missing.
             patient: the servers may wait for other ranks; triples the timeout where ``ranks`` is this rank alone.
 
         Returns:
-            The replies (header, floats, saved state or statistics), in the servers' order.
+            One reply for each server that the requests went to, in the servers' order: header, floats, saved state or
+            statistics.
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
