@@ -52,14 +52,20 @@ _SERVED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class ServerReducer:
-    """Gradient reducer that pushes gradients to the servers and reads their sums' statistics.
+    """Gradient reducer of synchronous parameter servers: pushes gradients, and reads statistics of the servers' sums.
+
+    The summed gradients themselves stay on the servers.
 
     Args:
-        trained: trained parameters by name.
-        run_context: of the run.
+        trained: (name, parameter) pairs of the trained parameters.
+        run_context: communicators and settings of the run.
         link: session with the servers.
-        leaves: gradients that the servers sum in a step: with N workers, N is one push per worker, fewer one per rank.
+        leaves: number of gradients that the servers sum in a step. If it is the number of logical workers, each of them
+            pushes its own gradients; otherwise each rank pushes one sum over its workers.
         backup: number of these gradients that the servers do not wait for.
+
+    Attributes:
+        nonfinite: names of the parameters whose summed gradient was not finite in the latest step.
     """
 
     listens = False
@@ -75,20 +81,21 @@ class ServerReducer:
         self._under_way = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing before this rank's last backward: ``collect`` or ``finish`` pushes the gradients after it."""
+        """Do nothing before this rank's last backward: ``collect`` or ``finish`` pushes the gradients afterwards."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``collect`` or ``finish`` reads ``.grad`` once backward is complete."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Push a logical worker's gradients to the parameter servers if these sum worker by worker.
+        """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
 
-        If nothing is pushed, autograd accumulates the sum of the rank's workers in ``.grad``, and ``finish`` pushes it.
-        Returns before the servers have replied. Not collective.
+        The push sets every ``.grad`` to None; the call returns before the servers have replied. Where the servers sum
+        one push a rank, nothing is pushed: autograd accumulates the sum of the rank's workers in ``.grad``, and
+        ``finish`` pushes the sum. Not collective.
 
         Args:
             step_context: the step under way.
-            worker: index of the worker.
+            worker: index of the logical worker.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
         if self._by_worker:
@@ -115,18 +122,19 @@ class ServerReducer:
             )
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Push gradients that are left, and wait until the servers have summed the pushes of all ranks.
+        """Push gradients that are left, and wait until the parameter servers have summed the pushes of all ranks.
 
-        Every rank has to call it, because the servers wait for all pushes; with backup workers they do not wait for the
-        latest ones. The summed gradients stay on the servers.
+        Every rank has to call ``finish``, because the servers wait for all pushes; with backup workers they do not wait
+        for the latest ones. The summed gradients stay on the servers.
 
         Args:
             step_context: the step under way.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its workers; None if they had no samples.
 
         Returns:
-            Sums over all ranks whose pushes count: loss, count (samples or tokens) and metrics; whether a rank asks to
-            stop; for each parameter whether any rank had a gradient.
+            Sums over all pushes that count: loss, count (samples or tokens) and metrics; whether a rank asks to stop;
+            for each parameter whether any rank had a gradient; ``own``, sums for the variance of the workers'
+            gradients, empty where it is not measured.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -170,7 +178,7 @@ class ServerReducer:
         return self._tail.read(tail)._replace(own=own)
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's summed gradient, in the model's order.
+        """Return the sum of squares of each trained parameter's summed gradient, in the model's order.
 
         The servers have computed the numbers, which come with the replies in the latest ``finish`` and cover whole
         parameters, so that they are equal on all ranks. Not collective.
@@ -178,11 +186,27 @@ class ServerReducer:
         return self._squares
 
     def scale(self, factor: float) -> None:
-        """Do nothing: the servers divide by count and loss scale, and multiply by the clipping factor on the update."""
+        """Do nothing: the servers divide by count and loss scale, and multiply by the clipping factor on the update.
+
+        Args:
+            factor: unused; other reducers multiply every gradient by this factor.
+        """
 
 
 class SynchronousServerSync(RemoteGradients, AllReduceSync):
-    """Gradient synchronisation of ``parameter_server:mode=sync``."""
+    """Gradient synchronisation with synchronous parameter servers (``parameter_server:mode=sync``).
+
+    The servers sum the gradients of a step over all ranks, make one update, and send the parameters back, so that the
+    result equals that of all-reduce. With backup workers the update is made without the slowest pushes.
+
+    Args:
+        config: options of the ``parameter_server`` strategy.
+        run_context: communicators and settings of the run.
+
+    Attributes:
+        gradient_at: "servers": the summed gradients cannot be read on the ranks.
+        optimizers: after ``attach``, one optimizer that holds the hyperparameters and is never stepped.
+    """
 
     def __init__(self, config: ParameterServerConfig, run_context: RunContext) -> None:
         super().__init__(AllReduceConfig(), run_context)
@@ -192,13 +216,13 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._leaves = run_context.workers if by_worker else run_context.comms.replica.size
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Compare the model over the ranks, take data rank 0's values, and start or join the parameter servers.
+        """Compare the model over the data ranks, broadcast rank 0's values, and start or join the parameter servers.
 
         Collective. Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also
         called here for an optimizer that holds the hyperparameters and is never stepped.
 
         Args:
-            replica: the replica on this rank.
+            replica: this rank's copy of the model and what runs it.
             make_optimizer: builds the run's optimizer over named parameters.
 
         Returns:
@@ -284,7 +308,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
     @property
     def by_worker(self) -> bool:
-        """Whether each logical worker pushes its own gradients; otherwise each rank pushes one sum over its workers."""
+        """Whether each logical worker pushes its own gradients; otherwise each rank pushes one sum over its workers.
+
+        True in reproducible mode, with backup workers, where the variance of the workers' gradients is measured, and
+        where there are as many logical workers as ranks.
+        """
         return self._leaves == self._run_context.workers
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
@@ -294,7 +322,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         pushes, with backup workers all but the latest ones.
 
         Returns:
-            Mean loss and metrics, norm of the whole gradient before clipping, and whether it is finite.
+            Mean loss and metrics over the global batch, norm of the whole gradient before clipping, and whether the
+            gradient is finite.
 
         Raises:
             UsageError: the script has written parameters since the last update.
@@ -304,17 +333,18 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:
-        """Return the parameters whose ``.grad`` holds this rank's gradients before they are pushed to the servers.
+        """Return the parameters whose ``.grad`` holds this rank's gradients before the push to the servers.
 
-        The gradient noise scale is measured with them. The result has no optimizer, because its state is on the
-        servers.
+        The gradient noise scale is measured with these gradients. The result names no optimizer, because the optimizer
+        state is on the servers.
         """
         return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
-        """Return one model by name: the parameters, and the buffers merged over workers. Collective.
+        """Return one model as whole tensors by name: the parameters, and the buffers merged over workers. Collective.
 
-        With backup workers a rank may have missed the latest update, and reads the parameters from the servers first.
+        With backup workers a rank may have missed the latest update, and reads the parameters from the servers first,
+        between two barriers over the data ranks.
         """
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.
@@ -347,7 +377,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def load(self, saved: SavedState) -> None:
         """Restore parameters and buffers on this rank, and parameters and optimizer state on the servers.
 
-        Collective: every rank reads its part, rank 0 sends to the servers, then a barrier.
+        Collective: every rank reads the model and its workers' buffers, rank 0 sends parameters and optimizer state to
+        the servers, then a barrier over the data ranks.
+
+        Args:
+            saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
