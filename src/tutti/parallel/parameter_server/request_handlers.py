@@ -35,12 +35,13 @@ NONE = -1.0
 
 @dataclass
 class Request:
-    """A well-formed request. ``vectors`` are the sender's gradients, in a buffer that is reused after the reply.
+    """A well-formed request of a rank to a parameter server.
 
     Attributes:
         header: first frame of the message.
-        extras: floats, whose meaning depends on the kind of request.
-        vectors: one tensor per dtype section; empty where the request carries none.
+        extras: floats, whose meaning and number depend on the kind of request.
+        vectors: gradients of a PUSH, one flat tensor for each dtype of the parameters, in a buffer that is reused after
+            the reply; empty where the request carries none.
     """
 
     header: MessageHeader
@@ -50,14 +51,15 @@ class Request:
 
 @dataclass
 class Answer:
-    """A reply.
+    """A parameter server's reply to a request.
 
     Attributes:
-        status: OK, LATE or REFUSED.
-        extras: floats, whose meaning depends on the kind of request.
-        values: send the current parameters, too.
-        blob: saved state or statistics to send.
-        seen: updates made so far.
+        status: OK; LATE for a gradient that came after the sum of its step; REFUSED for a non-finite gradient or a kind
+            of request that the server does not handle.
+        extras: floats, whose meaning and number depend on the kind of request.
+        values: send the server's current parameters, too.
+        blob: saved state or statistics to send; None for none. Not sent if ``values`` is True.
+        seen: number of updates made so far.
     """
 
     status: int = OK
@@ -68,7 +70,10 @@ class Answer:
 
 
 class RequestHandler(Protocol):
-    """Protocol of the handlers of PUSH, SUM, APPLY and PULL."""
+    """Protocol of a parameter server's handler of the requests PUSH, SUM, APPLY and PULL.
+
+    The server's loop answers all other kinds of request itself.
+    """
 
     @property
     def version(self) -> int:
@@ -78,8 +83,8 @@ class RequestHandler(Protocol):
         """Carry out a request of a rank to this parameter server, and return the reply.
 
         Returns:
-            The reply; None if the request has to wait for other workers, in which case the server later calls again
-            with the same request.
+            The reply; None if the request has to wait for other workers. In this case the server calls ``handle`` again
+            later with the same request.
         """
 
     def forget(self) -> None:
@@ -92,19 +97,25 @@ class RequestHandler(Protocol):
         """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore, in a restarted server process, the JSON value that ``state`` returned for a snapshot."""
+        """Restore the workers' numbers of steps, and counts, in a restarted server process.
+
+        Args:
+            state: the JSON value that the method ``state`` returned for a snapshot.
+        """
 
     def facts(self) -> dict[str, Any]:
         """Return this server's counts of updates and dropped pushes for ``summary.json``, as a JSON value."""
 
 
 class SyncHandler:
-    """Synchronous handler: one update a step, from all contributions or, with backup workers, from the first to arrive.
+    """Request handler of a synchronous parameter server: one update a step, from the sum of the pushed gradients.
+
+    The sum is over all pushes or, with backup workers, over the first to arrive.
 
     Args:
         shelf: parameter shard of this server.
-        rounds: barrier and sum of a step's contributions.
-        leaf: index of the contribution that each logical worker pushes.
+        rounds: barrier and sum of the gradients of a step.
+        leaf: for each logical worker the index, in the sum, of the gradient that it pushes.
         parameters: number of trained tensors of the model, on all servers.
 
     Attributes:
@@ -122,12 +133,15 @@ class SyncHandler:
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request of a rank to this synchronous parameter server, and return the reply.
 
-        PUSH adds a gradient to the step's sum, SUM reads statistics of the sum, APPLY steps the optimizer with it.
+        PUSH adds a gradient to the step's sum, SUM reads statistics of the sum, APPLY steps the optimizer with the sum.
 
         Returns:
             The reply. None for a SUM while pushes of other workers are missing, or while its rank is 256 steps ahead of
-            another; the server later calls again with the same request. A push gets the status LATE where its step has
-            been summed without it.
+            another; the server later calls ``handle`` again with the same request. A PUSH gets the status LATE where
+            its step has been summed without it.
+
+        Raises:
+            KeyError: the request is of another kind.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         return kinds[request.header.kind](request)
@@ -231,13 +245,13 @@ class SyncHandler:
 
 
 class AsyncHandler:
-    """Asynchronous handler: every push of a finite gradient is one update.
+    """Request handler of an asynchronous parameter server: every push of a finite gradient is one update.
 
     Args:
         shelf: parameter shard of this server.
-        core: clocks and staleness of the workers.
+        core: numbers of steps and staleness of the workers.
         settings: number of hyperparameters that a push carries.
-        over_staleness: divide the learning rate of an update by its staleness.
+        over_staleness: divide the learning rate of an update by its staleness, where this is above 1.
     """
 
     def __init__(self, shelf: ParameterShard, core: StalenessTracker, settings: int, over_staleness: bool) -> None:
@@ -254,9 +268,11 @@ class AsyncHandler:
         """Carry out a request to an asynchronous server: PULL (read parameters) or PUSH (update with a gradient).
 
         Returns:
-            The reply. None for a PULL with the flag WAIT while the worker is further ahead of the slowest than the
-            staleness bound allows; the server later calls again with the same request. The status is REFUSED for a
-            non-finite gradient and for other requests.
+            The reply, with the floats [staleness of the push, updates lost in restores, step after which all workers
+            stop or -1, 1 if the worker may begin its next step, steps of all workers divided by their number]. None for
+            a PULL with the flag WAIT while the worker is further ahead of the slowest than the staleness bound allows;
+            the server later calls ``handle`` again with the same request. The status is REFUSED for a non-finite
+            gradient, and, without floats, for other kinds of request.
         """
         header = request.header
         if header.kind == PULL:
@@ -315,7 +331,11 @@ class AsyncHandler:
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore, in a server process started again after a crash, the JSON value that ``state`` returned."""
+        """Restore the workers' numbers of steps, and counts, in a server process started again after a crash.
+
+        Args:
+            state: the JSON value that the method ``state`` returned for a snapshot.
+        """
         self._core.load(state)
 
     def facts(self) -> dict[str, Any]:
@@ -323,8 +343,9 @@ class AsyncHandler:
 
         Returns:
             ``updates``: number of updates made. ``steps``: number of pushes of each worker. ``staleness``: number of
-            updates by staleness, with text keys. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes
-            dropped because they were too stale, or not finite.
+            updates by staleness, with text keys; the staleness is the number of updates between a worker's read and its
+            push. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes dropped because they were too
+            stale, or not finite.
         """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}
