@@ -23,25 +23,26 @@ Vectors = list[Tensor]
 
 
 class ParameterShard:
-    """Parameters and optimizer of one server, in the server's process.
+    """The part of the parameters that one parameter server has, and an optimizer over it, in the server's process.
 
-    The constructor points ``.data`` of the model's parameters, which the fork has copied, at their slices here.
+    The constructor points ``.data`` of the model's parameters, which the fork has copied into this process, at this
+    server's slices.
 
     Args:
         plan: partition of the parameters over the servers.
         server: number of this server.
-        named: trained parameters of the model.
-        initial: (plan.size,) uint8, their values.
+        named: (name, parameter) pairs of the model's trained parameters.
+        initial: (plan.size,) uint8, the bytes of the parameters' initial values, laid out as in ``plan``.
         make_optimizer: builds the optimizer over the slices.
-        handle: optimizer over all of ``named``, whose hyperparameters follow those of the ranks.
-        keys: which hyperparameters.
+        handle: optimizer over all of ``named``, into which the hyperparameters sent by the ranks are written.
+        keys: identifies the hyperparameters that the ranks send, in their order.
 
     Attributes:
         keys: as given.
-        values: flat values, one tensor per dtype section.
-        pieces: tensor slices of this server.
-        here: the model's parameters of which this server has a slice, by name.
-        optimizer: updates ``here``; None where nothing of it is trained.
+        values: current values of the slices, one flat tensor for each dtype.
+        pieces: descriptions of the parameter slices of this server.
+        here: (name, parameter) pairs of the parameters of which this server has a slice, in the order of ``pieces``.
+        optimizer: optimizer over the parameters in ``here``; None where none of them is trained.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ParameterShard:
         """Cut flat buffers into one view for each slice of a parameter that this server has.
 
         Args:
-            vectors: one flat tensor for each dtype, laid out as this server's parameters: such as a received gradient.
+            vectors: one flat tensor for each dtype, laid out as this server's parameters, such as a received gradient.
 
         Returns:
             Views in the order of ``pieces``: flat (n,) for a slice of a parameter, in the parameter's shape for a whole
@@ -90,8 +91,8 @@ class ParameterShard:
                 parameter without a gradient.
             settings: the optimizer's hyperparameters as a rank has sent them, in the order of the constructor's
                 ``keys``.
-            grad_norm: norm of the whole gradient, for an optimizer that has an attribute of this name.
-            rate: the learning rates are multiplied by it in this step alone.
+            grad_norm: norm of the whole gradient over all servers, for an optimizer that has an attribute of this name.
+            rate: factor on the learning rates in this step alone.
         """
         if self.optimizer is None:
             return
@@ -112,7 +113,8 @@ class ParameterShard:
     def save(self) -> bytes:
         """Return this server's parameter slices and optimizer state as the bytes of a safetensors file.
 
-        Its tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``.
+        The file's tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``, with the optimizer's own key
+        (such as ``exp_avg``).
         """
         tensors = {f"value/{name}": view for (name, _), view in zip(self.here, self.views(self.values), strict=True)}
         if self.optimizer is not None:
@@ -164,7 +166,8 @@ def cut_for_server(
         server: index of the server.
         named: trained parameters of the model, in the order of ``plan.sizes``.
         values: whole parameters by name.
-        states: whole optimizer state by ``{parameter}/{key}``.
+        states: whole optimizer state by ``{parameter}/{key}``; tensors of another number of elements than the parameter
+            (such as a step count) are copied whole.
 
     Returns:
         The bytes of a safetensors file, which ``ParameterShard.load`` takes.

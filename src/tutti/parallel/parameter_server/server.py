@@ -43,7 +43,12 @@ _ENVELOPE = 1 << 20
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """A server's part of one rank's shared buffers: ``pushed`` gradients and ``given`` parameters."""
+    """The regions of one rank's shared-memory buffers that one parameter server reads and writes.
+
+    Attributes:
+        pushed: gradients that the rank sends, one flat tensor for each dtype of the parameters.
+        given: updated parameters that the server returns, in the same form.
+    """
 
     pushed: Vectors
     given: Vectors
@@ -51,7 +56,7 @@ class SharedBuffers:
 
 @dataclass(frozen=True)
 class ServerJob:
-    """Configuration of one server process.
+    """Configuration of one parameter server's process.
 
     Attributes:
         terms: lengths and identifiers that each message must have.
@@ -59,7 +64,7 @@ class ServerJob:
         clients: public keys of the ranks, in rank order.
         endpoint: ZeroMQ address on which the server listens.
         descriptor: listening TCP socket to take over; None for an ``ipc`` endpoint.
-        shared: shared buffers of each rank; empty where tensors travel in messages.
+        shared: buffers in shared memory of each rank, in rank order; empty where tensors travel in messages.
         make: makes the parameter shard and its request handler, in the server's process.
         snapshots: files for snapshots; None for no snapshots.
         every: updates between two snapshots.
@@ -77,7 +82,13 @@ class ServerJob:
 
 
 class Server:
-    """Request loop of one server, restored from its newest snapshot if there is one."""
+    """Request loop of one parameter server, restored from its newest snapshot if there is one.
+
+    The constructor builds parameter shard and optimizer, and binds the ZeroMQ socket; ``run`` answers requests.
+
+    Args:
+        job: configuration of the server.
+    """
 
     def __init__(self, job: ServerJob) -> None:
         self._job, self._terms = job, job.terms
