@@ -57,7 +57,8 @@ def put(groups: Sequence[dict[str, Any]], chosen: Sequence[Key], numbers: Sequen
     Args:
         groups: the optimizer's ``param_groups``.
         chosen: keys (index of the parameter group, name, index in a tuple such as ``betas``, or None), from ``keys``.
-        numbers: the new value for each key, in the order of ``chosen``; entries of a tuple are replaced one by one.
+        numbers: the new value for each key, in the order of ``chosen``; entries of a tuple are replaced one by one, and
+            a tensor is replaced by a float.
     """
     for (n, name, i), number in zip(chosen, numbers, strict=True):
         group = groups[n]

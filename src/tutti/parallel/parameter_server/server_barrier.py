@@ -16,12 +16,12 @@ MOST_BEHIND = 256
 
 @dataclass
 class Leaf:
-    """One contribution, or the sum of several.
+    """The gradients of one push to a synchronous server, or the sum of several: a node of the summation tree.
 
     Attributes:
-        vectors: gradients, one tensor per dtype section.
-        totals: the contribution's loss sums and digests.
-        owned: ``vectors`` are the server's own memory, not the sender's buffer.
+        vectors: gradients, one flat tensor for each dtype of the parameters.
+        totals: (k,) float64, loss sums and digests that were pushed with the gradients.
+        owned: whether ``vectors`` are the server's own memory, and not the sender's buffer.
     """
 
     vectors: Vectors
@@ -30,14 +30,16 @@ class Leaf:
 
 
 class ServerBarrier:
-    """Sums the gradients that the logical workers or ranks push to one server, one step after the other.
+    """Sums the gradients that the logical workers or ranks push to one synchronous server, one step after the other.
+
+    Without backup workers the order of summation is that of a fixed tree, whatever the order of arrival.
 
     Args:
         leaves: number of gradients (contributions) to a step, one of each logical worker or of each rank.
         backup: number of contributions that are not waited for.
 
     Attributes:
-        clock: the step under way; None before the first push.
+        clock: number of the step under way; None before the first push, which sets it.
         counted: indices of the contributions in the latest sum.
         late: number of contributions dropped because their sum had been made already.
     """
@@ -58,12 +60,13 @@ class ServerBarrier:
 
         Args:
             leaf: index of the worker or rank, below the constructor's ``leaves``.
-            clock: the step.
+            clock: number of the step.
             vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if they are to be kept.
             totals: loss sums and digests, (k,) float64.
 
         Returns:
-            False if the gradients are dropped: the step's sum has been made, or they have been pushed before.
+            True if the gradients are part of the sum. False if they are dropped: the step's sum has been made, or they
+            have been pushed before.
 
         Raises:
             ValueError: the step is later than the one under way, so that this server has missed some.
@@ -86,8 +89,8 @@ class ServerBarrier:
     def total(self, counted: Collection[int] | None = None) -> Leaf | None:
         """Return the sum of the gradients pushed in the step under way, once enough of them have arrived.
 
-        With backup workers, the sum is made as soon as all but ``backup`` of them have arrived. Further calls return
-        the same sum until ``finish``.
+        Without backup workers, that is when all have arrived; with them, as soon as all but ``backup`` have. Further
+        calls return the same sum until ``finish``.
 
         Args:
             counted: indices of the workers or ranks whose gradients the first server has chosen; None to take all that
@@ -123,7 +126,14 @@ class ServerBarrier:
         self.clock += 1
 
     def result(self, clock: int) -> list[float] | None:
-        """Return the statistics given to ``finish`` for step ``clock``; None for a step not finished, or not kept."""
+        """Return the statistics that ``finish`` was given for an earlier step.
+
+        Args:
+            clock: number of the step.
+
+        Returns:
+            The statistics; None for a step that is not finished, or is 256 or more steps before the latest finished one.
+        """
         return self._results.get(clock)
 
     def _fold(self, node: Node) -> Leaf | None:

@@ -30,19 +30,20 @@ OK, LATE, LOST, REFUSED = range(4)
 
 
 class Malformed(ValueError):
-    """Raised for a message that differs from the agreed terms; it changes nothing on the server."""
+    """Raised for a message to a parameter server that differs from the agreed ``Terms``; the server ignores it."""
 
 
 class MessageHeader(NamedTuple):
-    """First frame of a message.
+    """First frame of a message between a rank and a parameter server, of fixed size.
 
     Attributes:
-        kind: HELLO, PUSH, …
-        flags: flags of a request; in a reply its status.
+        kind: kind of request: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS; a reply has its request's.
+        flags: flags of a request (SHARED, SKIP, BACK, WAIT, combined by ``|``); in a reply the status (OK, LATE or
+            REFUSED).
         run: identifier of the run; other runs' messages are refused.
         layout: digest of names, shapes, dtypes and partition of the parameters.
         client: rank that sends the request; must be the owner of the connection's key.
-        worker: logical worker concerned.
+        worker: index of the logical worker that the request is for.
         seq: sequence number of the request, which grows with each request of a rank to a server.
         clock: steps that the worker has taken.
         seen: updates contained in the worker's parameters; in a reply, updates made so far.
@@ -74,13 +75,13 @@ class MessageHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms agreed before the first message, which a server checks each request against.
+    """Identifiers and lengths, agreed before the first message, that a parameter server checks each request against.
 
     Attributes:
         run: random identifier of this run.
-        layout: see ``MessageHeader``.
-        workers: logical workers of each client.
-        frames: bytes of each tensor frame of this server.
+        layout: digest of names, shapes, dtypes and partition of the parameters.
+        workers: for each rank the range of indices of its logical workers.
+        frames: bytes of each tensor frame of this server, in the order of the message.
         extras: number of floats of each kind of request; 0 for kinds not listed.
         most: largest size of a blob, bytes.
     """
@@ -102,6 +103,9 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
         frames: the message without its address: header, floats, tensors or blob.
         terms: identifiers and lengths that ranks and server have agreed on at the start.
         client: rank whose key the connection was made with.
+
+    Returns:
+        The header, all of whose fields agree with the terms.
 
     Raises:
         Malformed: the message differs from the terms.
