@@ -19,7 +19,7 @@ _VERSION = b"1.0"
 
 @dataclass(frozen=True)
 class Keys:
-    """A CURVE key pair in Z85, 40 characters each. The secret key is never sent, nor shown by ``repr``."""
+    """A ZeroMQ CURVE key pair in Z85, 40 characters each. The secret key is never sent, nor shown by ``repr``."""
 
     public: bytes
     secret: bytes
@@ -34,7 +34,7 @@ def make_keys() -> Keys:
 
 
 class ZapAuthenticator:
-    """ZAP handler that accepts the keys of the ranks, and gives each connection its rank as user id.
+    """ZeroMQ authentication (ZAP) handler that accepts the keys of the ranks, and gives a connection its rank as user id.
 
     Args:
         context: ZeroMQ context of the server's sockets.

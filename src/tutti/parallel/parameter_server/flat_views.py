@@ -55,8 +55,8 @@ def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
 def strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides, in elements, of a parameter's view in a flat buffer.
 
-    They are the parameter's own where it is dense (contiguous, or channels-last); otherwise those of a contiguous
-    tensor of its shape.
+    The strides are the parameter's own where it is dense (contiguous, or channels-last); otherwise those of a
+    contiguous tensor of its shape.
     """
     own = parameter.stride()
     dense = torch.empty_like(parameter, device="meta").stride() == own
@@ -67,8 +67,8 @@ def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Flatten a tensor into a copy (n,) whose elements are in the parameter's memory order (the inverse of ``shaped``).
 
     Args:
-        tensor: of the parameter's shape.
-        parameter: gives the order.
+        tensor: a tensor of the parameter's shape, in any memory format, such as its optimizer state.
+        parameter: gives shape and memory order; its values are not read.
     """
     flat = torch.empty(parameter.numel(), dtype=tensor.dtype)
     shaped(flat, parameter).copy_(tensor)

@@ -132,7 +132,7 @@ class ServerBarrier:
             clock: number of the step.
 
         Returns:
-            The statistics; None for a step that is not finished, or is 256 or more steps before the latest finished one.
+            The statistics; None for a step that is not finished, or is 256 or more steps before the latest finished.
         """
         return self._results.get(clock)
 

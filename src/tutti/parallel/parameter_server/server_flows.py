@@ -18,7 +18,7 @@ _ASYNC_REPLY = 5
 
 
 class ServerFlow(NamedTuple):
-    """One request of a rank to a server, and its reply.
+    """One kind of request that a rank makes to a parameter server in each step, and the reply.
 
     Attributes:
         server: number of the server.
@@ -27,8 +27,8 @@ class ServerFlow(NamedTuple):
         received: bytes of the reply without tensors.
         pushed: bytes of gradients that go with the request.
         pulled: bytes of parameters that come with the reply.
-        push_period, pull_period: steps from one transfer of gradients, and of parameters, to the next; the request
-            itself is made in each step.
+        push_period: steps from one transfer of gradients to the next; the request itself is made in each step.
+        pull_period: steps from one transfer of parameters to the next.
     """
 
     server: int

@@ -12,7 +12,13 @@ _FRAME = 1 << 20
 
 
 class Size(NamedTuple):
-    """A tensor: its number of elements, bytes of an element, and dtype."""
+    """Size of a tensor that is placed on parameter servers.
+
+    Attributes:
+        elements: number of elements.
+        itemsize: bytes of an element.
+        dtype: name of the dtype, such as ``torch.float32``.
+    """
 
     elements: int
     itemsize: int
@@ -20,9 +26,14 @@ class Size(NamedTuple):
 
 
 class ServerPiece(NamedTuple):
-    """Slice of a flat tensor on a server.
+    """Slice of a flattened parameter that one parameter server has.
 
-    Elements ``begin`` … ``end`` of tensor ``tensor``, stored from element ``at`` on in the server's part of a section.
+    Attributes:
+        section: index of the section, the flat buffer of all tensors of one dtype.
+        tensor: index of the parameter in ``ServerPlan.sizes``.
+        begin: first element of the slice in the flattened parameter.
+        end: element after the last one.
+        at: element at which the slice begins in the server's part of the section.
     """
 
     section: int
@@ -39,12 +50,12 @@ class DtypeSection:
     The alignment affects results: matrix products of unaligned tensors differ in their last bits.
 
     Attributes:
-        dtype: of the tensors.
+        dtype: name of the tensors' dtype.
         itemsize: bytes of an element.
-        order: indices of the tensors, in order of memory.
-        offsets: element of the section at which each tensor begins.
-        start: byte of the plan at which the section begins.
-        cuts: server m has elements ``cuts[m]`` … ``cuts[m + 1]``.
+        order: indices of the tensors (in ``ServerPlan.sizes``), in order of memory.
+        offsets: element of the section at which each tensor begins, in the same order.
+        start: byte of the whole buffer at which the section begins.
+        cuts: server m has the elements from ``cuts[m]`` up to, but not including, ``cuts[m + 1]`` of the section.
     """
 
     dtype: str
@@ -57,11 +68,11 @@ class DtypeSection:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """Layout of all tensors in one buffer of ``size`` bytes, and each server's part of it.
+    """Layout of all parameters in one buffer of ``size`` bytes, and each parameter server's part of the buffer.
 
     Attributes:
-        sizes: of the tensors.
-        sections: one for each dtype.
+        sizes: sizes of the parameters, in the model's order.
+        sections: one flat region for each dtype, in order of memory.
         size: bytes of the whole buffer.
     """
 
@@ -70,7 +81,7 @@ class ServerPlan:
     size: int
 
     def regions(self, server: int) -> list[range]:
-        """Return a server's part of the buffer that holds all parameters: for each dtype section a range of bytes.
+        """Return a server's part of the buffer that holds all parameters: for each dtype one range of bytes.
 
         Args:
             server: index of the server.
@@ -104,6 +115,9 @@ class ServerPlan:
 
         Args:
             server: index of the server.
+
+        Yields:
+            One ``ServerPiece`` for each parameter of which the server has elements.
         """
         for number, section in enumerate(self.sections):
             low, high = section.cuts[server], section.cuts[server + 1]
@@ -120,7 +134,11 @@ def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan
         sizes: elements, bytes of an element and dtype of each tensor.
         servers: number of servers.
         whole: keep each tensor whole, assigning the largest first to the server with the fewest bytes; otherwise cut
-            each section (all tensors of a dtype) into equal parts, across tensors.
+            each section (all tensors of a dtype) into parts that are equal up to the alignment of 64 bytes, across
+            tensors.
+
+    Returns:
+        The layout; each tensor begins at a multiple of 64 bytes.
 
     >>> sizes = [Size(100, 4, "f"), Size(28, 4, "f"), Size(64, 4, "f")]
     >>> plan_servers(sizes, 2, whole=False).sections[0].cuts, plan_servers(sizes, 2, whole=True).sections[0].order

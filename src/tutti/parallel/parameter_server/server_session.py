@@ -367,9 +367,11 @@ class ServerSession:
         return {"servers": [{"at": address.endpoint, **json.loads(reply.frames[0])} for address, reply in told]}
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of the parameter servers that this rank started, by server number.
+        """Return the current process ids of the parameter servers that this rank started. Does not block.
 
-        Includes servers that were started again. Empty on ranks that started no server.
+        Returns:
+            Process ids by the servers' index among those of this rank, from 0: on one node this is the server's number.
+            Empty on ranks that started no server.
         """
         if self._host is None:
             return {}

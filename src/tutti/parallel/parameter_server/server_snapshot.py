@@ -16,7 +16,11 @@ _HEAD = struct.Struct("<QQ32s")
 
 
 class Snapshots:
-    """Two snapshot files, made before the server's process, which inherits their descriptors."""
+    """Two snapshot files of one parameter server, from which the server is restored after its process was killed.
+
+    The files are temporary and already unlinked. They are made before the server's process, which inherits their
+    descriptors. Snapshots alternate between the two, so that one is always complete.
+    """
 
     def __init__(self) -> None:
         self._files = [_nameless(), _nameless()]

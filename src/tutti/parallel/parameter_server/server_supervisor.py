@@ -29,17 +29,21 @@ _ENDING = 5.0
 
 
 class ServerSupervisor:
-    """A rank's handle of the parameter servers that it has started, and of the guard process that restarts them.
+    """Starts a rank's parameter servers as processes, and restarts those that are killed.
+
+    The constructor forks a guard process without threads, which forks the servers, restarts them, and ends with the
+    rank.
 
     Args:
         serve: for each server the function that its process runs.
-        keep: file descriptors that guard and servers inherit; the guard closes all others.
-        restart: start a server again that was killed by a signal, at most 10 times in all; otherwise all servers end.
+        keep: file descriptors that guard and servers inherit; the guard closes all others except the standard ones.
+        restart: start a server again that was killed by a signal, at most 10 times in all. Otherwise, and where a
+            server ends by itself, all servers are killed.
 
     Attributes:
-        pids: process id of each server, as last reported.
-        failed: why the servers ended for good; empty while they run.
-        close: ends guard and servers; also called when this object is collected.
+        pids: process id of each server, by its index in ``serve``, as of the latest ``look``.
+        failed: why the servers ended for good, as of the latest ``look``; empty while they run.
+        close: ends guard and servers; also called when this object is collected. Does nothing in a forked child.
     """
 
     def __init__(self, serve: Sequence[Callable[[], None]], keep: Collection[int], restart: bool) -> None:

@@ -14,14 +14,14 @@ from tutti.parallel.parameter_server.staleness import StalenessTracker
 
 
 class Event(NamedTuple):
-    """A read or a push of a worker.
+    """A read of parameters, or a push of a gradient, by a worker in a simulation of asynchronous training.
 
     Attributes:
-        time: simulated seconds.
-        worker: number of the logical worker.
-        clock: its step, from 0.
-        pushes: the worker pushes the gradient of the step; otherwise it reads the parameters to begin the step.
-        staleness: of a push, the updates since the worker's read.
+        time: simulated seconds since the start.
+        worker: index of the logical worker.
+        clock: the worker's step, from 0.
+        pushes: True if the worker pushes the gradient of the step, False if it reads the parameters to begin the step.
+        staleness: for a push, the number of updates since the worker's read; 0 for a read.
     """
 
     time: float
@@ -44,8 +44,8 @@ def simulate(
     Of workers ready at the same time, the lowest number goes first.
 
     Args:
-        seconds: step time of each worker.
-        steps: steps of each worker.
+        seconds: for each worker the time of one of its steps, in simulated seconds.
+        steps: number of steps that each worker makes.
         bound: steps that a worker may be ahead of the slowest; None for no bound.
         read: called as ``read(worker, clock)`` when the worker reads the parameters for its step ``clock``, from 0.
         update: called as ``update(worker, clock, staleness)`` to apply the gradient at the parameters last read;

@@ -17,28 +17,35 @@ from typing import Any, NamedTuple
 
 
 class Pushed(NamedTuple):
-    """Outcome of a push: whether an update was made, and the updates between the worker's read and its push."""
+    """Outcome of a worker's push of a gradient to an asynchronous parameter server.
+
+    Attributes:
+        taken: whether an update was made.
+        staleness: number of updates between the worker's read of the parameters and its push; 0 for a repeated push.
+    """
 
     taken: bool
     staleness: int
 
 
 class StalenessTracker:
-    """Tracks clocks, staleness and lost updates of N workers, and decides which may proceed.
+    """Tracks steps, staleness and lost updates of the logical workers of one asynchronous parameter server.
+
+    Also decides which workers may begin a step, where a worker may be only so many steps ahead of the slowest.
 
     Args:
-        workers: N.
-        bound: steps that a worker may be ahead of the slowest, s; None for no bound.
+        workers: number of logical workers.
+        bound: steps that a worker may be ahead of the slowest; None for no bound.
         lease: seconds without a request after which a worker counts as gone.
-        now: clock in seconds.
-        gone: returns the workers of lost ranks; called only when a worker would have to wait.
+        now: returns the time in seconds.
+        gone: returns the indices of the workers of lost ranks; called only when a worker would have to wait.
         together: count the run's steps over all workers together (``steps=all``), not for each worker.
 
     Attributes:
         version: number of updates made.
-        staleness: number of updates by staleness.
-        stop_at: step after which all workers stop, once one has asked for it; of ``clock`` with ``together``, else of
-            each worker.
+        staleness: number of updates by staleness: the updates made between a worker's read and its push.
+        stop_at: number of the step after which all workers stop; None before a worker has asked for it. It counts
+            ``clock`` with ``together``, else the steps of each worker.
         lost: acknowledged updates that are missing since the server was restored, as far as workers have seen them.
         stale: pushes dropped because their worker, after its lease had run out, was behind the slowest by more than
             the bound.
@@ -67,8 +74,8 @@ class StalenessTracker:
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
         """Record a request of a logical worker: its number of steps, and the time, from which the lease runs anew.
 
-        The very first request sets the steps of all workers. After a restore of the server, ``seen`` shows how many
-        updates were lost.
+        The lease is the time without a request after which a worker counts as gone. The very first request sets the
+        steps of all workers. After a restore of the server, ``seen`` shows how many updates were lost.
 
         Args:
             worker: index of the logical worker.
@@ -96,7 +103,8 @@ class StalenessTracker:
             update: called as ``update(staleness)`` to make the update; None for a step without one.
 
         Returns:
-            Whether an update was made, and its staleness: the number of updates since the worker's read.
+            Whether an update was made, and its staleness: the number of updates since the worker's read, 0 for a
+            repeated push.
         """
         # Computed before ``hear``, so that a worker whose lease had run out does not count in it.
         done, slowest = self._clocks[worker], self.slowest()
@@ -126,6 +134,11 @@ class StalenessTracker:
 
     def may_proceed(self, worker: int) -> bool:
         """Return whether a logical worker may begin a step: it is at most ``bound`` steps ahead of the slowest worker.
+
+        Always True without a bound. Workers of lost ranks, which are looked up only here, do not count as the slowest.
+
+        Args:
+            worker: index of the logical worker.
 
         >>> core = StalenessTracker(2, bound=2)
         >>> core.hear(0, 5), core.hear(1, 7), core.may_proceed(1)
@@ -185,10 +198,13 @@ class StalenessTracker:
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the workers' progress in a restarted server from the JSON value that ``state`` returned.
+        """Restore the workers' progress in a restarted server from a snapshot.
 
-        From then on ``lost`` counts acknowledged updates that are missing: workers' parameters contain more updates
-        than the snapshot.
+        From then on ``lost`` counts acknowledged updates that are missing, because workers' parameters contain more
+        updates than the snapshot. Every worker's lease begins anew.
+
+        Args:
+            state: the JSON value that the method ``state`` returned.
         """
         self.version, self.lost, self.stop_at = state["version"], state["lost"], state["stop_at"]
         self._clocks = list(state["clocks"])
