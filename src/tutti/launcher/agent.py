@@ -35,7 +35,10 @@ _ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
 
 
 class OneHost(RendezvousHandler):
-    """A rendezvous of a single agent, without a socket; each attempt gets a free port for the user's script."""
+    """Rendezvous handler of torchelastic for a job on one node: it completes at once, with no connection to a peer.
+
+    Each call of ``next_rendezvous`` picks a free port, which PyTorch passes to the ranks as ``MASTER_PORT``.
+    """
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
@@ -45,9 +48,11 @@ class OneHost(RendezvousHandler):
         return "tutti"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once the rendezvous result of a job on this node alone: node rank 0 of 1, and a store address.
+        """Return at once the rendezvous result of a job on this node alone.
 
-        The address is a free port of the loopback interface, another one at each call.
+        Returns:
+            An in-process ``HashStore``, node rank 0, number of nodes 1, and the master address and port for the ranks:
+            127.0.0.1 and a TCP port that was free during this call. Each call picks a port anew.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -66,7 +71,7 @@ class OneHost(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return a random id of this run, the same at every call."""
+        """Return the id of this run for torchelastic: 32 random hexadecimal digits, the same at every call."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -75,7 +80,12 @@ class OneHost(RendezvousHandler):
 
 
 class Logs(LogsSpecs):
-    """Log destinations: ranks redirect their own output; the agent only follows logs to show on the terminal."""
+    """Log destinations for torchelastic's agent, which redirects no output: each rank writes its own log file.
+
+    Args:
+        directory: folder of the ranks' log files.
+        shown: the agent also follows the log files of ranks above 0 and prints their lines on the terminal.
+    """
 
     def __init__(self, directory: Path, shown: bool) -> None:
         super().__init__(str(directory))
@@ -88,8 +98,8 @@ class Logs(LogsSpecs):
             envs: local rank → its environment; only the keys are used.
 
         Returns:
-            Destinations in which no output is redirected, because ranks do so themselves; if the output of all ranks is
-            shown, with the log file of each rank above 0 to follow.
+            Destinations in which no output is redirected, because each rank redirects its own. If the output of all
+            ranks is to be shown, they name the log file of each rank above 0 as the file to follow as standard output.
         """
         nowhere = dict.fromkeys(envs, "")
         shown = {rank: str(failure.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
@@ -104,19 +114,21 @@ class Logs(LogsSpecs):
 class Agent:
     """Starts the ranks of one node, restarts them all after a failure, and ends them together.
 
-    A rank that is killed after it has recorded that the run can go on without it does not end the others.
+    If a rank is killed by a signal, no restart is left, and the ranks have recorded that the run can go on without this
+    rank, the others keep running.
 
     Args:
         job: entry point, arguments and folders of every rank.
-        processes: number of ranks.
-        budget: restarts that are allowed.
-        grace: seconds between a signal and SIGKILL.
+        processes: number of ranks on this node.
+        budget: counts the restarts that are still allowed.
+        grace: seconds that the ranks have to end after a signal, before they get SIGKILL.
 
     Attributes:
         deaths: rank → exit code and time (seconds since the epoch), for ranks that ended before this agent began to end
             them.
         lost: ranks that were killed while the run goes on without them.
-        exhausted: why the ranks were not restarted, if restarts were allowed.
+        exhausted: text for the user that says why no restart was left after a failure that a restart could have
+            repaired; empty if there was no such failure, or if no restarts were ever allowed.
     """
 
     def __init__(self, job: child.Job, processes: int, budget: Budget, grace: float) -> None:
@@ -148,7 +160,9 @@ class Agent:
         _silence()
 
     def run(self) -> None:
-        """Start the ranks and block until they have ended for good, all restarts included.
+        """Start the ranks of this node and block until they have ended for good, all restarts included.
+
+        A failure of the ranks raises nothing; ``failures`` returns it afterwards.
 
         Raises:
             SignalException: this process got a signal that asks the run to stop; the ranks were ended before.
@@ -156,9 +170,9 @@ class Agent:
         self._elastic.run()
 
     def failures(self) -> list[Failure]:
-        """Return the failures, since the last restart, of the ranks that ended by themselves with a non-zero exit code.
+        """Return the failures of the ranks of this node that ended by themselves with a non-zero exit code.
 
-        A failure comes from the record that its rank has written, if there is one, else from the exit code. Ranks that
+        Only the ranks of the last start count, one ``Failure`` a rank. A failure comes from the record that its rank has written, if there is one, else from the exit code. Ranks that
         were killed while the run goes on without them are left out.
         """
         ended = self.deaths.items()
