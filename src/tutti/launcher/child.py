@@ -36,14 +36,14 @@ class Job:
     """Description of a launch, the same for every rank.
 
     Attributes:
-        entry: called with ``args`` in every rank.
-        args: its arguments.
-        logs: directory of ``rank{N}.log`` and ``failure-rank{N}.json``.
+        entry: function that every rank runs, called as ``entry(*args)``.
+        args: positional arguments of ``entry``.
+        logs: directory of the ranks' output and failure records, ``rank{N}.log`` and ``failure-rank{N}.json``.
         store: private directory for the ranks' file store.
         launcher: process id of the launcher.
-        threads: CPU threads a process; None if the user has set ``OMP_NUM_THREADS``.
-        limits: how long a rank may make no progress.
-        all_shown: the other ranks' output is shown beside rank 0's.
+        threads: number of PyTorch's intra-op CPU threads in each rank; None if the user has set ``OMP_NUM_THREADS``.
+        limits: time limits of each rank's watchdog: how long the rank may make no progress.
+        all_shown: whether the terminal shows the output of all ranks; False: that of rank 0 only.
     """
 
     entry: Callable[..., None]
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def notes(self) -> tuple[Path, Path]:
-        """Directories for the ranks' failure records, to be tried in order: that of the logs, then the store's.
+        """Two directories for the ranks' failure records, to be tried in order: ``logs``, then ``store``.
 
         The second is usually on another disk, for the case that the first disk is full.
         """
@@ -65,9 +65,10 @@ class Job:
 
 
 def register_last(function: Callable[[], object]) -> None:
-    """Register a function to be called at the end of this rank, after all ``atexit`` handlers.
+    """Register a function to be called at the end of this rank process, after all ``atexit`` handlers.
 
-    Not called in a rank that ends with an error.
+    Functions are called in the order of registration, without arguments, and their results are ignored. A rank that
+    ends with an error does not call them.
     """
     _last.append(function)
 
@@ -75,8 +76,9 @@ def register_last(function: Callable[[], object]) -> None:
 def child_main(job: Job) -> NoReturn:
     """Run ``job.entry`` as a rank in this forked process, and exit the process; never returns.
 
-    Redirects output to the log, starts the watchdog, and records an exception as the rank's failure. The exit code
-    follows from the exception by ``failure_exit_code``. The rank is read from the environment variable ``RANK``.
+    Appends output to the rank's log file (rank 0 keeps the terminal instead), starts the rank's watchdog, and writes an
+    exception to the rank's failure record. The exit code is 0 if ``entry`` returns, else ``failure_exit_code`` of the
+    exception. The rank is read from the environment variable ``RANK``.
 
     Args:
         job: entry point and its arguments, folders and limits.
@@ -176,10 +178,11 @@ def _leave(code: int) -> NoReturn:
 
 
 def let_go() -> None:
-    """Sleep a moment with the GIL released, so that Gloo's threads can free the tensors of their last messages.
+    """Sleep 50 ms with the GIL released, so that Gloo's threads can free the tensors of their last messages.
 
-    They free them after the work is reported as complete. A program that exits earlier is aborted, and one that frees
-    a process group meanwhile deadlocks, holding the GIL, on these threads (pytorch/pytorch#75097).
+    To be called before a process exits or frees a Gloo process group: these threads free the tensors after the work
+    is reported as complete. A program that exits earlier is aborted, and a program that frees a process group
+    meanwhile deadlocks, holding the GIL, on these threads (pytorch/pytorch#75097).
     """
     time.sleep(_LET_GO)
 
