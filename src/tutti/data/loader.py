@@ -47,11 +47,14 @@ Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 
 
 class Fetches(Protocol):
-    """Fetches what a task's arguments name: a ``Source``, or the reader of a stream (protocol)."""
+    """An object whose ``fetch`` makes one batch from arguments that say which batch (protocol).
+
+    Implemented by a map-style data set (``Source``) and by the reader of an iterable data set.
+    """
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """The function that makes one batch; loader processes call it, and pass the batch's tensors in shared memory.
+        """The function that makes and returns one batch; loader processes call it, and pass its tensors in shared memory.
 
         Its arguments say which batch, such as the indices of samples and a key of random augmentation.
         """
@@ -63,13 +66,14 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Fetch batches in this process (no ``workers``), or ahead of time in loader processes.
+    """Settings for fetching batches in this process, or ahead of time in forked loader processes.
 
     Attributes:
-        workers: number of loader processes of this rank.
-        rank: this rank, for messages.
-        timeout: seconds that a batch may take.
-        begin: called with its number in each loader process before it reads, as a DataLoader's ``worker_init_fn``.
+        workers: number of loader processes of this rank; 0: this process fetches each batch when it is asked for.
+        rank: this rank, for error messages.
+        timeout: seconds to wait for the next batch of a loader process, before a ``LoaderError``.
+        begin: called as ``begin(number)`` in each loader process before it reads, with the number of the process from
+            0, as a DataLoader's ``worker_init_fn``; None for no call.
     """
 
     workers: int = 0
@@ -86,6 +90,10 @@ class Prefetch:
         Args:
             source: makes the batches.
             tasks: arguments of ``source.fetch``, one tuple a batch.
+
+        Raises:
+            LoaderError: a loader process was killed, ended, or gave no batch within ``timeout`` seconds.
+            Exception: the exception that ``source.fetch`` raised.
         """
         if not self.workers:
             yield from (source.fetch(*task) for task in tasks)
@@ -99,7 +107,7 @@ class Prefetch:
     def loader(self, source: Fetches) -> Loader:
         """Start a pool of loader processes that make batches by ``source.fetch``, and return it.
 
-        The processes run until the pool's ``close`` is called.
+        The processes run until the pool's ``close`` is called. There are ``workers`` of them.
 
         Args:
             source: makes the batches; forking copies its present state into each process.
@@ -111,14 +119,17 @@ IN_PROCESS = Prefetch()
 
 
 class Loader:
-    """A pool of loader processes for one source.
+    """A pool of loader processes that make the batches of one data set; the constructor forks them.
+
+    Batches are dealt to the processes in turn. The pool serves several calls of ``batches``, such as one an epoch.
 
     Args:
-        source: fetched from; forking copies its present state into each process.
-        workers: number of loader processes.
-        rank: this rank, for messages.
-        timeout: seconds that a batch may take.
-        begin: see ``Prefetch``.
+        source: its method ``fetch`` makes a batch; forking copies the present state of ``source`` into each process.
+        workers: number of loader processes, at least 1.
+        rank: this rank, for error messages.
+        timeout: seconds to wait for the next batch, before a ``LoaderError``.
+        begin: called as ``begin(number)`` in each loader process before it reads, with the number of the process from
+            0, as a DataLoader's ``worker_init_fn``; None for no call.
     """
 
     def __init__(
@@ -140,11 +151,11 @@ class Loader:
         self._finish = weakref.finalize(self, _end, self._processes, os.getpid())
 
     def close(self) -> None:
-        """Kill the pool's loader processes, and wait for their end. A second call does nothing."""
+        """Kill this pool's loader processes by SIGKILL, and wait for their end. A second call does nothing."""
         self._finish()
 
     def batches(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the batch ``source.fetch(*task)`` for each task, in order; each process makes up to two batches ahead.
+        """Yield the batch ``source.fetch(*task)`` for each task, in order; loader processes make up to two batches each ahead.
 
         Blocks until the next batch is made.
 
