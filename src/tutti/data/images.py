@@ -36,10 +36,11 @@ class ImageSplit:
     """A training or held-out set of images that is located but not yet read.
 
     Attributes:
-        name: for messages.
-        classes: names of the labels 0, 1, ….
-        files: files with the images; their names, sizes and modification times identify the content.
-        rows: yields the encoded images in a fixed order.
+        name: name of the set for error messages.
+        classes: names of the classes, in the order of their labels 0, 1, ….
+        files: image or parquet files that hold the images; their names, sizes and modification times identify the
+            content.
+        rows: called without arguments, yields each image in a fixed order, still encoded (such as PNG), with its label.
     """
 
     name: str
@@ -49,18 +50,25 @@ class ImageSplit:
 
 
 def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) -> tuple[ImageSplit, ImageSplit]:
-    """Locate the training and the held-out set of a folder or hub repository; reads no image from a folder.
+    """Locate the training and the held-out images of a folder, or of a Hugging Face hub repository.
+
+    A folder has one of two layouts. Class folders: ``train/CLASS/*.png`` and the same under ``val``, ``validation`` or
+    ``test``. Parquet files as on the hub: ``train-*.parquet`` and ``val-*``, ``validation-*`` or ``test-*``, in the
+    folder itself, its ``data`` or its ``plain_text``. Images of a folder are not read yet; a hub repository is loaded by
+    the package ``datasets``.
 
     Args:
-        data: a folder (parquet files as on the hub, or class folders), or the name ``hub``.
-        classes: names of the labels, for parquet files without a README.md that gives them.
-        hub: the one repository name that ``data`` may be; None for folders only.
+        data: path of the folder, or the name ``hub``.
+        classes: names of the classes by label, for parquet files without a README.md that gives them.
+        hub: name of the only repository that ``data`` may name, such as ``uoft-cs/cifar10``; None to allow folders
+            only. A folder of this name takes precedence.
 
     Returns:
-        The training set and the held-out set.
+        The training set and the held-out set. If a folder has several held-out sets, the first of ``val``,
+        ``validation``, ``test``.
 
     Raises:
-        DataError: no such folder, neither layout, no images, a link that leads out of the folder, or a repository that
+        DataError: no such folder, none of the two layouts, no images, a link that leads out of the folder, or a repository that
             cannot be loaded.
     """
     if data == hub and not Path(data).exists():
@@ -77,14 +85,17 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
 
 
 def check_images(data: str, *, hub: str | None = None) -> None:
-    """Check, in a millisecond, that the folder has one of the layouts, or that ``datasets`` is installed.
+    """Check, without reading images, that ``find_images`` can look for images under the same arguments.
+
+    A folder must hold ``train`` and ``val``, ``validation`` or ``test``, as subfolders or as parquet files
+    (``train-*.parquet``). For a repository of the Hugging Face hub, only the package ``datasets`` must be installed.
 
     Args:
-        data: a folder, or the name ``hub``.
-        hub: the one repository name that ``data`` may be; None for folders only.
+        data: path of the folder, or the name ``hub``.
+        hub: name of the only repository that ``data`` may name; None to allow folders only.
 
     Raises:
-        DataError: no such folder, neither layout, or ``datasets`` is missing.
+        DataError: no such folder, none of the two layouts, or ``datasets`` is missing.
     """
     if data != hub or Path(data).exists():
         root = _root(data)
@@ -97,7 +108,7 @@ def check_images(data: str, *, hub: str | None = None) -> None:
 
 
 def read_images(split: ImageSplit, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Read the images and labels of a set; they are decoded once, and later mapped from the cache on disk.
+    """Read all images and labels of a set; the first call decodes them, later ones map the cache file on disk.
 
     Args:
         split: the set, as ``find_images`` has located it.
