@@ -21,7 +21,7 @@ _SAMPLER = int.from_bytes(b"sampler", "big")
 
 
 class SampleOrder(Protocol):
-    """The samples of each global batch of an epoch, the same on every rank (protocol)."""
+    """Decides which samples are in each global batch of an epoch, the same on every rank (protocol)."""
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
         """Return the global batches of an epoch, in order: for each the indices of its samples in the data set.
@@ -48,20 +48,22 @@ class SampleOrder(Protocol):
         """
 
     def digest(self, epoch: int) -> str:
-        """Return a hexadecimal digest of the epoch's order, for comparison over ranks and with a saved run.
+        """Return a hexadecimal digest of the order of samples in an epoch, to compare over ranks and with a saved run.
 
-        Empty where the order follows from settings that are compared already. ``epoch`` counts from 0.
+        The digest is an empty string if the order follows from settings that are compared anyway, such as the seed.
+        ``epoch`` counts from 0.
         """
 
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Every sample once an epoch, in the order of ``permutation``.
+    """Order of samples that shuffles the data set in each epoch by a hash of (seed, epoch, sample).
 
     Attributes:
-        seed: of the run.
-        samples: in the data set.
-        used: samples of each epoch's order that are used; fewer than ``samples`` with ``drop_last``.
+        seed: seed of the run.
+        samples: number of samples in the data set.
+        used: number of samples at the start of each epoch's order that are used; fewer than ``samples`` with
+            ``drop_last``.
     """
 
     seed: int
@@ -93,10 +95,10 @@ class ShuffledOrder:
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """The samples 0, 1, 2, … in every epoch.
+    """Order of samples without shuffling: 0, 1, 2, … in every epoch.
 
     Attributes:
-        used: samples in an epoch.
+        used: number of samples in an epoch.
     """
 
     used: int
@@ -131,14 +133,15 @@ class SampledOrder:
     sampler is iterated from the first one on. Draws from the global generators are keyed by (seed, epoch).
 
     Args:
-        sampler: yields samples' numbers, or with ``whole`` lists of them.
-        generator: the loader's generator, from which a ``DataLoader`` draws once an epoch beside the sampler.
-        data: the data set, which is not copied with the sampler.
-        seed: of the run.
-        samples: samples that an epoch must have; None if that is not known before.
-        used: samples of each epoch that are used, None for all.
-        whole: the sampler yields global batches.
-        largest: most samples in a batch that the sampler yields.
+        sampler: an iterable that yields indices of samples or, with ``whole``, lists of them (a batch sampler).
+        generator: the ``DataLoader``'s ``generator``, from which a ``DataLoader`` draws a seed in each epoch before the
+            first sample, and so does this class; None for none.
+        data: the data set, with a length; a copy of the sampler refers to the same data set.
+        seed: seed of the run.
+        samples: number of samples that the sampler must yield in each epoch; None if any number but 0 is valid.
+        used: number of samples at the start of each epoch that are used; None for all.
+        whole: whether each list that the sampler yields is one global batch.
+        largest: largest number of samples that a global batch of the sampler may have; None for any.
 
     Raises:
         UsageError: the sampler cannot be copied.
@@ -293,19 +296,19 @@ def _repeats(numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
 
 
 def cut(numbers: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """Cut a 1-d array into consecutive views of ``size`` elements; the last may have fewer."""
+    """Cut a 1-d int64 array into consecutive views of ``size`` elements, and return them; the last may have fewer."""
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
-    """Return the order of ``samples`` samples in one epoch: sorted by a hash of (seed, epoch, sample).
+    """Return a pseudo-random order of the samples in one epoch: sorted by a hash of (seed, epoch, sample).
 
-    Needs no generator state, so that resuming needs one integer; does not depend on NumPy's version either.
+    The order depends on the arguments alone: on no generator's state, and not on NumPy's version.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         epoch: from 0.
-        samples: in an epoch.
+        samples: number of samples in the epoch.
 
     Returns:
         int64 (samples,): the numbers 0 … samples - 1, shuffled.
