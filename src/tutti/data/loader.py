@@ -54,7 +54,7 @@ class Fetches(Protocol):
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """The function that makes and returns one batch; loader processes call it, and pass its tensors in shared memory.
+        """Function that makes and returns one batch; loader processes call it and pass the tensors in shared memory.
 
         Its arguments say which batch, such as the indices of samples and a key of random augmentation.
         """
@@ -155,7 +155,7 @@ class Loader:
         self._finish()
 
     def batches(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the batch ``source.fetch(*task)`` for each task, in order; loader processes make up to two batches each ahead.
+        """Yield the batch ``source.fetch(*task)`` for each task, in order, with up to two batches a process made ahead.
 
         Blocks until the next batch is made.
 
