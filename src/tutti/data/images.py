@@ -40,7 +40,8 @@ class ImageSplit:
         classes: names of the classes, in the order of their labels 0, 1, ….
         files: image or parquet files that hold the images; their names, sizes and modification times identify the
             content.
-        rows: called without arguments, yields each image in a fixed order, still encoded (such as PNG), with its label.
+        rows: called without arguments, yields each image in a fixed order, still encoded (such as PNG), with its
+            label.
     """
 
     name: str
@@ -54,8 +55,8 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
 
     A folder has one of two layouts. Class folders: ``train/CLASS/*.png`` and the same under ``val``, ``validation`` or
     ``test``. Parquet files as on the hub: ``train-*.parquet`` and ``val-*``, ``validation-*`` or ``test-*``, in the
-    folder itself, its ``data`` or its ``plain_text``. Images of a folder are not read yet; a hub repository is loaded by
-    the package ``datasets``.
+    folder itself, its ``data`` or its ``plain_text``. Images of a folder are not read yet; a hub repository is loaded
+    by the package ``datasets``.
 
     Args:
         data: path of the folder, or the name ``hub``.
@@ -68,8 +69,8 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
         ``validation``, ``test``.
 
     Raises:
-        DataError: no such folder, none of the two layouts, no images, a link that leads out of the folder, or a repository that
-            cannot be loaded.
+        DataError: no such folder, none of the two layouts, no images, a link that leads out of the folder, or a
+            repository that cannot be loaded.
     """
     if data == hub and not Path(data).exists():
         return _hub(data)
