@@ -24,18 +24,26 @@ Plan = list[tuple[int, list[tuple[range | None, float]]]]
 
 
 class Feed:
-    """This data rank's part of every global batch, on the device.
+    """Reads this data rank's samples of every global batch to the device, and cuts them into micro-batches.
+
+    A global batch is divided over a fixed number of logical workers, whatever the number of ranks; each data rank
+    computes for some of them, and accumulates gradients over the micro-batches of each.
 
     Args:
-        reader: reads the rank's samples.
-        epochs: the batch contract of every epoch.
+        reader: reads the rank's samples from the data set.
+        epochs: batch size of each epoch, and its division over logical workers and ranks.
         rank: this data rank.
-        seed: of all random draws.
+        seed: seed of all random draws.
         place: moves a batch to the device, and casts it to the model's dtype and memory format.
         prefetch: fetches held-out samples, in this process or in loader processes.
-        together: this rank's workers compute as one: the first of them has all their samples in one micro-batch.
+        together: whether all samples of this rank form one micro-batch, assigned to the rank's first worker, as
+            synchronised batch norm needs.
         transfer: copies batches to the device ahead of their steps; None to copy each as it is read.
         in_order: gradients are summed in the order of workers and micro-batches (reproducible mode).
+
+    Attributes:
+        contract: the division of the present epochs' global batches over logical workers and ranks.
+        workers: indices of the logical workers for which this rank computes.
     """
 
     def __init__(
@@ -85,7 +93,7 @@ class Feed:
         return lines
 
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
-        """Yield this rank's part of each global batch of an epoch, on the device, its logical workers in order.
+        """Yield this rank's samples of each global batch of an epoch, on the device, sorted by logical worker.
 
         Not collective for a map-style data set without a sampler. Otherwise it is, over all ranks: ranks compare
         digests of the sampler's order when an epoch begins, or of an iterable data set's samples in some of the
@@ -112,14 +120,15 @@ class Feed:
     def micro_batches(
         self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0
     ) -> list[tuple[int, list[MicroBatch]]]:
-        """Cut this rank's batch into its workers' micro-batches.
+        """Cut this rank's samples of a global batch into micro-batches, the parts that one forward and backward takes.
 
         Args:
-            batch: this rank's samples, in worker order.
-            clock: the global step: steps taken before this one; keys the random draws.
+            batch: this rank's samples, sorted by logical worker.
+            clock: number of steps taken before this one; keys the random draws of each micro-batch.
             samples: samples in the global batch. For a batch that the script made itself, of any size, a number that is
                 equal on all ranks suffices, since the gradient synchronisation divides by the true count.
-            over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the worker's share.
+            over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the samples of one
+                logical worker on this rank; decides the weight of each micro-batch's loss.
             scale: the loss scale of fp16, a factor on the weight of each micro-batch's loss.
             noise: standard deviation of the random weights, of mean 1, on the losses of samples; 0 for none.
 
@@ -167,7 +176,7 @@ class Feed:
         return self.contract.workers == 1 and len(self.contract.micro_batches(samples)) == 1
 
     def dummy_micro_batch(self, batch: Batch, clock: int, worker: int, last: bool = True) -> MicroBatch:
-        """Make a dummy micro-batch for a rank that has none left in a step while other ranks still compute.
+        """Return a dummy micro-batch for a rank that has none left in a step while other ranks still compute.
 
         The model runs on ``batch``, so that the collectives of its forward and backward meet those of the other ranks;
         its loss has weight 0 in backward, and its sample count is 0.
@@ -209,11 +218,13 @@ class Feed:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out samples in blocks, which do not depend on the number of ranks.
+    """Held-out samples, divided into blocks that are evaluated as one batch each.
+
+    The blocks do not depend on the number of ranks, which divide them among themselves.
 
     Attributes:
-        source: the samples.
-        blocks: the numbers of the samples of each block.
+        source: map-style data set that holds the samples.
+        blocks: for each block the indices of its samples in ``source``, int64 (samples,).
     """
 
     source: Source
@@ -226,7 +237,7 @@ class HeldOut:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Number of samples of each block, by the block's number.
+        """Number of samples of each block: index of the block, from 0 → number.
 
         A block is a list of held-out samples that one rank reads and evaluates as one batch; the ranks divide the
         blocks among themselves. Blocks do not depend on the number of ranks, and so the loss sums of the blocks, added
@@ -243,7 +254,8 @@ class HeldOut:
         """Divide the blocks of held-out samples, which are evaluated as one batch each, over ``ranks`` data ranks.
 
         Returns:
-            For each data rank, in order, the indices of its blocks: consecutive ones, of nearly equal number.
+            For each data rank, in order, a list of the indices of its blocks. The indices are consecutive, and the
+            lengths of the lists differ by at most 1.
         """
         return [list(even_share(len(self.blocks), ranks, rank)) for rank in range(ranks)]
 
@@ -265,10 +277,10 @@ def evaluation(
         held_out: the held-out samples, divided into blocks.
         ranks: number of data ranks.
         rank: this data rank.
-        place: moves a batch to the device.
+        place: moves a batch to the device, and returns it.
         prefetch: fetches the samples, in this process or in loader processes.
-        even: give every rank equally many micro-batches, by dummy ones at the end, so that collectives in their
-            forwards meet.
+        even: give every rank equally many micro-batches, by dummy micro-batches at the end, so that all ranks perform
+            equally many collectives in their forwards.
 
     Yields:
         (index of the block, its micro-batch), in order. A dummy micro-batch has the samples and the index of block 0,
