@@ -22,14 +22,15 @@ class Stream:
 
     Args:
         data: an iterable, or a function without arguments that returns one.
-        sharded: the data set shards itself: each data rank reads another stream.
-        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        sharded: whether the data set shards itself, so that each data rank reads other samples; False: all ranks read
+            the same samples in the same order.
+        collate: the script's function from a list of samples to a batch; None for PyTorch's default collation.
         drop_last: whether an epoch ends before a batch that would be smaller than the others.
         processes: loader processes of each rank; from two on the data set divides its samples over them.
 
     Attributes:
         samples: samples in an epoch; None if the number of samples or batches is unknown until the stream ends.
-        stated: ``len(data)``, None without.
+        stated: ``len(data)``; None if ``data`` has no length, or shards itself.
     """
 
     def __init__(
@@ -48,10 +49,14 @@ class Stream:
         self._tried: Cursor | None = None
 
     def key(self, seed: int, rank: int) -> int:
-        """Return the integer that seeds the random draws of a data rank's stream.
+        """Return the integer that seeds the random draws of an iterable data set on one data rank.
 
-        It is the run's ``seed`` where all ranks read the same stream; where the stream shards itself, each data rank
-        has another key.
+        Args:
+            seed: seed of the run.
+            rank: the data rank.
+
+        Returns:
+            ``seed`` if all ranks read the same samples; a 64-bit hash of seed and rank if the data set shards itself.
         """
         return int(hash64(seed, rank)) if self.sharded else seed
 
@@ -62,7 +67,7 @@ class Stream:
 
         Args:
             epoch: from 0.
-            key: integer that seeds random draws of the data set.
+            key: integer that seeds random draws of the data set, as the method ``key`` returns it.
         """
         tried, self._tried = self._tried, None
         return tried if tried is not None and tried.begins(epoch, key) else Cursor(self, epoch, key)
@@ -74,7 +79,10 @@ class Stream:
 
         Args:
             count: number of samples; a shorter data set gives fewer.
-            key: integer that seeds random draws of the data set.
+            key: integer that seeds random draws of the data set, as the method ``key`` returns it.
+
+        Returns:
+            The collated samples, on the CPU.
 
         Raises:
             DataError: the data set is empty, or a sample cannot be read or collated.
@@ -91,8 +99,8 @@ class Stream:
 
         Args:
             items: the samples, at least one.
-            first: number of the first of them in the epoch.
-            key: of the random draws of the script's ``collate``, together with ``first``.
+            first: number of the first of these samples in the epoch, from 0.
+            key: integer that, with ``first``, seeds the random draws of the script's ``collate``.
 
         Raises:
             DataError: the samples cannot be in one batch.
@@ -108,12 +116,14 @@ class Stream:
 
         Args:
             items: the rank's samples, at least one.
-            pieces: the micro-batches, as ranges of ``items``.
-            first: number of the first sample in the epoch.
-            key: of the random draws of the script's ``collate``.
+            pieces: the micro-batches, as ranges of indices in ``items``.
+            first: number of the first of ``items`` in the epoch, from 0.
+            key: integer that seeds the random draws of the script's ``collate``, with the number of the first sample of
+                each micro-batch.
 
         Returns:
-            A batch of all samples, or a ``CollatedBatch`` of the script's batches.
+            One batch of all samples; with the script's ``collate`` a ``CollatedBatch``, which holds one batch for each
+            micro-batch.
         """
         if self.collate is None:
             return self.collated(items, first, key)
@@ -132,7 +142,8 @@ class Stream:
     def open(self, epoch: int) -> Any:
         """Return the iterable for an epoch, after calling its ``set_epoch(epoch)`` if it has that method.
 
-        It is the data set itself, or a new result of the function that the script gave. ``epoch`` counts from 0.
+        The iterable is the data set itself, or a new result of the function that the script gave instead of a data set.
+        ``epoch`` counts from 0.
         """
         ready = hasattr(self.data, "__iter__") and not isinstance(self.data, type)
         items: Any = self.data if ready else self.data()
@@ -149,18 +160,18 @@ def _length(data: Any) -> int | None:
 
 
 class Cursor:
-    """Read one epoch of a stream sequentially.
+    """Reads one epoch of an iterable data set sequentially.
 
-    Random draws of the stream with Python's, NumPy's or PyTorch's global generators are keyed by (key, epoch, number of
-    the sample): ranks with equal keys draw the same, also after a resume.
+    Random draws of the data set with Python's, NumPy's or PyTorch's global generators are keyed by (key, epoch, number
+    of the sample): ranks with equal keys draw the same, also after a resume.
 
     Args:
-        stream: the stream.
+        stream: the iterable data set.
         epoch: from 0.
-        key: of the random draws.
+        key: integer that seeds the random draws.
 
     Attributes:
-        number: samples taken so far.
+        number: number of samples taken or skipped so far; samples that were only looked at by ``peek`` do not count.
     """
 
     def __init__(self, stream: Stream, epoch: int, key: int) -> None:
@@ -174,7 +185,7 @@ class Cursor:
         """Read the next ``count`` samples of the epoch; fewer at its end, and none after it.
 
         Returns:
-            The samples, not collated.
+            List of the samples, not collated.
 
         Raises:
             DataError: a sample cannot be read; the error names its number.
@@ -197,7 +208,7 @@ class Cursor:
         return (self._epoch, self._key, self.number) == (epoch, key, 0)
 
     def peek(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples of the epoch without consuming them; fewer at its end.
+        """Return a list of the next ``count`` samples of the epoch without consuming them; fewer at the epoch's end.
 
         The next ``take`` returns them again.
         """
@@ -218,7 +229,7 @@ class Cursor:
     def more(self, count: int = 1) -> bool:
         """Return whether the epoch has at least ``count`` more samples.
 
-        They are read ahead and kept for the next ``take``.
+        These samples are read ahead and kept for the next ``take``.
         """
         with own_generators():
             while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):
@@ -228,7 +239,8 @@ class Cursor:
     def state(self) -> str | None:
         """Return the iterable data set's own ``state_dict()`` after the samples taken so far, as a JSON string.
 
-        None if it has no such method, its state is not JSON, or a sample has been read ahead.
+        None if the data set has no such method, its state does not survive a round trip through JSON, or a sample has
+        been read ahead.
         """
         if self._ahead or not hasattr(self._items, "state_dict"):
             return None
@@ -278,14 +290,19 @@ def _is_json(value: Any) -> bool:
 
 
 def refuse_empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:
-    """Raise DataError for an epoch of a stream that is empty, or ends before the position of a resumed run.
+    """Raise DataError for an epoch of an iterable data set that is empty, or ends before the position of a resumed run.
+
+    The message says that the epoch is empty if ``found`` and ``wanted`` are 0, else that it ended too early.
 
     Args:
-        source: the stream.
+        source: the iterable data set, named in the error.
         epoch: from 0.
-        found: samples that the epoch has.
-        wanted: samples that it had when the run was saved.
-        ranks: the data ranks that have none, as text; empty where all ranks read one stream.
+        found: number of samples that the epoch has.
+        wanted: number of samples after which the resumed run goes on; 0 if the run is not resumed.
+        ranks: the data ranks whose own streams are empty, as text; empty if all ranks read the same samples.
+
+    Raises:
+        DataError: always.
     """
     if wanted or found:
         raise DataError(
