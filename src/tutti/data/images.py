@@ -38,8 +38,8 @@ class ImageSplit:
     Attributes:
         name: name of the set for error messages.
         classes: names of the classes, in the order of their labels 0, 1, ….
-        files: image or parquet files that hold the images; their names, sizes and modification times identify the
-            content.
+        files: files that hold the images (images, parquet, or the Arrow cache of ``datasets``); their names, sizes and
+            modification times identify the content.
         rows: called without arguments, yields each image in a fixed order, still encoded (such as PNG), with its
             label.
     """
