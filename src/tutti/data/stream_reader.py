@@ -28,18 +28,19 @@ _PROCESSES = "loader processes"
 
 
 class ReplicatedStream:
-    """Read one global stream: every rank reads all samples and keeps its own.
+    """Reads an iterable data set that is the same on all ranks: every rank reads all samples and keeps its own.
 
     Global batches are therefore the same for any number of ranks. Digests of the samples are compared over all ranks at
     the batches 0, 1, 2, 4, 8, … after the start of each ``read``; the number of samples is compared at the end.
 
     Args:
-        source: the stream.
-        epochs: the batch contract of every epoch.
+        source: the iterable data set.
+        epochs: batch size of each epoch, and its division over logical workers and ranks.
         rank: this data rank.
-        seed: of all random draws.
-        comms: the communicators; ``world`` compares digests.
-        prefetch: loader processes, which a resumed run must have as many of; none: this process reads.
+        seed: seed of all random draws.
+        comms: the communicators, of which ``world`` (all ranks) compares digests.
+        prefetch: settings of the loader processes, whose number must be the same after a resume; with 0 loader
+            processes this process reads.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class ReplicatedStream:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
         Args:
-            epochs: the batch contract of every epoch, of those before the resume, too.
+            epochs: batch size of each epoch, and its division over logical workers and ranks; epochs before the resume
+                are included.
         """
         self._epochs = epochs
 
@@ -77,7 +79,8 @@ class ReplicatedStream:
                 the data set restores a saved state of its own.
 
         Yields:
-            This rank's samples, the number of samples in the global batch, and the data position after it.
+            This rank's samples, the number of samples in the global batch, the data position after it, and, if this
+            rank has no samples, others for a dummy micro-batch.
 
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
@@ -171,27 +174,31 @@ class ReplicatedStream:
         self._loaded = at, state
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text, about the order and the loader processes."""
+        """Return lines for the run's header, label → text: the order of samples is that of the iterable data set.
+
+        With several loader processes a second line gives their number, over which the data set divides its samples.
+        """
         workers = self._prefetch.workers
         lines = {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
         return lines | ({"data workers": f"{workers} a device, over which the data set divides"} if workers > 1 else {})
 
     def close(self) -> None:
-        """Do nothing: loader processes end with each ``read``."""
+        """Do nothing at the end of a run: each ``read`` of this reader ends its own loader processes."""
 
 
 class ShardedStream:
-    """Read a data set that shards itself: each data rank reads another stream.
+    """Reads an iterable data set that shards itself: each data rank has other samples.
 
-    A rank whose stream has ended goes on without samples until all streams have ended, so that every sample counts
-    once. Every step all-gathers the ranks' sample counts.
+    A rank whose samples have ended goes on without samples until those of all ranks have ended, so that every sample
+    counts once. Every step all-gathers the data ranks' sample counts.
 
     Args:
-        source: the stream.
-        contract: the batch contract of every epoch.
+        source: the iterable data set on this rank.
+        contract: batch size of every epoch, and its division over logical workers and ranks.
         rank: this data rank.
-        seed: of all random draws; each data rank has its own RNG stream.
-        comms: the communicators; ``replica`` gathers counts, ``model`` compares digests.
+        seed: seed of all random draws; each data rank has its own RNG stream.
+        comms: the communicators: ``replica`` gathers the counts of the data ranks, and ``model`` compares digests over
+            the ranks of one model replica, which must read the same samples.
     """
 
     def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Communicators) -> None:
@@ -199,7 +206,10 @@ class ShardedStream:
         self._replicas, self._stages = comms.replica, comms.model
 
     def follow(self, epochs: Epochs) -> None:
-        """Do nothing after a resume with another batch size: every epoch is read with the present one."""
+        """Do nothing: after a resume with another batch size, data that shard themselves are read with the present one.
+
+        ``epochs``, the batch size of each epoch, has no effect.
+        """
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Read an epoch of a data rank's own iterable, which differs between data ranks, and yield the rank's batches.
@@ -258,7 +268,7 @@ class ShardedStream:
         self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
 
     def state(self) -> Any:
-        """Return ``{"streams": number of data ranks}`` for a checkpoint: a resumed run must have as many."""
+        """Return ``{"streams": number of data ranks}`` for a checkpoint: a resumed run must have as many data ranks."""
         return {"streams": self._contract.ranks}
 
     def load(self, at: Position, state: Any) -> None:
@@ -280,14 +290,17 @@ class ShardedStream:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text: how results and resuming depend on the number of devices."""
+        """Return the lines ``order`` and ``resume`` for the run's header, label → text.
+
+        The lines say that results depend on the number of devices, and on how many data ranks the run can be resumed.
+        """
         return {
             "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
             "resume": f"on {self._contract.ranks} data ranks only",
         }
 
     def close(self) -> None:
-        """Do nothing: no loader process or file outlives a ``read``."""
+        """Do nothing at the end of a run: this reader of a sharded iterable holds no loader process and no file."""
 
 
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
