@@ -14,14 +14,17 @@ from tutti.errors import DataError, UsageError
 class BatchContract:
     """The partition of samples over steps, logical workers, data ranks and micro-batches. Pure arithmetic.
 
+    A global batch is divided evenly over a fixed number of logical workers. Each data rank computes for some of them,
+    so that results need not depend on the number of ranks. A worker's share is cut into micro-batches.
+
     Attributes:
-        dataset: samples in an epoch; None if unknown until the stream ends.
-        batch: samples in a global batch B, over all workers.
+        dataset: number of samples in an epoch; None if unknown until an iterable data set ends.
+        batch: number B of samples in a global batch, over all workers.
         workers: number N of logical workers.
         ranks: number R of data ranks. Each runs one or more workers; with R > N ranks share a worker's micro-batches.
-        micro: most samples in a micro-batch; None for a worker's whole share.
-        identical: every worker draws worker 0's share, as with a loader that is not sharded and has one seed on all
-            ranks. The batch then holds only 1/N of B different samples.
+        micro: largest number of samples in a micro-batch; None for a worker's whole share.
+        identical: whether every worker draws worker 0's share, as with a loader that is not sharded and has one seed on
+            all ranks. The batch then holds only 1/N of B different samples.
 
     Raises:
         DataError: ``dataset`` is 0.
@@ -63,7 +66,10 @@ class BatchContract:
 
     @property
     def shared(self) -> bool:
-        """Whether data ranks share the micro-batches of a logical worker, as there are more ranks (R > N)."""
+        """Whether there are more data ranks than logical workers, so that ranks share the micro-batches of a worker.
+
+        A data rank then runs only some of its one worker's micro-batches; else it runs one or more whole workers.
+        """
         return self.ranks > self.workers
 
     @property
@@ -108,8 +114,8 @@ class BatchContract:
         """Return the samples of a logical worker, as a range of positions within the global batch.
 
         Args:
-            samples: samples in the global batch, which may be a smaller one at the end of an epoch.
-            worker: number of the worker; with ``identical`` every worker has the samples of worker 0.
+            samples: number of samples in the global batch, which may be a smaller one at the end of an epoch.
+            worker: index of the worker, from 0; with ``identical`` every worker has the samples of worker 0.
         """
         return even_share(samples, self.workers, 0 if self.identical else worker)
 
@@ -130,10 +136,12 @@ class BatchContract:
         return range(first.start + pieces[0].start, first.start + pieces[-1].stop)
 
     def first_micro(self, samples: int, rank: int) -> int:
-        """Return the index, in its worker's share, of a data rank's first micro-batch; 0 unless ranks share workers.
+        """Return the index, among its logical worker's micro-batches of one step, of a data rank's first micro-batch.
+
+        It is 0 unless there are more data ranks than workers, which then share a worker's micro-batches.
 
         Args:
-            samples: samples in the global batch.
+            samples: number of samples in the global batch.
             rank: the data rank.
         """
         if not self.shared:
@@ -164,10 +172,10 @@ class BatchContract:
         return chunks(count, self.micro)
 
     def most_micro_batches(self, samples: int) -> int:
-        """Return how many micro-batches the busiest data rank runs in one step, over all of its workers.
+        """Return how many micro-batches the busiest data rank runs in one step, over all of its logical workers.
 
         Args:
-            samples: samples in the global batch.
+            samples: number of samples in the global batch.
         """
         if not self.shared:
             return sum(len(self.micro_batches(len(self.worker(samples, worker)))) for worker in self.mine(0))
@@ -178,11 +186,11 @@ class BatchContract:
         """Divide a data rank's batch into the micro-batches of its logical workers.
 
         Args:
-            samples: samples in the global batch.
+            samples: number of samples in the global batch.
             rank: the data rank.
-            have: samples in the rank's batch. If this is not the rank's share of the global batch (a batch that the
-                script made itself, or a data set that differs between ranks), they are divided evenly over the rank's
-                workers.
+            have: number of samples in the rank's batch. If this is not the rank's share of the global batch (a batch
+                that the script made itself, or a data set that differs between ranks), the samples are divided evenly
+                over the rank's workers.
 
         Returns:
             (worker, its micro-batches) for each worker of the rank, in order; a micro-batch is a range of positions
@@ -203,10 +211,11 @@ class BatchContract:
         ]
 
     def check_whole(self) -> None:
-        """Raise UsageError unless a rank's part of a global batch can be one micro-batch, for synchronised batch norm.
+        """Check that all samples of a data rank can form one micro-batch, as synchronised batch norm needs.
 
         Raises:
-            UsageError: the micro-batch is smaller than a rank's part, or all workers draw the same samples.
+            UsageError: ``micro`` is smaller than the largest number of samples of a rank in a global batch, or all
+                workers draw the same samples (``identical``).
         """
         if self.identical:
             raise UsageError(
@@ -230,10 +239,12 @@ class BatchContract:
         return epochs * self.known + min(rest * self.batch, self.known)
 
     def first_micro_batch(self, samples: int) -> range:
-        """Return the first micro-batch of worker 0, as a range of positions within the global batch; it is never empty.
+        """Return the first micro-batch of logical worker 0, as a range of positions within the global batch.
+
+        The range is never empty.
 
         Args:
-            samples: samples in the global batch.
+            samples: number of samples in the global batch, at least 1.
         """
         return self.micro_batches(len(self.worker(samples, 0)))[0]
 
