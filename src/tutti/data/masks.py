@@ -41,19 +41,20 @@ Pairs: TypeAlias = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Pair:
-    """The files of one image and its mask."""
+    """The paths of one image file and of the file of its mask, which have the same name in two folders."""
 
     image: Path
     mask: Path
 
 
 class MaskSource:
-    """Fetch images and their masks by number; a ``tutti.data.Source``.
+    """Map-style data set of grey images with binary masks, for segmentation; a ``tutti.data.Source``.
 
     Args:
-        pairs: the array from ``read_masks``.
-        augment: apply one of the eight symmetries of the square (four for other rectangles), drawn for each sample and
-            epoch.
+        pairs: uint8 (samples, 2, height, width): grey levels in channel 0, the mask (0 or 1) in channel 1, as
+            ``read_masks`` returns it.
+        augment: whether to flip and transpose each image with its mask by one of the eight symmetries of the square
+            (four for other rectangles), drawn for each sample and epoch.
     """
 
     def __init__(self, pairs: Pairs, *, augment: bool = False) -> None:
@@ -67,7 +68,7 @@ class MaskSource:
         """Return a dict of images and masks of the samples ``indices``, in that order, on the CPU.
 
         Args:
-            indices: int64 (samples,), numbers of the samples in the data set.
+            indices: int64 (samples,), indices of the samples in the data set.
             augment: key of the random augmentation, which depends on (augment.seed, augment.epoch, index) alone; None
                 for evaluation, without augmentation.
 
@@ -87,7 +88,7 @@ def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
     """Flip and transpose each image and its mask alike, in place, by random bits.
 
     Args:
-        pairs: images and masks of a batch.
+        pairs: uint8 (samples, 2, height, width), the images (channel 0) and masks (channel 1) of a batch; changed.
         bits: uint64 (samples,), 64 random bits a sample, of which the highest three are used; only square images are
             transposed.
     """
@@ -99,25 +100,34 @@ def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
 
 
 def check_masks(data: str) -> None:
-    """Raise DataError unless the folder has the layout of ``find_masks`` and every image has a mask; opens no image.
+    """Check that a folder holds images in ``train/image`` and for each a mask of the same name in ``train/label``.
+
+    No image is opened.
 
     Args:
-        data: the folder, with ``train/image`` and ``train/label``, and optionally the same in ``test/``.
+        data: path of the folder; it may hold ``test/image`` and ``test/label``, too.
+
+    Raises:
+        DataError: no such folder, another layout, too few images, an image without a mask, a mask without an image, or
+            a link that leads out of the folder.
     """
     find_masks(data)
 
 
 def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """Return the (image, mask) files of the training set and of the held-out set, sorted by name; opens no image.
+    """Return the paths of the images and masks of the training set and of the held-out set; opens no image.
 
     Without the folder ``test`` the last five of ``train`` are held out.
 
     Args:
         data: the folder, with ``train/image`` and ``train/label``, and optionally the same in ``test/``.
 
+    Returns:
+        Training set and held-out set, each a tuple of ``Pair`` (path of an image, path of its mask) sorted by name.
+
     Raises:
-        DataError: no such folder, another layout, no images, an image without a mask, a mask without an image, or a
-            link that leads out of the folder.
+        DataError: no such folder, another layout, too few images, an image without a mask, a mask without an image, or
+            a link that leads out of the folder.
     """
     try:
         root = Path(data).expanduser().resolve(strict=True)
@@ -136,10 +146,10 @@ def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
 
 
 def read_masks(pairs: tuple[Pair, ...]) -> Pairs:
-    """Read all images with their masks; they are decoded once, and later mapped from the cache on disk.
+    """Read all images with their masks; the first call decodes them, later ones map the cache file on disk.
 
     Args:
-        pairs: the files, as ``find_masks`` has located them.
+        pairs: paths of each image and its mask, as ``find_masks`` returns them.
 
     Returns:
         uint8 (samples, 2, height, width): grey levels in channel 0, the mask (0 or 1) in channel 1.
