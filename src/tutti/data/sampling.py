@@ -32,17 +32,18 @@ class Sampling:
     """A data set, and how its samples become global batches.
 
     Attributes:
-        dataset: the samples.
-        batch_size: samples in a global batch; None to find it from ``sampler``.
-        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        dataset: the data set, map-style or iterable.
+        batch_size: number of samples in a global batch; None to find it from ``sampler``.
+        collate: the script's function from a list of samples to a batch; None for the default collation.
         shuffle: whether every epoch has another order; None for the default of the kind of data.
         drop_last: whether an epoch ends before a batch that would be smaller than the others.
-        sampler: a PyTorch sampler in place of ``shuffle``; None for none.
-        generator: the loader's generator.
-        whole: ``sampler`` yields global batches.
-        processes: loader processes of each rank.
-        begin: called with its number in each loader process before it reads.
-        timeout: seconds that a batch may take; None for the default.
+        sampler: a PyTorch sampler, or with ``whole`` a batch sampler, in place of ``shuffle``; None for none.
+        generator: ``generator`` of the ``DataLoader``; None for none.
+        whole: whether each list that ``sampler`` yields is one global batch.
+        processes: number of loader processes of each rank.
+        begin: called in each loader process before it reads, with the number of the process from 0, as a
+            ``DataLoader``'s ``worker_init_fn``; None for no call.
+        timeout: seconds to wait for a batch of a loader process; None for the default.
     """
 
     dataset: Any
@@ -64,7 +65,7 @@ class Sampling:
         other cases the description is returned as it is.
 
         Args:
-            seed: of the run, for the sampler's draws.
+            seed: seed of the run, for the sampler's draws.
         """
         if not self.whole or self.batch_size is not None:
             return self
@@ -75,10 +76,10 @@ class Sampling:
         """Return the number of samples that an epoch uses; None for a batch sampler, which must be iterated to know it.
 
         Args:
-            count: samples in the data set.
+            count: number of samples in the data set.
 
         Raises:
-            DataError: ``drop_last`` leaves none.
+            DataError: ``drop_last`` leaves no samples.
             UsageError: the sampler draws more samples in an epoch than are supported.
         """
         if self.whole:
@@ -101,11 +102,16 @@ class Sampling:
         return used
 
     def order(self, seed: int, count: int) -> SampleOrder:
-        """Return the order in which an epoch draws a map-style data set's samples: a sampler's, shuffled or sequential.
+        """Return the object that gives the order in which each epoch draws the samples of a map-style data set.
+
+        Without a sampler the samples are shuffled, or sequential if ``shuffle`` is False.
 
         Args:
-            seed: of the run.
-            count: samples in the data set.
+            seed: seed of the run.
+            count: number of samples in the data set.
+
+        Returns:
+            A ``SampleOrder``, whose ``batches(epoch, batch)`` returns the indices of each global batch's samples.
         """
         if self.whole:
             return SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True, largest=self.batch_size)
@@ -126,15 +132,19 @@ def given_sampling(
     """Combine a ``DataLoader``, or a data set, with arguments of ``tutti.prepare`` into one description of its batches.
 
     Args:
-        dataset: the samples, or a ``DataLoader``.
-        batch_size: samples in a global batch; None if not given.
-        collate: function from a list of samples to a batch; None for PyTorch's.
+        dataset: the data set, or a ``DataLoader``.
+        batch_size: number of samples in a global batch; None if not given.
+        collate: function from a list of samples to a batch; None for the default collation.
         shuffle: whether every epoch has another order; None for the default of the kind of data.
         drop_last: whether an epoch ends before a batch that would be smaller than the others.
-        data_workers: loader processes of each rank; None for none, or for the loader's number.
+        data_workers: number of loader processes of each rank; None for none, or for the ``DataLoader``'s number.
+
+    Returns:
+        The data set, and how its samples become global batches.
 
     Raises:
-        UsageError: an argument differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.
+        UsageError: an argument differs from that of the ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is
+            given beside one, or the loader is refused by ``of_loader``.
     """
     if not isinstance(dataset, DataLoader):
         return Sampling(
@@ -165,11 +175,14 @@ def given_sampling(
 
 
 def of_loader(loader: DataLoader[Any]) -> Sampling:
-    """Take over data set, sampler, batch size, ``collate_fn`` and processes of a ``DataLoader``; it is not iterated.
+    """Return the data set, sampler, batch size, ``collate_fn`` and worker settings of a PyTorch ``DataLoader``.
 
-    Its ``batch_size`` becomes that of the global batch.
+    The loader's ``batch_size`` becomes the size of the global batch, over all ranks. The loader is not iterated.
 
-    Raises UsageError if the loader divides its samples over ranks, makes no batches, or has the data set make them.
+    Raises:
+        UsageError: the loader has an ``__iter__`` of its own, makes no batches (``batch_size=None``), has a
+            ``tutti.data.Source`` as its data set, divides its samples over ranks as a ``DistributedSampler`` does, or
+            has a sampler without a length.
     """
     stream = isinstance(loader.dataset, IterableDataset)
     found = Sampling(
@@ -213,8 +226,8 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
         return replace(found, sampler=sampler, whole=True)
     if type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
         return replace(found, shuffle=False)
-    own = isinstance(sampler, RandomSampler) and sampler.generator is None and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-    if own and type(sampler) is RandomSampler and not sampler.replacement:
+    own = isinstance(sampler, RandomSampler) and sampler.generator is None and len(sampler) == len(loader.dataset)  #
+    type: ignore[arg-type] if own and type(sampler) is RandomSampler and not sampler.replacement:
         return replace(found, shuffle=True)
     if not hasattr(sampler, "__len__"):
         raise UsageError(
