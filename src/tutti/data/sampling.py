@@ -226,8 +226,8 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
         return replace(found, sampler=sampler, whole=True)
     if type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
         return replace(found, shuffle=False)
-    own = isinstance(sampler, RandomSampler) and sampler.generator is None and len(sampler) == len(loader.dataset)  #
-    type: ignore[arg-type] if own and type(sampler) is RandomSampler and not sampler.replacement:
+    own = isinstance(sampler, RandomSampler) and sampler.generator is None and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if own and type(sampler) is RandomSampler and not sampler.replacement:
         return replace(found, shuffle=True)
     if not hasattr(sampler, "__len__"):
         raise UsageError(

@@ -105,8 +105,8 @@ class SharedReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Copy the gradients of the bucket of ``parameter`` to shared memory once all of them are complete.
 
-        A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait for other ranks. Before
-        ``prepare_for_backward`` nothing happens.
+        A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait
+        for other ranks. Before ``prepare_for_backward`` nothing happens.
         """
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]

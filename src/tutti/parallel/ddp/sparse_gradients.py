@@ -89,7 +89,7 @@ class SparseReducer:
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Make a logical worker's sparse gradients dense, and let the wrapped reducer of dense ones add them to its sum.
+        """Make a logical worker's sparse gradients dense, and let the wrapped reducer add them to its sum.
 
         A logical worker is one of N fixed shares of the global batch. Where the wrapped reducer has gradient-ready
         hooks, ``gradient_ready`` and ``finish`` make gradients dense instead.

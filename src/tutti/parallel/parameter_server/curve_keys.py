@@ -34,7 +34,7 @@ def make_keys() -> Keys:
 
 
 class ZapAuthenticator:
-    """ZeroMQ authentication (ZAP) handler that accepts the keys of the ranks, and gives a connection its rank as user id.
+    """ZeroMQ authentication (ZAP) handler that accepts the ranks' keys, and gives a connection its rank as user id.
 
     Args:
         context: ZeroMQ context of the server's sockets.
