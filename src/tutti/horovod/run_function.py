@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from tutti.errors import UsageError
-from tutti.launcher.function_ranks import launch_function
 from tutti.launcher.hosts import parse_hosts
 
 _ELASTIC = ("min_np", "max_np", "min_num_proc", "max_num_proc", "host_discovery_script", "reset_limit", "slots")
@@ -63,5 +62,8 @@ def run(
     idle = sorted(name for name, value in settings.items() if value)
     if idle:
         print(f"tutti: without effect: {', '.join(idle)}", file=sys.stderr)
+    # Commands read horovodrun's flags from this package, and do not import torch.
+    from tutti.launcher.function_ranks import launch_function
+
     call = partial(func, *args, **dict(kwargs or {}))
     return launch_function(call, devices=np or num_proc or 1, timeout=start_timeout)
