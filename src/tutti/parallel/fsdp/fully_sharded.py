@@ -49,11 +49,14 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullySharded:
-    """Shards all parameters of one model except ``whole`` by PyTorch's FSDP2: a ``ShardingEngine``.
+    """Shards all parameters of one model except ``whole`` by PyTorch's FSDP2 (ZeRO stages 2 and 3).
+
+    Each parameter has up to three objects: this rank's rows, a plain tensor that the optimizer updates; the ``DTensor``
+    over them, which the model has between steps; and the unsharded parameter, which the model has around a forward.
 
     Args:
         model: wrapped in place by ``fully_shard``; the data of its parameters become this rank's rows.
-        specs: global shape, offset and tied names of its tensors.
+        specs: global shape, offset and tied names of the model's tensors, by name.
         whole: parameters that FSDP2 ignores, unsharded on every rank.
         config: stage, wrap policy, CPU offload and dtype.
         comm: the ranks that share one copy of the parameters, at least two.
@@ -135,9 +138,10 @@ class FullySharded:
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of the parameters that were trainable at construction or added by ``train``.
+        """This rank's rows of each FSDP2-sharded parameter that was trainable at construction or added by ``train``.
 
-        Freezing a parameter later does not remove it.
+        A parameter that is frozen later stays in the list. Its order is that of the model's parameters, with those
+        added by ``train`` at the end.
         """
         return [each for each, _ in self._training]
 
@@ -191,15 +195,19 @@ class FullySharded:
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
     def used(self) -> list[bool]:
-        """Return for each parameter of ``trained`` whether backward here gave it a gradient since the last call.
+        """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
 
-        The call clears the record; ``mark_reached`` can set flags in it.
+        FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The call
+        clears the record; ``mark_reached`` can set flags in it. Not collective.
         """
         used, self._used = self._used, set()
         return [each.name in used for each in self.trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters that the user's model has, FSDP2's DTensors, in the order of ``trained``."""
+        """Return the trained parameters as the user's model has them between steps: FSDP2's DTensors.
+
+        They are in the same order as this rank's rows in ``trained``.
+        """
         return [gathered for _, gathered in self._training]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -248,9 +256,10 @@ class FullySharded:
                 self._concealed.add(each.parameter)
 
     def pop_reached(self) -> list[bool]:
-        """Return for each parameter of ``trained`` whether backward here gave it a gradient since the last call.
+        """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
 
         The call clears the record. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
+        The same as ``used``.
         """
         return self.used()
 
@@ -258,7 +267,8 @@ class FullySharded:
         """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
 
         Args:
-            used: for each parameter of ``trained``, in order, True to record it; False leaves its record as it is.
+            used: for each parameter of ``trained``, in order, True to record that it had a gradient; False leaves its
+                record as it is.
         """
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
@@ -291,11 +301,12 @@ class FullySharded:
     def apply_clearing(self, pairs: Pairs | None = None) -> None:
         """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        A gradient set to None becomes None, one zeroed in place becomes zeros. The placeholders, through which the
-        script cleared them on the unsharded parameters, are removed.
+        Between a forward and its backward the script sees FSDP2's unsharded parameters, with placeholders from
+        ``show_gradients`` as ``.grad``. If the script set a placeholder to None, the sharded gradient becomes None; if
+        it zeroed the placeholder in place, the sharded gradient becomes zeros. Then all placeholders are removed.
 
         Args:
-            pairs: rows and DTensor of the parameters concerned; None for all parameters of the engine.
+            pairs: (rows, DTensor) of the parameters concerned; None for all sharded parameters.
         """
         for each, gathered in (self._pairs if pairs is None else pairs) if self._standing else ():
             unsharded = self._standing.pop(each.name, None)
@@ -307,7 +318,8 @@ class FullySharded:
     def show_gradients(self) -> None:
         """Put a placeholder into the ``.grad`` of each unsharded parameter whose sharded gradient is not None.
 
-        The script can clear it, which ``apply_clearing`` notices; reading it raises. Does nothing before
+        Unsharded parameters are in the model between a forward and its backward. The script can clear a placeholder,
+        which ``apply_clearing`` carries over to the sharded gradient; to read a placeholder raises. Does nothing before
         ``begin_custom_loop``.
         """
         for each, gathered in self._training if self._slots else ():
@@ -353,7 +365,7 @@ class FullySharded:
         Not collective. They share memory with the model's DTensor gradients; None where a parameter has no gradient.
 
         Args:
-            step: unused here; other engines name it in errors.
+            step: unused here; ZeRO stage 1 names it in errors.
         """
         self._beginning.over, self._meter.on = True, False
         for each, gathered in self._pairs:
@@ -361,18 +373,21 @@ class FullySharded:
             each.parameter.grad = None if gradient is None else _local(gradient)
 
     def gradient_meter(self) -> Callable[[], float]:
-        """Start to measure this rank's own gradients, before FSDP2's backward reduce-scatters them.
+        """Start to measure this rank's own gradients, before FSDP2's backward reduce-scatters them. Not collective.
+
+        Gradients are measured up to the end of the step, and again after the next call of the returned function.
 
         Returns:
-            A function that returns the sum of the squares of their elements since its last call, and resets it to 0.
+            A function that returns the sum of squares of the gradients' elements since its last call, and resets the
+            sum to 0.
         """
         self._meter.take()
         return self._meter.take
 
     def all_gather_parameters(self) -> None:
-        """Reshard the wrapped modules, so that FSDP2 all-gathers the rows' new values in the next forward.
+        """Free the unsharded parameters, so that FSDP2 all-gathers the updated rows in the next forward.
 
-        Not collective.
+        Not collective: the all-gathers are in that forward.
         """
         for unit in self._units:
             unit.reshard()
