@@ -24,8 +24,9 @@ def wrapped_modules(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list
 
     Args:
         model: the model, not yet sharded.
-        choice: names of modules or of their classes; ``("auto",)`` for the children of one class in a ``ModuleList`` or
-            ``Sequential``, or, without such, modules of many parameters.
+        choice: names of modules or of their classes. ``("auto",)`` takes repeated blocks, which are children of one
+            class in a ``ModuleList`` or ``Sequential``; in a model without such blocks the smallest modules with 2^18
+            parameters or more.
 
     Raises:
         UsageError: ``choice`` has a name that is not in the model, or a container that is never called.
@@ -36,7 +37,13 @@ def wrapped_modules(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list
 
 
 def root_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose forward a script calls: the model itself, or each model in a list or dict of models."""
+    """Return the modules that a script calls: the model itself, or each model in a ``ModuleList`` or ``ModuleDict``.
+
+    Nested lists and dicts are searched. FSDP's root wrap is applied to each.
+
+    Args:
+        model: the model, or a container of several models.
+    """
     if not isinstance(model, nn.ModuleList | nn.ModuleDict):
         return [model]
     return [root for child in model.children() for root in root_modules(child)]
