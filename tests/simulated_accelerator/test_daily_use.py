@@ -86,7 +86,8 @@ class Watching:
 
     def on_step_end(self, run: tutti.Run) -> None:
         self.total += run.stats.loss
-        self.seen.append(sum(float(p.detach().sum()) for p in run.model.parameters()))
+        whole = (getattr(p, "full_tensor", lambda p=p: p)() for p in run.model.parameters())
+        self.seen.append(sum(float(each.detach().sum()) for each in whole))
 
     def on_evaluation(self, run: tutti.Run, means: Any) -> None:
         self.seen.append(means.loss)

@@ -208,7 +208,8 @@ class Checks:
             with self._untouched(), python_state(self._run.replica.parts, loss):
                 once = self._value(loss, few)
                 twice = self._value(loss, map_tensors(few, lambda tensor: torch.cat([tensor, tensor])))
-                halves = self._halves(loss, slice_batch(batch, 0, min(_FEW, length(batch), micro)))
+                summed = suspicion.is_sum(once, twice) or suspicion.is_sum(twice, once)
+                halves = None if summed else self._halves(loss, slice_batch(batch, 0, min(_FEW, length(batch), micro)))
         except Exception:
             # The model may need a fixed batch size, or gradients; the step itself will raise real errors.
             return
