@@ -29,7 +29,7 @@ class StageOwnership:
             ascending order, and the parameters.
         calls: for each virtual stage of the whole model, how often earlier stages call each module that has an RNG
             stream of its own, by the module's name.
-        stages: for each parameter and buffer, by its name, the indices of the virtual stages that hold it.
+        stages: for each parameter and persistent buffer, by its name, the indices of the virtual stages that hold it.
         draws: whether functions outside of modules with RNG streams may draw random numbers. The RNG state then travels
             from stage to stage with the activations.
     """
