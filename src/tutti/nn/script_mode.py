@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.torch_compat import function_mode_depth
 
 _ENTERED: list[ScriptMode] = []
-"""Those whose modes are on PyTorch's stack of this thread, from the outermost."""
+"""``ScriptMode`` objects whose modes are on PyTorch's stack of this thread, from the outermost."""
 
 
 class QuietMode(TorchFunctionMode):
