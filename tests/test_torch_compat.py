@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from tutti import torch_compat
 from tutti.torch_compat import (
     ELASTIC_AGENT_MEMBERS,
+    FUNCTION_MODE_ENTRIES,
     FUSED_ACTIVATION,
     FUSED_PRODUCTS,
     FX_CONSTANT,
@@ -287,6 +288,7 @@ def losses_say_what_they_are_means_over() -> None:
 
 def modes_are_counted() -> None:
     seen = []
+    assert all(method in vars(kind) for kind, method in FUNCTION_MODE_ENTRIES)
 
     class Functions(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -300,6 +302,8 @@ def modes_are_counted() -> None:
     assert function_mode_depth() == dispatch_mode_depth() == 0
     with Functions(), Operators():
         assert function_mode_depth() == dispatch_mode_depth() == 1
+        with torch.device("cpu"):
+            assert function_mode_depth() == 2
         tensor = torch.zeros(2) + 1
         view = version_counting_view(tensor)
         before = tensor_version(view)
@@ -614,7 +618,8 @@ TOUCHED: dict[Callable[[], None], str] = {
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     losses_say_what_they_are_means_over: "cross_entropy_of divisor_of_node is_scalar_node shape_of_node",
-    modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
+    modes_are_counted: "FUNCTION_MODE_ENTRIES function_mode_depth dispatch_mode_depth"
+    " TorchDispatchMode version_counting_view",
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",
     trees_are_walked: "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",

@@ -24,12 +24,15 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvBase
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.data._utils import worker
 
 __all__ = [
     "ELASTIC_AGENT_MEMBERS",
+    "FUNCTION_MODE_ENTRIES",
     "FUSED_ACTIVATION",
     "FUSED_PRODUCTS",
     "FX_CONSTANT",
@@ -378,6 +381,12 @@ def functorch_level() -> int | None:
     level: int | None = torch._C._functorch.maybe_current_level()
     return level
 
+
+FUNCTION_MODE_ENTRIES = ((TorchFunctionMode, "__enter__"), (DeviceContext, "__init__"))
+"""Classes and their methods of which one is called when a function mode is entered.
+
+``with torch.device("cpu"):`` makes a ``DeviceContext``, which PyTorch puts on its stack without ``__enter__``.
+"""
 
 function_mode_depth = torch._C._len_torch_function_stack
 """Return the number of active ``TorchFunctionMode``s. No public function does."""

@@ -23,6 +23,9 @@ from tutti.torch_compat import (
     tensor_version,
 )
 
+FUNCTION_MODE = "a torch function mode"
+"""Name of the number of active function modes among ``surroundings``."""
+
 _T = TypeVar("_T")
 
 
@@ -119,7 +122,7 @@ def surroundings() -> tuple[Any, ...]:
         ("torch.set_default_dtype", torch.get_default_dtype()),
         ("saved-tensor hooks", None if own else hooks),
         ("a transform of torch.func", functorch_level()),
-        ("a torch function mode", function_mode_depth()),
+        (FUNCTION_MODE, function_mode_depth()),
         ("a torch dispatch mode", dispatch_mode_depth()),
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import tutti
 from tests import worlds
@@ -102,6 +104,20 @@ def test_a_model_that_is_not_whole_here_cannot_be_read(how: str) -> None:
         assert ("this rank does not have" in said or "each rank has" in said) and "run.state()" in said
 
 
+class Doubling(TorchFunctionMode):
+    """Doubles what PyTorch's functions return."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 2 * func(*args, **(kwargs or {}))
+
+
+class Letting(TorchFunctionMode):
+    """Lets each call pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class Executed(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -120,6 +136,12 @@ class Executed(nn.Module):
         elif self.kind == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 hidden = self.last(hidden)
+        elif self.kind == "function mode":
+            with Doubling():
+                hidden = torch.relu(hidden)
+        elif self.kind == "device":
+            with torch.device("cpu"):
+                hidden = torch.cat([hidden, hidden])
         elif self.kind == "functional_call":
             hidden = torch.func.functional_call(self.first, {"weight": torch.ones(4, 4)}, (hidden,))
         elif self.kind == "kept":
@@ -128,10 +150,31 @@ class Executed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("kind", ["counter", "buffer", "no_grad", "autocast", "functional_call", "kept"])
+@pytest.mark.parametrize(
+    "kind", ["counter", "buffer", "no_grad", "autocast", "function mode", "device", "functional_call", "kept"]
+)
 def test_what_a_graph_would_leave_out_is_refused_and_undone(kind: str) -> None:
     model = Executed(kind)
     with pytest.raises(UsageError, match=r"leave out|other weights"):
         trace(model, {""})
     assert not openable(model)
     assert model.calls == 0 and model.seen == 0 and not hasattr(model, "kept")
+
+
+class Concatenating(nn.Module):
+    """Calls a function of PyTorch between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.cat([inputs, self.first(inputs)], 1))
+        return out
+
+
+@pytest.mark.parametrize("mode", [Letting, lambda: torch.device("cpu")], ids=["function mode", "device"])
+def test_a_mode_that_the_script_has_entered_changes_no_graph(mode: Callable[[], Any]) -> None:
+    graph, model = str(trace(Concatenating(), {""})), Concatenating()
+    with mode():
+        assert openable(model) and str(trace(model, {""})) == graph

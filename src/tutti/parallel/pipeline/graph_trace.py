@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.swap import training_mode
-from tutti.nn.untraced import Untraced, has_hooks, surroundings
-from tutti.torch_compat import module_buffers, module_parameters
+from tutti.nn.untraced import FUNCTION_MODE, Untraced, has_hooks, surroundings
+from tutti.torch_compat import FUNCTION_MODE_ENTRIES, module_buffers, module_parameters
 
 _RANDOM = {
     *(getattr(functional, name) for name in dir(functional) if "dropout" in name),
@@ -65,7 +65,7 @@ class _Tracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._own = {module: _tensors(module) for module in root.modules()}
-        with _functions_kept(self):
+        with _functions_kept(self), _no_modes_entered():
             return super().trace(root, concrete_args)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -83,7 +83,8 @@ class _Tracer(fx.Tracer):
         if kind == "placeholder" and args:
             return args[0]
         for (name, now), (_, before) in zip(surroundings(), self._around, strict=True):
-            if now != before:
+            # PyTorch takes a function mode off its stack while the mode handles a call: see ``_no_modes_entered``.
+            if now != before and name != FUNCTION_MODE:
                 raise ValueError(f"it computes within {name}, which the graph of its calls would leave out")
         return super().create_proxy(kind, target, args, *rest, **named)
 
@@ -107,6 +108,19 @@ def _functions_kept(tracer: fx.Tracer) -> Iterator[None]:
         return plain(kind, *args, **kwargs)
 
     with patch.object(Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextmanager
+def _no_modes_entered() -> Iterator[None]:
+    """Within the block, entering a function mode raises ValueError; modes that are active already stay."""
+
+    def enter(*args: Any) -> None:
+        raise ValueError(f"it computes within {FUNCTION_MODE}, which the graph of its calls would leave out")
+
+    with ExitStack() as patches:
+        for kind, method in FUNCTION_MODE_ENTRIES:
+            patches.enter_context(patch.object(kind, method, enter))
         yield
 
 
