@@ -22,7 +22,12 @@ from tutti.types import Batch
 
 
 class Position(NamedTuple):
-    """The data position of a run: whole epochs consumed, and global batches consumed of the current epoch."""
+    """The data position of a run.
+
+    Attributes:
+        epoch: number of whole epochs consumed, which is the index of the current epoch.
+        batch: number of global batches consumed of the current epoch.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -33,9 +38,9 @@ class RankBatch:
     """This rank's part of one global batch.
 
     Attributes:
-        batch: this rank's samples, in worker order.
-        samples: samples in the global batch.
-        after: the data position once this batch is consumed.
+        batch: this rank's samples, sorted by logical worker.
+        samples: number of samples in the global batch, over all ranks.
+        after: the data position (epoch and global batch) once this batch is consumed.
         dummy: if this rank has no sample, samples for a dummy micro-batch of a custom training loop; else None.
     """
 
@@ -46,7 +51,11 @@ class RankBatch:
 
 
 class BatchReader(Protocol):
-    """Reads one data rank's samples (protocol)."""
+    """Reads one data rank's samples of each global batch from a data set (protocol).
+
+    Attributes:
+        source: the data set.
+    """
 
     source: Any
 
@@ -98,18 +107,19 @@ class BatchReader(Protocol):
 
 
 class MapReader:
-    """Read a map-style source in the global order, which is a function of (seed, epoch).
+    """Reads one data rank's samples of a map-style data set, in an order that is a function of (seed, epoch).
 
     Resuming needs no state besides data position and seed; a sampler's order is compared with that of the saved run.
 
     Args:
-        source: the samples.
-        epochs: the batch contract of every epoch.
+        source: the data set.
+        epochs: batch size of each epoch, and its division over logical workers and ranks.
         rank: this data rank.
-        seed: of sample order and augmentation.
+        seed: seed of sample order and augmentation.
         prefetch: fetches batches, in this process or in loader processes.
-        order: the order of samples; None: all, shuffled.
-        world: compares a sampler's order over the ranks at the start of each epoch; None for no comparison.
+        order: the order of samples; None for all samples, shuffled.
+        world: communicator of all ranks, over which digests of a sampler's order are compared at the start of each
+            epoch; None for no comparison.
     """
 
     def __init__(
@@ -139,7 +149,8 @@ class MapReader:
             start: first global batch to yield, counted in the epoch from 0.
 
         Yields:
-            This rank's samples, the number of samples in the global batch, and the data position after it.
+            This rank's samples, the number of samples in the global batch, the data position after it, and, if this
+            rank has no samples, others for a dummy micro-batch.
 
         Raises:
             MismatchError: on every rank, if a sampler has drawn other samples on another rank.
@@ -171,7 +182,8 @@ class MapReader:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
         Args:
-            epochs: the batch contract of every epoch, of those before the resume, too.
+            epochs: batch size of each epoch, and its division over logical workers and ranks; epochs before the resume
+                are included.
         """
         self._epochs = epochs
 
@@ -235,12 +247,15 @@ class MapReader:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return a line about the loader processes for the run's header, label → text; empty if there are none."""
+        """Return the line ``data workers`` for the run's header, label → text: number of loader processes of a device.
+
+        The mapping is empty if there are no loader processes.
+        """
         workers = self._prefetch.workers
         return {"data workers": f"{workers} a device, which fetch ahead"} if workers else {}
 
     def close(self) -> None:
-        """End the loader processes, if there are any; a second call does nothing."""
+        """End the loader processes that fetch batches for this reader, if there are any; a second call does nothing."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
