@@ -22,11 +22,11 @@ from tutti.types import Batch
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """This rank's part of a global batch, collated by the script's function for each micro-batch of its own.
+    """This rank's samples of a global batch, where the script's ``collate_fn`` has made each micro-batch by itself.
 
     Attributes:
-        parts: what the function returned for each micro-batch, in worker order.
-        sizes: number of samples of each.
+        parts: what ``collate_fn`` returned for each micro-batch, sorted by logical worker.
+        sizes: number of samples of each micro-batch.
     """
 
     parts: tuple[Batch, ...] = ()
@@ -78,12 +78,15 @@ def shown(batch: Batch) -> Batch:
 
 
 def length(batch: Batch) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor.
+    """Return the number of samples in a batch: the first dimension of its first tensor, or length of a list of strings.
 
-    For a ``CollatedBatch`` it is the sum of its parts' sizes.
+    For a ``CollatedBatch`` it is the sum of the sizes of its micro-batches.
+
+    Args:
+        batch: tensors, lists of strings, bytes or None, and tuples, lists and dicts of them; or a ``CollatedBatch``.
 
     Raises:
-        DataError: the batch has no tensor.
+        DataError: the batch holds none of these, or a tensor without dimensions comes first.
     """
     if isinstance(batch, CollatedBatch):
         return sum(batch.sizes)
@@ -106,8 +109,8 @@ def slice_batch(batch: Batch, low: int, high: int) -> Batch:
         high: index after the last sample.
 
     Raises:
-        UsageError: the batch holds an object other than tensors and columns, or the samples are no micro-batch of a
-            ``CollatedBatch``.
+        UsageError: the batch holds an object other than tensors and lists of strings, or the samples are not exactly
+            one micro-batch of a ``CollatedBatch``.
     """
     if isinstance(batch, CollatedBatch):
         return batch.part(low, high)
@@ -173,14 +176,15 @@ def _is_column(value: Any) -> bool:
 
 
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
-    """Return a function that moves a batch to a device; to an accelerator asynchronously, from pinned memory.
+    """Return a function that moves a batch to a device and returns it; to accelerators asynchronously.
 
-    Objects with a method ``to``, such as packed sequences and graphs, are moved by it; other objects stay as they are.
+    Tensors are copied to an accelerator from pinned memory. Objects with a method ``to``, such as packed sequences and
+    graphs, are moved by it; other objects stay as they are.
 
     Args:
-        device: the device.
-        dtype: of the batch's floating-point tensors; other tensors keep theirs.
-        channels_last: convert 4-d tensors to the channels-last memory format.
+        device: the device that the batch is moved to.
+        dtype: dtype that floating-point tensors are cast to; other tensors keep theirs.
+        channels_last: whether to convert 4-d tensors to the channels-last memory format.
     """
 
     def place(tensor: Tensor) -> Tensor:
