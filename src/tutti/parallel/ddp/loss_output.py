@@ -41,7 +41,7 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
     if isinstance(outcome, Tensor) and not _by_sample(outcome, micro_batch):
         objective = _scalar(outcome, micro_batch)
         count = loss_count(objective, micro_batch) if micro_batch.samples else None
-        if count is not None:
+        if count is not None and not _is_samples(count, micro_batch):
             return _mean_over(objective, count, micro_batch)
         loss_sums = torch.addcmul(
             *_mean_lanes(micro_batch.samples, _wide(objective), objective.device),
@@ -66,6 +66,11 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         f"the loss function returned {type(outcome).__name__}",
         remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
     )
+
+
+def _is_samples(count: Tensor, micro_batch: MicroBatch) -> bool:
+    """Return whether ``count`` is the number of samples; False also on an accelerator, where a look would wait."""
+    return count.device.type == "cpu" and float(count) == micro_batch.samples
 
 
 def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
