@@ -94,6 +94,39 @@ def test_a_server_that_is_killed_again_and_again_never_has_half_a_push(seed: int
         at.host.look()
 
 
+@pytest.mark.row(7)
+def test_a_worker_that_waits_for_a_server_while_it_dies_is_answered_by_its_next_process() -> None:
+    """The snapshot is of a moment in which the worker's request has arrived and its reply has not been sent."""
+    with served(clients=3, bound=1, snapshot=1) as at:
+        first, slow, third = (at.client(rank) for rank in range(3))
+        at.push(slow, 1, 0)
+        for clock in range(3):
+            at.push(first, 0, clock)
+        first.send(PULL, 0, 3, flags=WAIT)
+        assert at.read(slow, 1) == (4, -4.0)
+        at.push(third, 2, 0)
+        assert at.read(third, 2) == (5, -5.0), "the snapshot after the push is written"
+        assert not first._done(0.0), "two steps ahead of the slowest"
+        os.kill(at.pid(), signal.SIGKILL)
+        at.push(slow, 1, 1)
+        at.push(third, 2, 1)
+        [reply] = first.wait("read", (0,))
+        assert reply.header.seen >= 6
+        assert at.read(first) == (7, -7.0)
+
+
+@pytest.mark.row(7)
+def test_a_repeated_push_whose_reply_died_with_the_server_counts_once_and_is_answered() -> None:
+    with served(clients=1, snapshot=1) as at:
+        client = at.client(0)
+        at.push(client, 0, 0)
+        assert at.read(client) == (1, -1.0)
+        os.kill(at.pid(), signal.SIGKILL)
+        client._seq[0] = 0
+        assert at.push(client, 0, 0).header.seen == 1
+        assert at.read(client) == (1, -1.0)
+
+
 # --- pushes (8, 9) -------------------------------------------------------------------------------------------------
 
 

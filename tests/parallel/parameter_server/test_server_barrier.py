@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import permutations
+from types import SimpleNamespace
 
 import torch
 
+from tutti.parallel.parameter_server.request_handlers import Request, SyncHandler
 from tutti.parallel.parameter_server.server_barrier import ServerBarrier
+from tutti.parallel.parameter_server.server_wire import PULL, REFUSED, MessageHeader
 
 
 def pushed(leaf: int) -> list[torch.Tensor]:
@@ -65,3 +68,9 @@ def test_another_server_decides_who_is_in() -> None:
         rounds.push(leaf, 0, pushed(leaf), torch.ones(1))
     total = rounds.total({0, 2})
     assert total is not None and torch.equal(total.vectors[0], pushed(0)[0] + pushed(2)[0])
+
+
+def test_a_request_of_an_asynchronous_server_is_refused_and_changes_nothing() -> None:
+    handler = SyncHandler(SimpleNamespace(pieces=[]), ServerBarrier(2), {0: 0, 1: 1}, 0)  # type: ignore[arg-type]
+    answer = handler.handle(Request(MessageHeader(PULL, 0, 1, 1, 0, 0, 1, 0, 0), [], []))
+    assert answer is not None and answer.status == REFUSED and handler.version == 0

@@ -138,13 +138,11 @@ class SyncHandler:
         Returns:
             The reply. None for a SUM while pushes of other workers are missing, or while its rank is 256 steps ahead of
             another; the server later calls ``handle`` again with the same request. A PUSH gets the status LATE where
-            its step has been summed without it.
-
-        Raises:
-            KeyError: the request is of another kind.
+            its step has been summed without it. The status is REFUSED for other kinds of request.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
-        return kinds[request.header.kind](request)
+        handle = kinds.get(request.header.kind)
+        return Answer(REFUSED) if handle is None else handle(request)
 
     def _push(self, request: Request) -> Answer:
         header = request.header

@@ -255,7 +255,9 @@ class Server:
             state = json.loads(content[8 : 8 + length])
             self._shelf.load(content[8 + length :])
             self._desk.load(state["desk"])
-            self._last = {client: (seq, None) for client, seq in state["seqs"]}
+            # A rank's latest request may have waited for others, or its reply was lost with the process: the repetition
+            # is handled like a new request, which changes nothing where the snapshot has its effect.
+            self._last = {client: (seq - 1, None) for client, seq in state["seqs"]}
             self._kept = self._desk.version
 
 

@@ -25,8 +25,8 @@ _LAST_KIND = FACTS
 
 SHARED, SKIP, BACK, WAIT = 1, 2, 4, 8
 """Flags: tensors are in shared memory; make no update; reply with parameters; reply once the worker may proceed."""
-OK, LATE, LOST, REFUSED = range(4)
-"""Status of a reply: done; too late to count; updates lost in a restore; non-finite gradient or unserved request."""
+OK, LATE, REFUSED = range(3)
+"""Status of a reply: done; too late to count; non-finite gradient or unserved request."""
 
 
 class Malformed(ValueError):
