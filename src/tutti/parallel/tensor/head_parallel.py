@@ -23,16 +23,17 @@ def attend(
     slice_: LayerSlice,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute scaled dot-product attention of this rank's heads; dropout is drawn for all heads, as on one device.
+    """Compute scaled dot-product attention of this tensor-parallel rank's heads. Not collective.
 
-    Not collective.
+    Dropout masks are those of one device: each rank draws them for all heads, from equal RNG states, and applies its
+    own.
 
     Args:
         query, key, value: (samples, heads here, positions, features).
         mask: broadcast to (samples, heads here, queries, keys): added to the scores or, if boolean, True where
             attention is allowed; None for none.
         dropout: probability of zero for the attention weights.
-        slice_: this rank's heads.
+        slice_: which heads of the layer this rank has.
         scale: factor on the scores; default 1/√features.
 
     Returns:
@@ -48,10 +49,10 @@ def attend(
 
 
 class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` split by heads, with the same call: whole inputs → whole outputs.
+    """``nn.MultiheadAttention`` split by heads over tensor-parallel ranks; arguments and results are the whole layer's.
 
-    Collective: two all-reduces, one forward and one backward; for attention weights one more if averaged over heads,
-    otherwise an all-gather.
+    Collective: two all-reduces, one of the outputs in forward and one of the inputs' gradients in backward. Returning
+    attention weights takes one all-reduce more if they are averaged over heads, otherwise an all-gather.
     """
 
     def forward(
@@ -65,9 +66,10 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention of ``nn.MultiheadAttention.forward``, with the same arguments and results. Collective.
+        """Compute the attention of ``nn.MultiheadAttention.forward``, each tensor-parallel rank for its own heads.
 
-        N samples, L queries, S keys, E features; without N for a single sample.
+        Collective. Arguments and results are those of the unsplit layer, the same on every rank; the outputs are
+        all-reduced. Sizes: N samples, L queries, S keys, E features; without N for a single sample.
 
         Args:
             query: (L, N, E), or (N, L, E) with ``batch_first``.
@@ -81,7 +83,7 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
 
         Returns:
             The outputs in the shape of ``query``, and the weights (N, L, S) or (N, heads, L, S); None without
-            ``need_weights``.
+            ``need_weights``. With sequence parallelism the outputs may be a ``SplitTensor`` along the positions.
         """
         name, ranks, heads, _ = self.tutti_slice
         batched, inputs = query.dim() == 3, (query, key, value)
