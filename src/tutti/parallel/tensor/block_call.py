@@ -26,11 +26,15 @@ _SAMPLES = 2
 
 @dataclass(frozen=True)
 class BlockArguments:
-    """One call of a block.
+    """The arguments of one recorded call of a block: a submodule of several layers, such as attention.
+
+    Tensor parallelism may split such a block over ranks as one unit; running the block with these arguments verifies
+    the split.
 
     Attributes:
-        args, kwargs: its arguments, detached copies.
-        learned: whether each leaf of the arguments has a gradient.
+        args, kwargs: positional and keyword arguments of the call, with detached copies of the tensors.
+        learned: one boolean for each leaf of ``(args, kwargs)``, flattened as a pytree: True for a tensor that needs a
+            gradient.
     """
 
     args: tuple[Any, ...]
@@ -39,16 +43,21 @@ class BlockArguments:
 
     @property
     def form(self) -> str:
-        """Text that is equal for calls of the block with arguments of the same kinds: tensor types, dimensions, …"""
+        """Text that describes the kinds of this call's arguments, equal for two calls of the same kinds.
+
+        It names the pytree of ``(args, kwargs)``, and for each tensor float, int or bool, the number of dimensions, and
+        whether it needs a gradient (see ``form_of``). Sizes do not enter, except whether a head dimension is larger
+        than 1.
+        """
         return form_of(self.args, self.kwargs, self.learned)
 
     def main_input(self, features: Collection[int]) -> int:
         """Return the index of the block's main input among all values in ``(args, kwargs)``, flattened as a pytree.
 
-        It is the first floating tensor of at least two dimensions whose last one is in ``features``.
+        The main input is the first floating tensor of at least two dimensions whose last size is in ``features``.
 
         Args:
-            features: allowed numbers of features, such as the input widths of the block's linear layers.
+            features: allowed sizes of the last dimension, such as the input widths of the block's linear layers.
 
         Raises:
             StopIteration: no argument is such a tensor.
@@ -61,15 +70,15 @@ class BlockArguments:
         )
 
     def arguments(self, index: int, x: Tensor) -> tuple[Any, Any, list[Tensor]]:
-        """Return this call's arguments in double precision and with another main input, to try the block with.
+        """Return copies of this call's arguments in double precision, with another main input, to run the block with.
 
         Args:
             index: index of the main input among the values in ``(args, kwargs)``, flattened as a pytree.
-            x: the tensor to put there.
+            x: the tensor to use as main input; it is passed on as it is, not copied.
 
         Returns:
-            ``args``, ``kwargs``, and the other tensors in them that require a gradient; all tensors but ``x`` are
-            copies.
+            ``(args, kwargs, learned)``: the arguments, with floating tensors as doubles and all values but ``x``
+            copied, and the list of the copied tensors that require a gradient.
         """
         leaves, spec = tree_flatten((self.args, self.kwargs))
         made: list[Any] = []
@@ -87,13 +96,15 @@ class BlockArguments:
         return args, kwargs, learned
 
     def variants(self, block: nn.Module, index: int) -> Iterator[BlockArguments]:
-        """Yield the same call with other attention masks: none, a boolean causal mask, and an additive causal mask.
+        """Yield this call with other attention masks: none, then a boolean causal mask, then an additive causal mask.
 
-        Masks are (batch, 1, queries, keys). Arguments whose name contains "mask" are replaced; yields nothing if there
-        are none or if the main input is not of three dimensions.
+        Masks are (batch, 1, queries, keys): True where attention is allowed, or 0 there and the lowest number of the
+        main input's type elsewhere. They replace every argument whose name contains "mask" and whose value is a tensor
+        or None. Nothing is yielded if there is no such argument, if the main input is not of three dimensions (batch,
+        positions, features), or if an argument is a mapping.
 
         Args:
-            block: the block that is called, for the names of its arguments.
+            block: the block that is called; the signature of its ``forward`` gives the names of positional arguments.
             index: index of the main input among the values in ``(args, kwargs)``, flattened as a pytree.
         """
         names = list(inspect.signature(block.forward).parameters)
@@ -116,14 +127,17 @@ class BlockArguments:
 
 
 def form_of(args: Any, kwargs: Any, learned: Collection[bool] | None = None) -> str:
-    """Return a text that is equal for calls whose arguments are of the same kinds, to compare calls of a block by.
+    """Return a text that describes the kinds of a call's arguments, equal for two calls of the same kinds.
 
-    A tensor is ``float``, ``int`` or ``bool`` and its number of dimensions; ``h`` marks a tensor with a head dimension
-    and ``*`` a tensor with a gradient. Booleans, strings and None appear with their values, other arguments as types.
+    The text is the pytree structure of ``(args, kwargs)`` and one word for each leaf. A tensor is ``float``, ``int`` or
+    ``bool`` and its number of dimensions, followed by ``h`` if it has at least four dimensions and the third from last
+    (attention heads) is larger than 1, and by ``*`` if it needs a gradient. Booleans, strings and None appear with
+    their values, other arguments as the names of their types.
 
     Args:
-        args, kwargs: arguments of the call.
-        learned: whether each value in ``(args, kwargs)``, flattened, has a gradient; default: its ``requires_grad``.
+        args, kwargs: positional and keyword arguments of the call.
+        learned: whether each leaf of ``(args, kwargs)``, flattened as a pytree, needs a gradient. Default (also for an
+            empty collection): the ``requires_grad`` of tensors, False while gradients are disabled.
     """
     leaves, spec = tree_flatten((args, kwargs))
     flags = learned or [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in leaves]
@@ -146,20 +160,21 @@ def _kind(leaf: Any) -> str:
 def record_calls(
     plain: nn.Module, names: Collection[str], trial: Callable[..., Any] | None, device: torch.device
 ) -> dict[str, BlockArguments]:
-    """Record the arguments of the first call of each block, by running the loss function on two samples.
+    """Record the arguments of the first call of each block, by running the loss function on a few samples.
 
-    A block is a module of several layers, such as attention, that may be split as one.
+    A block is a module of several layers, such as attention, that tensor parallelism may split as one unit. The loss
+    function runs twice, first with gradients and then without; errors in it are ignored here.
 
     Args:
-        plain: the whole model; it stays as it was.
-        names: names of the blocks to record.
-        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
-            where no data is at hand.
-        device: device of the trial.
+        plain: the whole model; it is left as it was.
+        names: names of the submodules to record.
+        trial: ``trial(model, most)`` calls the loss function on ``model`` with at most ``most`` samples of the data;
+            here ``most`` is 2. None where no data is at hand.
+        device: device on which the loss function runs.
 
     Returns:
-        The calls by the block's name, with tensors copied to the CPU. Blocks that are not called, or whose arguments
-        cannot be copied, are left out; without ``trial`` all are.
+        The recorded calls by the block's name, with detached tensors on the CPU. Blocks that are not called, or whose
+        arguments cannot be copied, are left out; without ``trial`` the mapping is empty.
     """
     learned: dict[str, list[bool]] = {}
     found: dict[str, BlockArguments] = {}
