@@ -16,7 +16,7 @@ from tutti.torch_compat import module_parameters
 
 
 class TransposedLinear(nn.Module):
-    """A linear layer whose weight is (inputs, outputs)."""
+    """A linear layer whose weight is (inputs, outputs), transposed from ``nn.Linear``'s; bias (outputs,) or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -27,9 +27,10 @@ class TransposedLinear(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, ``nn.Linear`` or one with a transposed weight, that can be split.
+    """Return whether a module is a linear layer that tensor parallelism can split: ``nn.Linear``, or a transposed one.
 
-    False for subclasses of ``nn.Linear``, and where a parametrization computes the weight.
+    True for ``nn.Linear`` itself and where ``is_transposed`` is True (weight stored as (inputs, outputs)). False for
+    subclasses of ``nn.Linear``, and where a parametrization computes the weight.
     """
     if type(module) is nn.Linear:
         return module_parameters(module).keys() == {"weight", "bias"}
@@ -39,8 +40,10 @@ def is_linear(module: nn.Module) -> bool:
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a module is a linear layer x · W + b with weight W (inputs, outputs), as GPT-2's ``Conv1D``.
 
-    Found by running it on random numbers, if it has such tensors, neither submodules nor buffers, and a class from
-    outside of PyTorch.
+    A copy of the module, with random parameters, is run on random numbers on the CPU and compared with that formula.
+    Only modules with just a matrix ``weight`` and a fitting vector ``bias``, without submodules and buffers, and of a
+    class from outside of PyTorch are tried; others, and those that raise an error, are False. ``TransposedLinear`` is
+    True.
     """
     if isinstance(module, TransposedLinear):
         return True
@@ -71,7 +74,7 @@ def output_dim(linear: nn.Module) -> int:
     """Return which dimension of a linear layer's weight counts outputs: 0 for ``nn.Linear``, 1 for transposed layers.
 
     Args:
-        linear: a layer for which ``is_linear`` is true.
+        linear: an ``nn.Linear``, or a layer whose weight is (inputs, outputs); see ``is_linear``.
     """
     return 0 if isinstance(linear, nn.Linear) else 1
 
@@ -80,7 +83,10 @@ def matrix(linear: nn.Module) -> Tensor:
     """Return the weight of a linear layer of either orientation as (outputs, inputs), a view.
 
     Args:
-        linear: a layer for which ``is_linear`` is true.
+        linear: an ``nn.Linear``, or a layer whose weight is (inputs, outputs); see ``is_linear``.
+
+    Raises:
+        ValueError: the layer's weight is None.
     """
     weight = module_parameters(linear)["weight"]
     if weight is None:
