@@ -13,13 +13,22 @@ from tutti.comm.partition import even_share
 
 
 class SliceRanks(Protocol):
-    """Collectives over the tensor ranks, with backward: ``tutti.comm.differentiable.TensorRanks``."""
+    """Collectives over the tensor-parallel ranks that autograd differentiates; each method says its backward.
+
+    ``tutti.comm.differentiable.TensorRanks`` implements them.
+
+    Attributes:
+        rank: index of this rank among the tensor-parallel ranks.
+        size: number of tensor-parallel ranks.
+    """
 
     rank: int
     size: int
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """Return ``whole``, of which each rank uses its own slice; backward all-reduces its gradient.
+        """Return ``whole`` for a use in which each rank reads its own slice; backward all-reduces (sums) its gradient.
+
+        Forward sends nothing.
 
         Args:
             whole: a tensor that is the same on all ranks.
@@ -35,13 +44,18 @@ class SliceRanks(Protocol):
         """
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice.
+        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice of the gradient.
+
+        For uses of the result that are the same on every rank.
 
         Args:
             part: this rank's slice.
             dim: the split dimension.
             length: size of the whole tensor along ``dim``.
-            name: of the layer, for error messages.
+            name: name of the layer, for error messages.
+
+        Returns:
+            The whole tensor, with size ``length`` along ``dim``.
         """
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -49,9 +63,9 @@ class SliceRanks(Protocol):
 
         Args:
             whole: the whole tensor.
-            dim: the dimension to split.
+            dim: the dimension to split, in even shares.
             length: size of ``whole`` along ``dim``.
-            name: of the layer, for error messages.
+            name: name of the layer, for error messages.
         """
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -59,9 +73,9 @@ class SliceRanks(Protocol):
 
         Args:
             part: this rank's summand, whole along ``dim``.
-            dim: the dimension to split.
+            dim: the dimension to split, in even shares.
             length: size of ``part`` along ``dim``.
-            name: of the layer, for error messages.
+            name: name of the layer, for error messages.
         """
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -71,13 +85,16 @@ class SliceRanks(Protocol):
             part: this rank's slice.
             dim: the split dimension.
             length: size of the whole tensor along ``dim``.
-            name: of the layer, for error messages.
+            name: name of the layer, for error messages.
+
+        Returns:
+            The whole tensor, with size ``length`` along ``dim``.
         """
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return ``tensors``, of which each rank uses its own slice; backward all-reduces their gradients.
+        """Return ``tensors`` for uses in which each rank reads its own slice; backward all-reduces their gradients.
 
-        One message for all of them.
+        Like ``copy``, with one message for the gradients of all tensors.
 
         Args:
             tensors: tensors that are the same on all ranks.
@@ -94,11 +111,11 @@ class SliceRanks(Protocol):
 
 
 class LayerSlice(NamedTuple):
-    """This rank's slice of one layer.
+    """Which slice of one tensor-parallel layer or tensor this rank holds, with the ranks that hold the other slices.
 
     Attributes:
-        name: of the layer in the whole model.
-        ranks: collectives over the ranks that hold the slices.
+        name: name of the layer in the whole model.
+        ranks: collectives over the tensor-parallel ranks that hold the slices.
         length: number of outputs, inputs, heads, rows of a table, features or positions that the ranks divide.
         sequence: sequence parallelism: outputs that would be whole on all ranks are split by positions.
     """
@@ -110,20 +127,23 @@ class LayerSlice(NamedTuple):
 
     @property
     def mine(self) -> range:
-        """This rank's contiguous range of indices out of ``length``, an even share."""
+        """Range of the indices out of ``length`` that this rank holds: contiguous, in rank order, an even share."""
         return even_share(self.length, self.ranks.size, self.ranks.rank)
 
 
 def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
-    """Return this rank's slice after dropout, with the same random draws that one device makes for the whole tensor.
+    """Apply dropout to this rank's slice of a tensor, with the random draws that one device makes for the whole tensor.
 
-    Not collective: each rank draws for the whole tensor, from equal RNG states.
+    Not collective: each rank draws for the whole tensor, from equal RNG states, and uses its slice of the mask.
 
     Args:
-        part: the slice.
+        part: this rank's slice of the tensor.
         p: probability of zero.
         dim: the split dimension.
-        slice_: this rank's slice; its ``length`` may count groups along ``dim``, such as heads.
+        slice_: position of this rank's slice; its ``length`` may count groups along ``dim``, such as heads.
+
+    Returns:
+        ``part`` times the mask and 1 / (1 - p), in a new tensor; ``part`` itself for ``p`` 0.
     """
     here = len(slice_.mine)
     if p == 0.0:
