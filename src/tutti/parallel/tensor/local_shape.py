@@ -29,13 +29,20 @@ ATTENTION = functional.scaled_dot_product_attention
 
 
 class LocalShapeMode(TorchFunctionMode):
-    """Fits the sizes and the dropout of one forward to this rank's slice.
+    """Function mode in which a block's own forward runs on this tensor-parallel rank's slice of its heads or features.
+
+    The block's code names the sizes of the whole. Within this mode ``view``, ``reshape`` and ``split`` with such sizes
+    get this rank's sizes instead. Dropout and ``scaled_dot_product_attention`` draw masks for all heads or features, as
+    one device does, and apply this rank's slice. ``sizes`` and ``draws`` come from the tensor-parallel plan of the
+    block.
 
     Args:
-        slice_: this rank's heads or features.
+        slice_: which heads or features of the block this rank has.
         width: features of all heads together.
-        sizes: for each view that does not fit, the index of the size to cut.
-        draws: for each call of dropout or attention the split dimension, counted from the last; 0 where none is.
+        sizes: for each view whose sizes do not fit the slice, in the order of the calls, the index of the size to
+            reduce.
+        draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
+            where the input is not split.
 
     Attributes:
         drops: whether dropout is applied.
@@ -61,16 +68,16 @@ class LocalShapeMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def cut(self, have: int, sizes: list[int]) -> int:
-        """Return which size of a view to reduce, as an index in ``sizes``, so that it fits this rank's tensor slice.
+        """Return which size of a view to reduce so that it fits this rank's tensor slice, as an index in ``sizes``.
 
-        The TP plan lists these indices for the views that do not fit, in the order of the calls.
+        The index comes from the tensor-parallel plan, which lists one for each such view in the order of the calls.
 
         Args:
             have: number of elements of the tensor on this rank.
-            sizes: sizes of the view, written for the whole tensor.
+            sizes: sizes of the view as the code gives them, for the whole tensor.
 
         Raises:
-            UsageError: the view is not in the plan.
+            UsageError: the plan lists no more views, or its index is not one of ``sizes``.
         """
         if self.viewed >= len(self.sizes) or not self.sizes[self.viewed] < len(sizes):
             self._refuse(f"a view of {have} numbers as {sizes}")
@@ -79,7 +86,7 @@ class LocalShapeMode(TorchFunctionMode):
     def dim(self, tensor: Tensor) -> int:
         """Return the dimension along which ranks split the input of the present call of dropout or attention.
 
-        The TP plan lists these dimensions for the calls, in their order.
+        The tensor-parallel plan lists these dimensions in the order of the calls.
 
         Args:
             tensor: the input; unused here, for subclasses.
@@ -88,7 +95,7 @@ class LocalShapeMode(TorchFunctionMode):
             The dimension, counted from the last (-1); 0 where the input is not split.
 
         Raises:
-            UsageError: the call is not in the plan.
+            UsageError: the plan lists no more calls.
         """
         if self.drawn >= len(self.draws):
             self._refuse("another call of dropout")
@@ -162,19 +169,21 @@ class LocalShapeMode(TorchFunctionMode):
 
 
 class HeadParallelBlock(TensorParallelLayer):
-    """A block whose forward runs on this rank's slice of its heads or features."""
+    """Tensor-parallel block, such as attention, whose own forward runs on this rank's slice of its heads or features.
+    """
 
     tutti_local: tuple[int, Sequence[int], Sequence[int]]
     tutti_forms: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unsplit block's own forward on this rank's heads, with its view sizes and dropout fitted to them.
+        """Run the unsplit block's own forward on this tensor-parallel rank's heads or features.
 
-        Takes the unsplit block's arguments and returns its result.
+        View sizes and dropout in that code are fitted to the slice (``LocalShapeMode``). Arguments and result are those
+        of the unsplit block.
 
         Raises:
             UsageError: the arguments are of other kinds than in the calls for which the split was verified, or the code
-                takes another branch.
+                makes a view or a call of dropout that was not recorded when the plan was made.
         """
         if self.tutti_forms and (form := form_of(args, kwargs)) not in self.tutti_forms:
             raise UsageError(
@@ -188,15 +197,19 @@ class HeadParallelBlock(TensorParallelLayer):
 
 
 def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int], forms: Sequence[str]) -> None:
-    """Set how a block that runs on this rank's heads or features adapts its own view sizes and dropout to them.
+    """Set how a block that runs on this rank's heads or features fits its own view sizes and dropout to them.
+
+    The arguments come from the tensor-parallel plan of the block and are stored on the module.
 
     Args:
         module: the block, a ``HeadParallelBlock``.
         width: features of all heads together.
-        sizes: for each view that does not fit a slice, the index of the size to reduce.
-        draws: for each call of dropout or attention the split dimension, counted from the last; 0 where none is.
+        sizes: for each view whose sizes do not fit the slice, in the order of the calls, the index of the size to
+            reduce.
+        draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
+            where the input is not split.
         forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``; the forward
-            refuses other calls. Empty for a block of one argument.
+            refuses other calls, but takes the same ones without gradients. Empty for no check.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
     # What was proved with gradients holds without them.

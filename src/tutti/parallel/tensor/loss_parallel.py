@@ -28,14 +28,14 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute ``torch.nn.functional.cross_entropy`` of scores that are split by classes; targets are class indices.
+    """Compute ``torch.nn.functional.cross_entropy`` of scores split by classes over ranks; targets are class indices.
 
-    Collective: an all-gather of two numbers a target (three with label smoothing); backward sends nothing.
+    Collective: an all-gather of two numbers for each target (three with label smoothing); backward sends nothing.
 
     Args:
         part: scores (logits) of this rank's classes.
         dim: dimension of the classes.
-        slice_: this rank's classes.
+        slice_: which classes this rank has.
         target: class indices, the shape of ``part`` without ``dim``, the same on every rank.
         weight: (classes,) of all classes; None for equal ones.
         ignore_index, reduction, label_smoothing: as in PyTorch.
@@ -79,10 +79,11 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
     Args:
         part: scores of this rank's classes.
         dim: dimension of the classes.
-        slice_: this rank's classes.
+        slice_: which classes this rank has.
 
     Returns:
-        Scores and class indices, the same on every rank; ``dim`` stays, with length 1. Of equal scores the first class.
+        ``(scores, classes)``, the same on every rank, in the shape of ``part`` with length 1 along ``dim``; classes are
+        long indices among all classes. Of equal scores the first class counts.
     """
     at = part.argmax(dim, keepdim=True)
     message = torch.stack([part.gather(dim, at).double(), (at + slice_.mine.start).double()])
