@@ -102,10 +102,10 @@ class _Alone:
 
 
 class Outputs:
-    """Gathers the outputs of a module, except for a loss that takes split tensors.
+    """Forward hook that gathers a tensor-parallel model's outputs, except within ``kept``, where they stay split.
 
     Args:
-        module: the model.
+        module: the model; the hook is registered on it.
         keep: leave outputs split from the start.
     """
 
@@ -117,7 +117,7 @@ class Outputs:
     def kept(self) -> Any:
         """Return a context in which the model's forward returns outputs split over ranks, as ``SplitTensor``.
 
-        For a loss function that takes them. Outside of it the outputs are gathered.
+        It is for a loss function that takes split scores. After the context the model's outputs are gathered.
         """
         self._keep = True
         try:
