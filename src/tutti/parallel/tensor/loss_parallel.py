@@ -102,9 +102,10 @@ def _check(target: Tensor, ignored: Tensor, classes: int) -> None:
 
 
 def plain_loss(target: Any, weight: Tensor | None, label_smoothing: float, deprecated: bool) -> bool:
-    """Return whether this module's ``cross_entropy`` supports the arguments of a call of PyTorch's.
+    """Return whether this module's ``cross_entropy`` supports arguments of ``torch.nn.functional.cross_entropy``.
 
-    It takes class indices, no deprecated options, and not both class weights and label smoothing.
+    True for targets that are class indices, without deprecated options, and with at most one of class weights and label
+    smoothing.
 
     Args:
         target: class indices, or class probabilities, which are not supported.
