@@ -30,17 +30,21 @@ _SAMPLES = 2
 def add_loss_parallel(
     plain: nn.Module, plan: Sequence[PlanEntry], trial: Callable[..., Any] | None, device: torch.device
 ) -> list[PlanEntry]:
-    """Return the TP plan with last linear layers marked whose scores can stay split by classes up to the loss.
+    """Return the tensor-parallel plan, with layers marked whose scores can stay split by classes up to the loss.
 
-    These get the role ``scores`` in place of ``gathered``. A trial of the loss function on two samples finds them: only
-    cross-entropy may read their outputs.
+    Marked entries, all linear layers, have the role ``scores`` instead of ``gathered``. The loss function runs once on
+    two samples, to find the layers whose outputs only cross-entropy reads. No layer is marked if the loss function
+    fails or if the model has a backward hook or synchronised batch norms.
 
     Args:
         plain: the whole model; it stays as it was.
         plan: the plan of the model, without that role.
         trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
             where no data is at hand, and the plan is returned as it is.
-        device: device of the trial.
+        device: device on which the loss function runs.
+
+    Returns:
+        A new list of entries, in the order of ``plan``.
     """
     names = [e.name for e in plan if e.role == "gathered" and is_linear(plain.get_submodule(e.name))]
     found = _lasting(plain, names, trial, device) if names and trial is not None else ()
