@@ -19,10 +19,10 @@ from tutti.torch_compat import ConvBase
 
 
 class TensorParallelLayer(EagerLayer):
-    """Base class of layers whose forward depends on this rank's slice.
+    """Base class of layers whose parameters and forward are those of this tensor-parallel rank's slice.
 
     Attributes:
-        tutti_slice: the slice.
+        tutti_slice: which slice of the layer this rank has, and the ranks that have the others.
     """
 
     tutti_slice: LayerSlice
@@ -40,7 +40,7 @@ class ColumnParallelLinear(TensorParallelLayer):
 class RowParallelLinear(TensorParallelLayer):
     """A linear layer split by inputs: this rank's inputs → whole outputs. The bias is whole on every rank.
 
-    Collective: an all-reduce, or a reduce-scatter with sequence parallelism.
+    Collective: an all-reduce of the outputs, or a reduce-scatter with sequence parallelism.
     """
 
     weight: Tensor
@@ -49,7 +49,8 @@ class RowParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute whole outputs from this rank's inputs: (…, inputs here) → (…, outputs). Collective: an all-reduce.
 
-        With sequence parallelism a reduce-scatter, whose result is a ``SplitTensor`` along the positions.
+        With sequence parallelism there is a reduce-scatter instead, and the result is a ``SplitTensor``: on each rank
+        the outputs of its own positions.
         """
         weight = matrix(self)
         part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
@@ -58,12 +59,16 @@ class RowParallelLinear(TensorParallelLayer):
 
 
 class GatheredOutput(TensorParallelLayer):
-    """A linear or convolution layer split by outputs: whole inputs → whole outputs, by an all-gather."""
+    """A linear or convolution layer split by outputs: whole inputs → whole outputs.
+
+    Collective: an all-gather of the outputs in forward, an all-reduce of the inputs' gradient in backward.
+    """
 
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Compute the whole outputs of a linear or convolution layer that is split by outputs over ranks.
 
-        Takes the arguments of the unsplit layer. Collective: an all-gather of the ranks' outputs.
+        Takes the arguments of the unsplit layer and returns its result. Collective: an all-gather of the ranks'
+        outputs.
         """
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
@@ -72,18 +77,24 @@ class GatheredOutput(TensorParallelLayer):
 
 
 class LossParallelLinear(TensorParallelLayer):
-    """The last linear layer, split by outputs that stay split: whole inputs → scores of this rank's classes."""
+    """The last linear layer, split by outputs (classes): whole inputs → scores of this rank's classes, never gathered.
+
+    Cross-entropy then exchanges a few numbers for each position (loss parallelism).
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's scores: (…, inputs) → (…, classes), a ``SplitTensor`` along classes.
+        """Compute this rank's scores from whole inputs: (…, inputs) → (…, classes), a ``SplitTensor`` along classes.
 
-        All-reduce in backward.
+        Each rank holds the scores of its own classes. Backward all-reduces the inputs' gradient.
         """
         return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """An embedding split by rows: each rank looks up its own rows, and the result is the sum over ranks."""
+    """An embedding split by rows of its table over ranks: indices → whole embeddings, which are summed over the ranks.
+
+    Collective: an all-reduce, or a reduce-scatter with sequence parallelism.
+    """
 
     weight: Tensor
     padding_idx: int | None
@@ -91,7 +102,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up whole embeddings in a table split by rows: indices (…) → (…, features). Collective: an all-reduce.
 
-        With sequence parallelism a reduce-scatter, whose result is a ``SplitTensor`` along the positions.
+        Each rank contributes the rows that it holds, and zeros for other indices. With sequence parallelism there is a
+        reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own positions.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         elsewhere = (input < mine.start) | (input >= mine.stop)
@@ -102,14 +114,14 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
 
 class ParallelDropout(TensorParallelLayer):
-    """Dropout on this rank's slice of the features: draws for all features, as one device does."""
+    """Dropout on this rank's slice of the features, with the masks that one device draws for all features."""
 
     p: float
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to this rank's slice of the features: (…, features here) → the same shape. Not collective.
 
-        The ranks draw with equal RNG states for all features, so that masks are those of one device.
+        Each rank draws the mask of all features, from equal RNG states, so that masks are those of one device.
         """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)
@@ -124,12 +136,12 @@ _BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
 def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
     """Convert an unsplit layer into a tensor-parallel layer, in place, by a subclass of its own class.
 
-    The caller slices its parameters.
+    Its parameters are left whole: the caller slices them.
 
     Args:
         module: the layer.
-        kind: tensor-parallel class that its new class inherits from, before its own.
-        slice_: this rank's slice of the layer.
+        kind: tensor-parallel class; the layer's new class inherits from it first and then from the old class.
+        slice_: which slice of the layer this rank has.
     """
     plain = type(module)
     body = {"__module__": plain.__module__, "_whole": plain}
