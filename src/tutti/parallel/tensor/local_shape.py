@@ -169,8 +169,7 @@ class LocalShapeMode(TorchFunctionMode):
 
 
 class HeadParallelBlock(TensorParallelLayer):
-    """Tensor-parallel block, such as attention, whose own forward runs on this rank's slice of its heads or features.
-    """
+    """Tensor-parallel block, such as attention: its own forward runs on this rank's slice of the heads or features."""
 
     tutti_local: tuple[int, Sequence[int], Sequence[int]]
     tutti_forms: frozenset[str]
