@@ -174,13 +174,16 @@ class _ForwardReads(TorchFunctionMode):
 def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
     """Return the names of modules whose parameters another module's forward reads, and which therefore stay whole.
 
-    Found by running the loss function on two samples; empty without ``trial``, and with ``SyncBatchNorm``.
+    The loss function runs once on two samples to find them; errors in it are ignored here.
 
     Args:
         plain: the whole model; it stays as it was.
         trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
             where no data is at hand.
-        device: device of the trial.
+        device: device on which the loss function runs.
+
+    Returns:
+        Sorted module names; empty without ``trial``, and if the model has ``SyncBatchNorm``.
     """
     if trial is None or peers_of(plain) is not None:
         return []
