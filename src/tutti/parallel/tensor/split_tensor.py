@@ -24,12 +24,17 @@ from tutti.torch_compat import IS_VIEW, VERSION_ATTRIBUTE, TorchFunctionDisabled
 
 
 class SplitTensor(Tensor):
-    """One rank's slice, along dimension ``cut``, of a tensor; ``slice_.length`` is that dimension of the whole.
+    """One rank's slice of a tensor that is split over tensor-parallel ranks; it behaves as the whole tensor.
+
+    It has the shape of the whole. Functions compute on the slices where that gives the same result (elementwise
+    functions, dropout, views, the cross-entropy of split classes, …); others first all-gather the whole tensor, on
+    every rank. Writing to it in place other than by an elementwise function, and hooks on its gradient, raise
+    ``UsageError``.
 
     Attributes:
-        part: the local tensor.
+        part: this rank's slice, a plain tensor.
         cut: the split dimension, from 0.
-        slice_: this rank's slice of the layer that made the tensor.
+        slice_: ranks and size of the split; its ``length`` is the size of the whole tensor along ``cut``.
     """
 
     part: Tensor
@@ -99,7 +104,7 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
 
     Args:
         value: the input, whole on every rank or a ``SplitTensor``.
-        slice_: this rank's slice of the layer.
+        slice_: which slice of the layer this tensor-parallel rank has.
     """
     if not isinstance(value, SplitTensor):
         return slice_.ranks.copy(value, slice_.name)
@@ -110,12 +115,16 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
 def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
     """Return this rank's slice of a layer's input along the last dimension: (…, inputs here).
 
-    Backward of a whole input is collective: an all-gather of its gradient.
+    Collective for a whole input: its backward all-gathers the gradient. A ``SplitTensor`` that is split along another
+    dimension is all-gathered first.
 
     Args:
         value: the slice itself, a ``SplitTensor``, or the whole input, if the script has computed it.
         width: number of inputs on this rank.
-        slice_: this rank's slice of the layer.
+        slice_: which slice of the layer's inputs this tensor-parallel rank has.
+
+    Raises:
+        UsageError: an autograd function of the script has returned a ``SplitTensor``: it has computed on a slice.
     """
     if not isinstance(value, SplitTensor):
         if value.shape[-1] == width or value.shape[-1] != slice_.length:
@@ -128,14 +137,15 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
 
 
 def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
-    """Sum a layer's partial results over the ranks: whole on every rank, or split with sequence parallelism.
+    """Sum a layer's partial results over the tensor-parallel ranks: whole on every rank, or split by positions.
 
-    Collective: an all-reduce; a reduce-scatter where the result is split.
+    Collective: an all-reduce; a reduce-scatter where the result is split, as sequence parallelism does.
 
     Args:
         part: this rank's summand.
-        slice_: this rank's slice of the layer; its ``sequence`` asks for a split result.
-        dim: dimension of the positions, split if it has at least two for each rank.
+        slice_: which slice of the layer this rank has; its ``sequence`` asks for a split result.
+        dim: dimension of the positions. It is split only if it has at least two positions for each rank and ``part``
+            has three dimensions or more.
 
     Returns:
         The sum, or a ``SplitTensor`` of it along ``dim``.
