@@ -26,13 +26,16 @@ class TensorLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> WholeRunner:
-        """Slice the layers of the TP plan in place, and return the runner of the model with this rank's slices.
+        """Slice the layers of the model's tensor-parallel plan in place, and return the runner of this rank's model.
 
-        Collective over the tensor ranks. The values of slices and whole tensors become those of the first tensor rank.
-        One rank leaves the model as it is.
+        Collective over the tensor-parallel ranks, to which the first of them broadcasts all values. With one rank the
+        model stays as it is.
 
         Args:
             plain: the whole model, equal on all ranks.
+
+        Returns:
+            The object that runs forward and backward of the model and knows the position of each slice.
 
         Raises:
             MismatchError: the ranks have built different models.
@@ -50,14 +53,16 @@ class TensorLayout:
 
 
 class TensorRunner(WholeRunner):
-    """Runs a model with split layers, whose output may be split.
+    """Runs forward and backward of a tensor-parallel model, whose output may stay split over ranks.
 
-    The run's loss function takes the output split, every other caller whole.
+    The run's loss function receives a split output as a ``SplitTensor``; every other caller receives the whole output.
+    The first forward in training mode and the first in evaluation check what the model's code reads of split
+    parameters, unless the model is compiled.
 
     Args:
-        module: the model.
-        run_context: of the run.
-        parted: whether the output may be split.
+        module: the model, with layers converted to tensor-parallel ones.
+        run_context: mesh, communicators and flags of the run.
+        parted: whether the output may stay split.
     """
 
     def __init__(self, module: nn.Module, run_context: RunContext, parted: bool) -> None:
@@ -72,13 +77,13 @@ class TensorRunner(WholeRunner):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches in order: forward and, with a gradient-ready hook, backward.
 
-        The loss function receives the model's output as a ``SplitTensor`` where the TP plan leaves it split. Collective
-        over the tensor ranks, all of which run the same micro-batches.
+        The loss function receives the model's output as a ``SplitTensor`` where the tensor-parallel plan leaves it
+        split. Collective over the tensor-parallel ranks, all of which run the same micro-batches.
 
         Args:
             micro_batches: the logical worker's, in order; at least one.
             loss: the user's loss function.
-            grad_hook: told of each gradient that backward has completed; None for forward alone.
+            grad_hook: called with each gradient that backward has completed; None for forward alone.
 
         Returns:
             The loss sums over the micro-batches, on every rank of the replica.
