@@ -15,11 +15,11 @@ from tutti.torch_compat import tree_flatten, tree_unflatten
 
 @contextmanager
 def seen_as_shares(module: nn.Module) -> Iterator[None]:
-    """Return a context in which registered forward pre-hooks will get this rank's slices, not ``SplitTensor`` inputs.
+    """Return a context within which newly registered forward pre-hooks receive this rank's slices of split inputs.
 
-    For FSDP2's hooks, registered with ``prepend=True``: they pass their inputs through autograd functions, which see a
-    tensor's memory and not its class. After the hooks the inputs are wrapped again. The two hooks that do this stay on
-    the module after the context.
+    For FSDP2's hooks, which pass inputs through autograd functions: these see a tensor's memory and not its class
+    ``SplitTensor``. The hooks must be registered with ``prepend=True``. Two more hooks, registered around them, unwrap
+    the ``SplitTensor`` inputs before and wrap them again after; they stay on the module when the context has ended.
 
     Args:
         module: module on which the hooks are registered.
