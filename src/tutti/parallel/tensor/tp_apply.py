@@ -59,9 +59,10 @@ _KINDS: dict[str, type[TensorParallelLayer]] = {
 
 
 class TensorParallelizer:
-    """Derives the TP plan of a whole model, and applies it on this tensor rank. Collective.
+    """Derives the tensor-parallel (TP) plan of a whole model, and slices the model for this rank by it.
 
-    The constructor finds the plan; ``apply`` carries it out once a layout knows where to cut the model into stages.
+    The plan says which layers are split over the tensor ranks, and how. The constructor finds it on the first rank and
+    broadcasts it; ``apply`` slices the parameters. Both are collective over the tensor ranks.
 
     Args:
         plain: the whole model.
@@ -69,13 +70,15 @@ class TensorParallelizer:
         config: options of tensor parallelism.
 
     Attributes:
-        plan: entries of the modules that do not stay whole.
-        closed: names of blocks whose forward runs on a slice, and that must not be traced into.
-        parted: whether layers may return ``SplitTensor``s (``parallel.tensor.split_tensor``).
+        plan: entries of the modules that do not stay whole; empty with one rank.
+        closed: names of blocks whose own forward runs on this rank's heads or features, and which a graph trace must
+            not enter.
+        parted: whether layers may return ``SplitTensor``s, outputs that stay split over ranks.
 
     Raises:
         MismatchError: the ranks have built different models.
-        UsageError: the model is already split, or sequence parallelism meets hooks on the gradients of modules.
+        UsageError: the model is already split, or sequence parallelism meets hooks on the gradients of modules, or the
+            user's plan by hand cannot be carried out.
     """
 
     def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
@@ -109,10 +112,10 @@ class TensorParallelizer:
             )
 
     def apply(self) -> None:
-        """Slice the model's parameters as its TP plan says and convert its layers to tensor-parallel ones, in place.
+        """Slice the model's parameters as its tensor-parallel plan says and convert its layers, in place.
 
-        Parameters stay the same objects, which an optimizer may hold. Collective: a broadcast of the first tensor
-        rank's parameters and buffers. With one rank nothing is done.
+        Parameters stay the same objects, which an optimizer may hold; their ``.data`` becomes the slice and ``.grad``
+        None. Collective: a broadcast of the first tensor rank's parameters and buffers. With one rank nothing is done.
         """
         if self._comm.size == 1:
             return
@@ -120,15 +123,18 @@ class TensorParallelizer:
         self._specs = split_layers(self._plain, self.plan, TensorRanks(self._comm), sequence=self._config.sequence)
 
     def split_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of which this rank has a slice, by name; empty before ``apply`` and with one rank."""
+        """Return the parameters of which this tensor-parallel rank has a slice, by name in the model.
+
+        The mapping is empty before ``apply`` has sliced the model, and with one rank.
+        """
         return {name: p for name, p in parameters([self._plain]) if name in self._specs}
 
     def mark(self, replica: ReplicaPart) -> None:
-        """Record in a replica which of its tensors are slices, and of which a rank other than this one is the owner.
+        """Record in a replica which of its tensors are slices, and which of its whole tensors this rank does not save.
 
-        Sets ``specs`` (place of each slice), ``not_owned``, ``summary`` and the contexts that check reads of slices.
-        Tensors that are whole on every rank belong to the first tensor rank, which counts them in norms and saves them.
-        With one rank nothing is done.
+        Sets the replica's ``specs`` (position of each slice in the whole tensor), ``not_owned``, ``summary`` for the
+        header, and the contexts that check reads of slices. Tensors that are whole on every rank are owned by the first
+        tensor rank: only it counts them in norms and saves them. With one rank nothing is done.
 
         Args:
             replica: replica whose modules ``apply`` has converted; changed in place.
@@ -166,7 +172,9 @@ def find_tp_plan(
     *,
     compiled: bool = False,
 ) -> list[PlanEntry]:
-    """Derive the TP plan of a model by computing with its blocks and its loss function. Not collective.
+    """Derive the tensor-parallel plan of a model by computing with its blocks and its loss function. Not collective.
+
+    A split is in the plan only if outputs and gradients on slices equal those of the whole module.
 
     Args:
         module: the whole model, with real parameters; it stays as it was.
@@ -174,7 +182,7 @@ def find_tp_plan(
         config: options of tensor parallelism.
         trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
             where no data is at hand.
-        device: device of the trial.
+        device: device on which the loss function runs.
         compiled: whether the run compiles the model; its outputs are then never left split.
 
     Returns:
@@ -216,11 +224,13 @@ def split_layers(
 
 
 def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
-    """Return whether layers of a TP plan may return outputs that stay split over ranks (``SplitTensor``).
+    """Return whether layers of a tensor-parallel plan may return outputs that stay split over ranks (``SplitTensor``).
+
+    True for a plan with a layer of role ``scores``, and for any plan with entries under sequence parallelism.
 
     Args:
         plan: entries of the modules that do not stay whole.
-        config: options of tensor parallelism; with sequence parallelism the answer is True unless the plan is empty.
+        config: options of tensor parallelism.
     """
     return bool(plan) and (config.sequence or any(entry.role == "scores" for entry in plan))
 
