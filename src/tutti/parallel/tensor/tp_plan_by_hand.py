@@ -69,13 +69,16 @@ def roles_asked(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_asked(plan: Sequence[PlanEntry], asked: Mapping[str, str]) -> None:
-    """Raise UsageError if a TP plan does not give a module the role that the user's plan by hand asks for.
+    """Check that a derived tensor-parallel plan gives every module the role that the user's plan by hand asks for.
 
     The role ``scores`` (logits that are never gathered) counts as ``gathered``.
 
     Args:
-        plan: the derived plan.
+        plan: entries of the derived plan.
         asked: asked roles by the module's name, from ``roles_asked``.
+
+    Raises:
+        UsageError: a module has another role in the derived plan, or stays whole.
     """
     roles = {entry.name: "gathered" if entry.role == "scores" else entry.role for entry in plan}
     styles = {role: style for style, role in TP_STYLES.items()}
