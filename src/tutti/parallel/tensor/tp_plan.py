@@ -35,17 +35,18 @@ _TABLES = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The role of one module in the TP plan.
+    """How tensor parallelism treats one module: an entry of the tensor-parallel (TP) plan.
 
     Attributes:
-        name: in the plain model.
-        role: one of ``ROLES``; ``dropout`` and ``within`` hold no slices of parameters, but draw or compute on a slice;
-            ``slow`` must not use PyTorch's fused kernel, which ignores slices.
+        name: name of the module in the unsplit model.
+        role: one of ``ROLES``. ``column``, ``row``, ``heads``, ``vocabulary``, ``gathered`` and ``scores`` split the
+            module's parameters; ``dropout`` and ``within`` hold no parameters, but draw or compute on a slice; ``slow``
+            turns off PyTorch's fused kernel, which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
-        cuts: of its own parameters, by name.
-        local: for ``within``, arguments ``width``, ``sizes`` and ``draws`` of
-            ``tutti.parallel.tensor.local_shape.LocalShapeMode``, and the forms of the calls that were proved right, or
-            none for blocks of one argument.
+        cuts: how each of the module's own parameters is split, by the parameter's name.
+        local: for ``within``, the arguments ``width``, ``sizes`` and ``draws`` of
+            ``tutti.parallel.tensor.local_shape.LocalShapeMode``, and the kinds of arguments of the calls for which the
+            split was verified (texts of ``form_of``; none for blocks of one argument).
     """
 
     name: str
@@ -56,7 +57,10 @@ class PlanEntry:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
-        """Build the TP plan's entry for one module from a dictionary that ``as_json`` has returned, on any rank."""
+        """Return the entry of a tensor-parallel plan for one module from a dictionary that ``as_json`` has returned.
+
+        The dictionary may have gone through JSON and come from another rank.
+        """
         cuts = {name: TensorCut(*cut) for name, cut in value["cuts"].items()}
         return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
 
@@ -69,17 +73,18 @@ class PlanEntry:
 
 
 class PlanFinder:
-    """Derives the TP plan of one model.
+    """Derives the tensor-parallel (TP) plan of one model: which layers are split over the tensor ranks, and how.
 
     Args:
-        model: the plain model.
-        ranks: number of tensor ranks, T.
-        least: smallest number of parameters of a layer that is split alone.
-        whole: patterns of names of modules that stay whole, with all their submodules.
-        drops: whether attention with dropout can be split: not where a fused kernel draws.
-        calls: of blocks with several arguments, by name; such blocks are not split without one.
-        asked: roles by name from a plan by hand (``tp_plan_by_hand``), outside of which nothing is split; None to
-            split whatever can be.
+        model: the unsplit model.
+        ranks: number of tensor ranks.
+        least: smallest number of parameters of a layer that is split by itself, outside of a block.
+        whole: patterns (``fnmatch``) of names of modules that stay whole, with all their submodules.
+        drops: whether attention with dropout may be split; False where a fused kernel draws the masks.
+        calls: recorded arguments of blocks with several arguments, by the block's name; such a block is not split
+            without them.
+        asked: roles by module name from the user's plan by hand (``tp_plan_by_hand``), outside of which nothing is
+            split and with which ``least`` is 0; None to split whatever can be.
     """
 
     def __init__(
@@ -111,9 +116,10 @@ class PlanFinder:
             self._left |= {name for name, module in everywhere if splittable(module) and not self._may(name, *SPLIT)}
 
     def find(self) -> list[PlanEntry]:
-        """Derive the TP plan of the model: which layers are split over tensor ranks, and how.
+        """Derive the tensor-parallel plan of the model: which layers are split over tensor ranks, and how.
 
-        Not collective; tries blocks on random numbers.
+        Not collective. A block of the user's own class is split only where running its slices on random numbers gives
+        the outputs and gradients of the whole block. Layers that share a parameter are split alike or stay whole.
 
         Returns:
             An entry for each module that is split or computes on a slice, in the model's order; all others stay whole
@@ -297,9 +303,10 @@ class PlanFinder:
 
 
 def splittable(module: nn.Module) -> bool:
-    """Return whether a module is of a kind whose parameters can be split.
+    """Return whether a module is of a kind whose parameters tensor parallelism can split.
 
-    These are ``nn.MultiheadAttention``, linear layers of either orientation, convolutions and embeddings.
+    These are ``nn.MultiheadAttention``, linear layers (weight (outputs, inputs) or transposed), convolutions and
+    embeddings.
     """
     attention = isinstance(module, nn.MultiheadAttention)
     return attention or is_linear(module) or is_convolution(module) or is_embedding(module)
