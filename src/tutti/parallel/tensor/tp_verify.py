@@ -36,12 +36,13 @@ _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
 
 
 class TensorCut(NamedTuple):
-    """How a tensor is split over ranks.
+    """How a tensor is split over tensor-parallel ranks along one dimension.
 
     Attributes:
         dim: the split dimension.
-        units: number of equal units along it that stay whole, such as heads; ranks get even shares of them.
-        blocks: number of equal parts of ``dim`` that are split alike, as queries, keys and values in one matrix.
+        units: number of equal units along ``dim`` that are never divided, such as heads; ranks get even shares of them.
+        blocks: number of equal parts of ``dim`` that are split alike, as queries, keys and values in one matrix; each
+            of them has ``units`` units.
     """
 
     dim: int
@@ -49,9 +50,10 @@ class TensorCut(NamedTuple):
     blocks: int = 1
 
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-        """Cut a rank's slice out of a whole tensor, along the split dimension. Not collective.
+        """Return a rank's slice of a whole tensor, cut along the split dimension. Not collective.
 
-        A view; a copy where the dimension consists of several equal parts that are split alike (queries, keys, values).
+        The slice is a view; a copy where the dimension consists of several equal parts that are split alike (queries,
+        keys, values).
 
         Args:
             tensor: the whole tensor.
@@ -65,10 +67,10 @@ class TensorCut(NamedTuple):
         return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
 
     def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the index of the first element of a rank's slice in the whole tensor, one number a dimension.
+        """Return the index of the first element of a rank's slice in the whole tensor, one number for each dimension.
 
-        It is 0 in all dimensions but the split one. Where that one consists of several equal parts that are split alike
-        (queries, keys, values), it is the index in the first part.
+        The index is 0 in all dimensions but the split one. Where that one consists of several equal parts that are
+        split alike (queries, keys, values), it is the index in the first part.
 
         Args:
             tensor: the whole tensor.
@@ -107,19 +109,20 @@ class BlockSplit:
 def find_block_split(
     block: nn.Module, ranks: int, linears: Collection[str] | None = None, call: BlockArguments | None = None
 ) -> BlockSplit | None:
-    """Find a column- and row-parallel split of a block's linear layers, by computing with random numbers in float64.
+    """Find a column- and row-parallel split of a block's linear layers, and verify it on random numbers in float64.
 
-    A block is a module of two to ``MOST_LINEAR`` linear layers, such as attention. Its outputs and gradients with the
-    split must equal those of the whole block.
+    A block is a module of two to ``MOST_LINEAR`` linear layers, such as attention. The slices of all ranks are computed
+    in this process, and their outputs and gradients must equal those of the whole block.
 
     Args:
         block: any module; it is not changed.
-        ranks: number of tensor ranks.
+        ranks: number of tensor-parallel ranks.
         linears: names of the linear layers in it that may be split; default: all. Every other module stays whole.
-        call: arguments for a block that takes several; default: one input.
+        call: recorded arguments for a block that takes several; default: one input.
 
     Returns:
-        The split; None where no split gives the same result.
+        The split; None where no split gives the same result, where the block raises an error, and where it has too few
+        or too many linear layers.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
@@ -150,7 +153,7 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
 
 
 def takes_one(block: nn.Module) -> bool:
-    """Return whether a module's forward has exactly one argument, a positional input.
+    """Return whether a module's forward has exactly one argument, which may be given by position.
 
     A block with further arguments, such as a mask, may compute something else in a later call.
     """
