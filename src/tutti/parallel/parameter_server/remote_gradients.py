@@ -16,7 +16,15 @@ from tutti.types import GradientPlace, StepContext
 
 
 class RemoteGradients:
-    """Part of ``CustomLoopSync`` shared by ``SynchronousServerSync`` and ``AsynchronousServerSync``."""
+    """Behaviour of ``.grad`` in custom training loops with parameter servers: the sums of gradients are on the servers.
+
+    Mixin of ``SynchronousServerSync`` and ``AsynchronousServerSync``; it implements the methods of ``CustomLoopSync``.
+    After ``run.backward`` has pushed the gradients, a script that reads ``.grad`` gets an error.
+
+    Attributes:
+        gradient_at: ``"servers"``: the place that holds the summed gradients.
+        accumulated: False: ``.grad`` does not add up over calls of backward on this rank.
+    """
 
     gradient_at: GradientPlace = "servers"
     accumulated = False
@@ -25,11 +33,15 @@ class RemoteGradients:
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Prepare for custom training loops, in which ``.grad`` cannot show sums: only the servers have them."""
+        """Prepare the buffers' values for a custom training loop, before its first forward.
+
+        Buffers (such as running statistics) are kept for each logical worker. Gradients need no preparation: only the
+        parameter servers have their sums.
+        """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Take what the script writes to buffers from now on, after an epoch's loop, as meant for every worker."""
+        """End a custom training loop: what the script writes to buffers from now on holds for every logical worker."""
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -37,7 +49,7 @@ class RemoteGradients:
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all trained parameters, in the model's order."""
+        """Return all trained parameters, in the model's order: those whose ``.grad`` the script sees."""
         return [parameter for _, parameter in self._trained]
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -52,8 +64,8 @@ class RemoteGradients:
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Set ``.grad`` of all trained parameters to None, and return an empty dict.
 
-        Other strategies return the gradients of earlier reductions here, to add them again; on parameter servers they
-        stay where they are.
+        Other strategies return the gradients that earlier calls of backward have summed, by parameter, to add them
+        again later. On parameter servers these sums stay on the servers.
         """
         for parameter in self.script_parameters():
             parameter.grad = None
@@ -69,9 +81,9 @@ class RemoteGradients:
         self._pushed = True
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: this strategy keeps no record of which parameters backward has computed a gradient for.
+        """Return an empty list: no record is kept of which parameters backward has computed a gradient for.
 
-        Only FSDP2 needs the record; elsewhere ``.grad`` shows it.
+        Only FSDP2 needs this record; with parameter servers ``.grad`` shows it.
         """
         return []
 
@@ -83,7 +95,7 @@ class RemoteGradients:
         """
 
     def apply_clearing(self) -> None:
-        """Do nothing: a script that clears ``.grad`` clears the tensors that are pushed to the servers.
+        """Do nothing: a script that sets ``.grad`` to None or zero clears the tensors that are pushed to the servers.
 
         Only FSDP2 has to carry the clearing over, from full parameters to shards.
         """
@@ -95,7 +107,7 @@ class RemoteGradients:
         """Check that the script has cleared no ``.grad`` between the push to the servers and the update.
 
         Raises:
-            UsageError: it has; the servers have added them up already.
+            UsageError: the script has set one to None or zero; the servers have added the gradients up already.
         """
         cleared = [name for name, p in self._trained if is_cleared(p.grad)] if self._pushed else []
         self._pushed = False
@@ -107,10 +119,17 @@ class RemoteGradients:
             )
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` has cleared the same ``.grad`` that the script sees."""
+        """Do nothing: ``optimizer.zero_grad()`` has cleared the same ``.grad`` that is pushed to the servers.
+
+        Args:
+            optimizer, set_to_none: unused; the optimizer and its argument of ``zero_grad``.
+        """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
-        """Refuse to compute the norm of some parameters' gradients, which only the servers have.
+        """Refuse to compute the norm of some parameters' gradients, whose sums only the servers have.
+
+        Args:
+            members, step_context: unused.
 
         Raises:
             ValueError: always.
