@@ -44,15 +44,16 @@ _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 class SplitReads(ScriptMode):
-    """Refuses what the script computes from split parameters, unless slices give the slice of the result.
+    """Function mode that refuses what the script computes from parameters of which this rank has only a slice.
 
-    Elementwise functions are allowed (an average of weights, weights clamped in place), and so are metadata; a norm, a
-    sum, a product with a matrix or a write of some rows is not. Results of elementwise functions count as split, too.
-    A column-parallel layer that the script calls by itself returns its slice of the outputs as a ``SplitTensor``.
+    With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
+    ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too. A
+    norm, a sum, a product with a matrix or a write of some rows raises ``UsageError``. A column-parallel layer that the
+    script calls by itself, not through the block around it, returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
-        specs: position in the whole tensor of each of them.
+        specs: position of each parameter's slice in the whole tensor, by name.
         blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
     """
 
