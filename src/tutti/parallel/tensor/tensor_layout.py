@@ -20,7 +20,7 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class TensorLayout:
-    """Model layout of ``tensor``: each rank holds a slice of every layer in the TP plan."""
+    """Model layout of ``--strategy tensor``: each rank holds a slice of every layer that tensor parallelism splits."""
 
     def __init__(self, config: TensorConfig, run_context: RunContext) -> None:
         self._config, self._run_context = config, run_context
