@@ -99,10 +99,13 @@ class TensorParallelizer:
         self.closed = closed_blocks(self.plan)
 
     def check(self, read: Collection[str]) -> None:
-        """Raise UsageError if the plan splits a parameter that a forward reads outside of the parameter's layer.
+        """Check that the model's forwards read no parameter that tensor parallelism splits outside of its own layer.
 
         Args:
             read: names of the parameters that are read outside of their layers.
+
+        Raises:
+            UsageError: the tensor-parallel plan splits one of them.
         """
         split = {f"{entry.name}.{key}": entry.name for entry in self.plan for key in entry.cuts}
         for name in sorted(split.keys() & set(read)):
@@ -199,16 +202,18 @@ def find_tp_plan(
 def split_layers(
     plain: nn.Module, plan: Sequence[PlanEntry], ranks: TensorRanks, *, sequence: bool
 ) -> dict[str, ShardSpec]:
-    """Slice the parameters of a model as its TP plan says and convert its layers, in place. Not collective.
+    """Slice the parameters of a model as its tensor-parallel plan says and convert its layers, in place.
+
+    Not collective.
 
     Args:
         plain: the whole model.
         plan: entries of the modules that do not stay whole.
-        ranks: collectives of the split layers, with this rank's index and their number.
-        sequence: sequence parallelism between the layers.
+        ranks: collectives of the split layers, with this rank's index and the number of tensor ranks.
+        sequence: sequence parallelism: activations between the split layers are split by positions.
 
     Returns:
-        Position in the whole tensor of each sliced parameter, by name.
+        For each sliced parameter, by name: shape of the whole tensor and position of this rank's slice in it.
     """
     names = {id(p): name for name, p in parameters([plain])}
     tied, specs = other_names([plain]), dict[str, ShardSpec]()
@@ -236,10 +241,13 @@ def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
 
 
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
-    """Return the names of the modules, such as an attention block, whose unchanged forward computes this rank's share.
+    """Return the names of modules, such as attention, whose unchanged forward runs on this rank's heads or features.
 
-    The forward is the user's code; the layers in it hold this rank's heads or features. A graph trace must treat such
-    a module as one operation.
+    They have the role ``within`` in the plan. The forward is the user's code, and the layers in it are split; a graph
+    trace must treat such a module as one operation.
+
+    Args:
+        plan: entries of the tensor-parallel plan.
     """
     return frozenset(entry.name for entry in plan if entry.role == "within")
 
