@@ -65,9 +65,9 @@ class PlanEntry:
         return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields of one module's entry in the TP plan as a dictionary that JSON can hold.
+        """Return this entry of a tensor-parallel plan as a dictionary that JSON can hold, to broadcast the plan.
 
-        To broadcast the plan to other ranks.
+        Keys are the attributes' names; each value of ``cuts`` is a list of ``dim``, ``units`` and ``blocks``.
         """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 
@@ -369,11 +369,11 @@ def _plain(module: nn.Module) -> bool:
 
 
 def summary(model: nn.Module, plan: Sequence[PlanEntry]) -> dict[str, list[str]]:
-    """Return the names of the model's modules by their role in the TP plan, to print at the start of a run.
+    """Return the names of the model's modules by their role in the tensor-parallel plan, for a run's header.
 
     Args:
         model: the whole, unsplit model.
-        plan: its plan.
+        plan: entries of the model's plan.
 
     Returns:
         By role (``column``, ``row``, ``heads``, …), the names of modules with parameters of their own; under ``whole``
