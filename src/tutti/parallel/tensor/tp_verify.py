@@ -84,16 +84,20 @@ class TensorCut(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """How a block is split: linear layers with a common input column-parallel, the next linear layer row-parallel.
+    """How tensor parallelism splits a block, such as attention: column-parallel linear layers and a row-parallel one.
+
+    The column-parallel layers have a common input; the row-parallel layer is the linear layer called after them.
 
     Attributes:
-        columns: how each column-parallel layer is cut, by name.
-        row: name of the row-parallel layer.
+        columns: how the outputs of each column-parallel layer are cut, by the layer's name in the block.
+        row: name of the row-parallel layer in the block.
         units: number of heads or features that are divided over ranks.
         width: input features of the row-parallel layer.
-        sizes, draws: see ``tutti.parallel.tensor.local_shape.LocalShapeMode``.
+        sizes, draws: how views and dropout in the block's forward fit to a slice; see
+            ``tutti.parallel.tensor.local_shape.LocalShapeMode``.
         dropout: whether attention itself applies dropout.
-        forms: of the calls that are proved right; none for a block of one argument.
+        forms: kinds of arguments (texts of ``form_of``) of the calls for which the split was verified; none for a block
+            of one argument.
     """
 
     columns: Mapping[str, TensorCut]
