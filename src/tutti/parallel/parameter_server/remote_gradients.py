@@ -22,8 +22,8 @@ class RemoteGradients:
     After ``run.backward`` has pushed the gradients, a script that reads ``.grad`` gets an error.
 
     Attributes:
-        gradient_at: ``"servers"``: the place that holds the summed gradients.
-        accumulated: False: ``.grad`` does not add up over calls of backward on this rank.
+        gradient_at: ``"servers"``: the place of the complete gradient.
+        accumulated: always False: ``add_gradients`` never adds gradients of earlier reductions here.
     """
 
     gradient_at: GradientPlace = "servers"
@@ -72,7 +72,9 @@ class RemoteGradients:
         return {}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace every ``.grad`` by an object that raises when it is read: only the servers have the sums.
+        """Replace ``.grad`` of every trained parameter by an object that raises when it is read.
+
+        Only the parameter servers have the sums of gradients.
 
         Args:
             held: always empty here: ``pop_gradients`` returns no gradients of earlier steps.
@@ -138,15 +140,28 @@ class RemoteGradients:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Do nothing around the step of one of several optimizers: the servers have a single optimizer."""
+        """Return a context for the step of one of several optimizers, which does nothing: the servers have just one.
+
+        Args:
+            index, members: unused; the optimizer's index and its parameters.
+        """
         yield
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return False: the script's optimizer updates no parameters on this rank, because the servers do."""
+        """Return False: the script's optimizer updates no parameters on this rank, because the parameter servers do.
+
+        Args:
+            optimizer: unused.
+        """
         return False
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that the script has added to ``optimizer`` or taken out of it: the servers keep theirs.
+        """Refuse parameters that the script has added to ``optimizer`` or taken out of it.
+
+        The parameter servers keep the groups with which they were started.
+
+        Args:
+            optimizer: unused.
 
         Raises:
             UsageError: always.
@@ -154,10 +169,12 @@ class RemoteGradients:
         _refuse("the script has changed which parameters the optimizer has")
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Refuse to train parameters that were frozen at the start: the servers have only the others.
+        """Check that parameters which the script starts to train were trained at the start of the run.
+
+        The parameter servers have only those.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True.
+            names: names of parameters whose ``requires_grad`` the script has set to True.
             late: unused.
 
         Raises:
