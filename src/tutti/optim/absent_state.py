@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class AbsentState(MutableMapping[Tensor, Any]):
-    """Mapping in place of ``optimizer.state`` that refuses every access.
+    """Mapping in place of ``optimizer.state`` that raises at every access, by calling ``refuse``.
 
-    The script's optimizer has no state where ranks or servers make its updates: what a script did to its state would
-    have no effect.
+    For a script's optimizer whose updates other ranks or parameter servers make: they hold the state, and a change of
+    the state here would have no effect.
 
     Args:
-        refuse: raises UsageError.
+        refuse: function that raises ``UsageError``.
     """
 
     def __init__(self, refuse: Callable[[], None]) -> None:
