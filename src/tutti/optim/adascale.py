@@ -16,18 +16,19 @@ from tutti.types import StepContext, StepStats
 
 
 class AdaScale:
-    """The gain of one run's steps. Every rank computes its own from globally reduced statistics: all are equal.
+    """AdaScale's gain r: the factor on each step's learning rate, estimated from the variance of workers' gradients.
 
-    The estimates of σ² and μ² are averaged with θ = max(1 - N/1000, 0), debiased, then divided and clamped. They use
+    Johnson et al. 2020, arXiv 2007.05105, Algorithm 1. The workers are N logical workers, equal shares of the global
+    batch. Estimates of σ² and μ² are averaged with θ = max(1 - N/1000, 0), debiased, then divided and clamped. They use
     gradients before clipping. Skipped steps, and steps in which fewer than two logical workers had samples, do not
-    change the averages.
+    change the averages. Every rank computes the gain from globally reduced statistics; all gains are equal.
 
     Args:
-        batch: samples in a global batch B.
+        batch: samples in a global batch.
         workers: N, at least 2.
 
     Attributes:
-        tau: τ, the sum of gains: the run's length in steps of the base.
+        tau: τ, the sum of gains: the run's length in steps of a batch of one logical worker.
         gain: r of the last step; None if it was skipped.
     """
 
@@ -40,8 +41,8 @@ class AdaScale:
     def __call__(self, stats: StepStats, step_context: StepContext) -> StepContext:
         """Estimate AdaScale's gain from a step's gradient variance; return the step context with it in ``lr_factor``.
 
-        The gain multiplies the context's learning-rate factor (None counts as 1), and is added to the run's length in
-        steps. After a step with a non-finite gradient the context is returned as it is. Not collective.
+        The gain multiplies the context's learning-rate factor (None counts as 1), and is added to ``tau``, the sum of
+        gains. After a step with a non-finite gradient the context is returned as it is. Not collective.
 
         Args:
             stats: results of the step, reduced over all ranks.
@@ -87,8 +88,8 @@ class AdaScale:
     def state(self) -> dict[str, float]:
         """Return AdaScale's running estimates as numbers, for a checkpoint.
 
-        Keys are ``tau`` (sum of gains), ``variance`` and ``square`` (averages of σ² and μ²), and ``weight`` (that of
-        the averages).
+        Keys are ``tau`` (sum of gains), ``variance`` and ``square`` (weighted sums of the estimates of σ² and μ²), and
+        ``weight`` (sum of the weights, by which they are divided).
         """
         first, second = self._averages.sums
         return {"tau": self.tau, "variance": first, "square": second, "weight": self._averages.weight}
