@@ -29,12 +29,12 @@ Named = Sequence[tuple[str, nn.Parameter]]
 def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
     """Return a function that builds the optimizer that ``config`` describes.
 
-    The function takes (name, parameter) pairs, and returns an optimizer over the trainable ones; None if there are
-    none.
+    The function takes (name, parameter) pairs, and returns an optimizer over those that require a gradient; None if
+    there are none.
 
     Args:
         config: the optimizer's options, a dataclass of ``tutti.config.optimizer_config`` such as ``AdamWConfig``.
-        sparse: some parameters may get sparse gradients, which fused kernels do not take.
+        sparse: whether some parameters may get sparse gradients, which fused kernels do not take.
     """
 
     def make(named: Named) -> Optimizer | None:
@@ -83,8 +83,11 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
 
     The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a stage
     that holds only some of them; one optimizer for each logical worker) builds an optimizer of the same class with the
-    same groups and settings; it returns None if none of the optimizer's parameters are given, and raises UsageError if
-    the optimizer has already stepped.
+    same groups and settings, which copies changed settings of the original before each step. It returns None if none of
+    the optimizer's parameters are given, and raises UsageError if the optimizer has already stepped.
+
+    Args:
+        optimizer: the user's optimizer.
     """
     handed_out = False
 
@@ -121,7 +124,12 @@ def _bring_state(optimizer: Optimizer) -> None:
 
 
 def check_fresh(optimizer: Optimizer) -> None:
-    """Raise UsageError if the optimizer has stepped: a copy that another process rebuilds would lack its state."""
+    """Check that an optimizer has not stepped yet: a copy that another process rebuilds would lack its state.
+
+    Raises:
+        UsageError: the state of a parameter differs from that of a new optimizer; or the optimizer's class cannot be
+            constructed again, as in ``built_alike``.
+    """
     groups = [{**settings_of(group), "params": list(group["params"])} for group in optimizer.param_groups]
     if _has_stepped(optimizer, built_alike(optimizer, groups)):
         _refuse_stepped()
@@ -137,7 +145,7 @@ def _refuse_stepped() -> NoReturn:
 def built_alike(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], changes: Mapping[str, Any] | None = None
 ) -> Optimizer:
-    """Build an optimizer of the same class and options over other parameter groups.
+    """Build a new optimizer of the same class and options as ``optimizer`` over other parameter groups.
 
     Options come from ``defaults``, and from attributes named like the constructor's arguments.
 
@@ -178,7 +186,10 @@ def built_alike(
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is None, a number, a string, a dtype, or a tuple of these: comparable between two optimizers."""
+    """Return whether a value is None, a number, a string, a dtype, or a tuple of these.
+
+    Such values can be compared between two optimizers.
+    """
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
