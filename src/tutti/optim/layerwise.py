@@ -27,10 +27,14 @@ Excluded = Collection[str] | Callable[[str, Tensor], bool]
 
 @dataclass(slots=True)
 class TensorUpdate:
-    """One tensor in one step: the parameter, its gradient, its state and its group's options.
+    """One parameter tensor in one step of a layer-wise optimizer, with its gradient, state and group's options.
 
     Attributes:
         index: position among all tensors of the step.
+        param: the parameter, a local tensor if it is a ``DTensor``.
+        grad: its gradient, which the step may convert to the parameter's dtype and memory format.
+        state: its state in the optimizer, by name.
+        group: options of its parameter group.
     """
 
     index: int
@@ -41,9 +45,9 @@ class TensorUpdate:
 
     @property
     def adapted(self) -> bool:
-        """Whether a layer-wise optimizer scales this tensor's step by its norms.
+        """Whether a layer-wise optimizer scales this tensor's step by norms of the tensor and its gradient.
 
-        That is, if its parameter group sets ``adapt``, and ``adapt_1d`` if the tensor has at most one dimension.
+        True if the parameter group sets ``adapt``, and also ``adapt_1d`` if the tensor has at most one dimension.
         """
         group = self.group
         return bool(group["adapt"] and (group["adapt_1d"] or self.param.dim() > 1))
@@ -62,23 +66,28 @@ class TensorUpdate:
 
 @dataclass
 class RowGroup:
-    """Tensors ("rows") of one step that the same passes update."""
+    """Tensors of one step of a layer-wise optimizer that one call of multi-tensor or compiled loops updates.
+
+    Attributes:
+        passes: the loops that update them, compiled ones or PyTorch's.
+        rows: the tensors, each with gradient, state and options.
+    """
 
     passes: Passes
     rows: list[TensorUpdate] = field(default_factory=list)
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters of this group, which an optimizer step updates in one call; in the order of ``rows``."""
+        """The parameters of these tensors, in the order of ``rows``: an optimizer step updates them in one call."""
         return [row.param for row in self.rows]
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients of this group's parameters, in the order of ``params``."""
+        """The gradients of these tensors, in the order of ``rows``."""
         return [row.grad for row in self.rows]
 
     def states(self, name: str) -> list[Tensor]:
-        """Return the optimizer state ``name`` of each parameter of this group; create missing ones as zeros.
+        """Return the optimizer state ``name`` of each of these tensors; create missing ones as zeros.
 
         A state has its parameter's shape, dtype, device and strides; a state that was loaded with others is converted.
 
@@ -100,7 +109,7 @@ class RowGroup:
 
 
 class LayerWiseArguments(TypedDict, total=False):
-    """Arguments that every layer-wise optimizer takes; see ``LayerWise``."""
+    """Keyword arguments that LARS, LARC, LAMB and NovoGrad have in common, for type checkers; see ``LayerWise``."""
 
     adapt: bool
     adapt_1d: bool
@@ -258,7 +267,12 @@ def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
 
     They need a CPU, float32 or float64, dense memory and a C++ compiler.
 
-    Raises UsageError with ``fused=True`` if there are none.
+    Args:
+        parameter: the parameter.
+        fused: None for loops where available, False for none, True to require them.
+
+    Raises:
+        UsageError: ``fused`` is True and there are none.
     """
     passes = None if fused is False else compiled_passes.passes(parameter)
     if fused and passes is None:
@@ -289,7 +303,8 @@ def split_groups(named: Iterable[tuple[str, nn.Parameter]], exclude: Excluded) -
         exclude: shell patterns of excluded names (``"*.embedding.*"``), or a predicate of name and parameter.
 
     Returns:
-        Parameter groups for the optimizer's constructor; an empty group is left out.
+        Parameter groups for the optimizer's constructor, the excluded one with ``adapt`` False and ``weight_decay`` 0;
+        an empty group is left out.
 
     >>> layers = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "out": torch.nn.Linear(2, 3, bias=False)})
     >>> [len(group["params"]) for group in split_groups(layers.named_parameters(), ["embed.*"])]
