@@ -95,7 +95,8 @@ class LARC(LARS):
     around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where ‖w‖ or ‖g‖ is 0 the rate is γ.
 
     Args:
-        params, momentum, weight_decay, nesterov, shared: as in ``LARS``.
+        params, momentum, weight_decay, nesterov, shared: as in ``LARS``: parameters or groups, m, λ, Nesterov momentum,
+            and the options that layer-wise optimizers share.
         lr: γ.
         trust: τ.
         eps: ε.
