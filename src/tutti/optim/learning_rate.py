@@ -13,16 +13,16 @@ Group: TypeAlias = dict[str, Any]
 
 
 def adam_sqrt_scaling(kappa: float, beta1: float, beta2: float, eps: float) -> tuple[float, float, float, float]:
-    """Apply Adam's square-root rule: factor on the rate √κ, 1 - β → κ(1 - β), ε/√κ.
+    """Apply Adam's square-root rule to a batch κ times as large: rate × √κ, 1 - β → κ(1 - β), ε/√κ.
 
     Malladi et al. 2022, arXiv 2205.10287: the moments average over as many samples as before.
 
     Args:
-        kappa: κ.
+        kappa: κ, the current batch divided by the batch that the rate was tuned for.
         beta1, beta2, eps: β1, β2 and ε at the batch that the rate was tuned for.
 
     Returns:
-        (factor on the rate, β1, β2, ε).
+        (factor on the rate, β1, β2, ε) for the current batch.
 
     Raises:
         ValueError: κ(1 - β) is 1 or more, so that a moment would forget everything; take a closer base batch.
@@ -56,7 +56,11 @@ def momentum_correction(new: float, old: float) -> float:
     """Return η_new / η_old, the factor on a velocity that includes the rate, for a step in which the rate changes.
 
     Goyal et al. 2017, arXiv 1706.02677, §3, remark 2. If the rate is applied outside of the velocity
-    (``torch.optim.SGD``), there is nothing to correct. 1 if η_old is 0.
+    (``torch.optim.SGD``), there is nothing to correct.
+
+    Args:
+        new: learning rate η_new of this step.
+        old: learning rate η_old of the step before; 0 gives 1.
 
     >>> 0.9 * momentum_correction(0.2, 0.1) * 1.0 + 0.2 * 1.0
     2.0
@@ -65,9 +69,13 @@ def momentum_correction(new: float, old: float) -> float:
 
 
 def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
-    """Set each group's learning rate to ``factor`` × its initial one, which the first call keeps as ``initial_lr``.
+    """Set each parameter group's learning rate to ``factor`` × its initial one, in place.
 
-    A ``factor`` of None changes nothing.
+    The first call keeps the rate that it finds as the initial one, under the group's key ``initial_lr``.
+
+    Args:
+        groups: parameter groups.
+        factor: factor on the initial rates; None changes nothing.
 
     >>> group = {"lr": 0.5}
     >>> for factor in (0.5, 0.2): set_learning_rates([group], factor)
