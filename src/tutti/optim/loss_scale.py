@@ -14,10 +14,12 @@ from tutti.config.loss_scale_config import ConstantLossScale, Dynamic, LossScale
 
 
 class LossScale:
-    """The loss scale of one run. Every rank updates its own copy by the globally reduced finite flag: all are equal.
+    """The factor on the loss of float16 training in one run, constant or dynamic as in ``torch.amp.GradScaler``.
+
+    Every rank updates its own copy by a flag that is reduced over all ranks; all copies are equal.
 
     Args:
-        config: options of dynamic scaling, or a constant.
+        config: options of dynamic scaling, or a constant scale.
 
     Attributes:
         value: scale of the next step.
@@ -54,7 +56,11 @@ class LossScale:
             self.value, self.good_steps = min(self.value * rule.growth_factor, rule.max), 0
 
     def state(self) -> dict[str, float]:
-        """Return the loss scale (``value``) and the steps since it last changed (``good_steps``), for a checkpoint."""
+        """Return the loss scale for a checkpoint, as a dictionary.
+
+        Keys are ``value``, the scale, and ``good_steps``, the number of steps without an overflow since it last
+        changed.
+        """
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load(self, saved: Mapping[str, float]) -> None:
