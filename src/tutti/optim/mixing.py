@@ -37,7 +37,10 @@ IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable")
 
 @dataclass(frozen=True)
 class Mixing:
-    """Result of an optimizer's trial. The defaults describe an element-wise optimizer, which mixes nothing.
+    """Which elements an optimizer's update combines, found by a trial: the slices of tensors on which it may step.
+
+    A step on slices is right if it gives the slices of the step on whole tensors. The defaults describe an element-wise
+    optimizer such as AdamW, for which all slices are right.
 
     Attributes:
         rows: a step on rows of a tensor, and its state, equal these rows of the step on the whole tensor.
@@ -65,7 +68,11 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     tensors; results are cached by class and settings. The optimizer's parameters and the states of the global
     generators stay as they are. Not collective.
 
-    An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices itself and is not tried.
+    An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices along a dimension itself
+    and is not tried; neither is ``SparseAdam``.
+
+    Args:
+        optimizer: the optimizer, which is not changed.
 
     Returns:
         Whether steps on rows, on other slices, on pieces of flattened tensors, and on a subset of the tensors equal the
