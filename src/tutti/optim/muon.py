@@ -82,7 +82,13 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as ``torch.optim.Optimizer`` does; its boolean ``adam`` selects AdamW's or Muon's step.
 
-        Raises UsageError without ``adam``, or for ``adam=False`` with a tensor of fewer than two dimensions.
+        Options that the group does not give come from the constructor's arguments for that step.
+
+        Args:
+            param_group: the group, with keys ``params`` and ``adam``.
+
+        Raises:
+            UsageError: ``adam`` is missing, or it is False and a tensor has fewer than two dimensions.
         """
         if "adam" not in param_group:
             raise UsageError("a parameter group of Muon has no key 'adam'", remedy='give "adam": True or False')
