@@ -12,10 +12,10 @@ def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> 
     same effect on it.
 
     Args:
-        lr: ε.
-        dataset: N, in samples.
-        batch: B, in samples.
-        momentum: m.
+        lr: ε, the learning rate.
+        dataset: N, the size of the data set in samples.
+        batch: B, the batch in samples.
+        momentum: m, the momentum.
 
     >>> round(scale_of_sgd(0.1, 50_000, 128, 0.9), 3)
     389.625
@@ -49,7 +49,11 @@ def weighted_moments(
 def simple_noise_scale(spread: float, square: float) -> float:
     """Return B_simple = tr Σ / |G|² in samples; infinite if the estimate of |G|² is not positive.
 
-    McCandlish et al. 2018, arXiv 1812.06162, eq. 2.9. ``spread`` and ``square`` are averages of tr Σ and |G|².
+    McCandlish et al. 2018, arXiv 1812.06162, eq. 2.9.
+
+    Args:
+        spread: average of tr Σ, the trace of the covariance of one sample's gradient; a negative one counts as 0.
+        square: average of |G|², the squared norm of the true gradient.
 
     >>> round(simple_noise_scale(42.666667, 3.666667), 4)
     11.6364
@@ -61,6 +65,13 @@ class Averages:
     """Debiased exponential averages of two estimates: x̄ ← θx̄ + (1-θ)x from 0, divided by 1 - θᵗ when read.
 
     For a ratio of estimates, average each and then divide: a mean of ratios is biased.
+
+    Args:
+        theta: θ, the weight that earlier values keep at each ``add``; below 1.
+
+    Attributes:
+        sums: the two averages before they are debiased.
+        weight: 1 - θᵗ after t values, by which the sums are divided; 0 before the first.
 
     >>> both = Averages(0.9)
     >>> for spread, square in ((40, 4), (60, 1), (20, 0.5)):
@@ -74,7 +85,11 @@ class Averages:
         self.sums, self.weight = (0.0, 0.0), 0.0
 
     def add(self, first: float, second: float) -> None:
-        """Add a value of each of two estimates to their exponential averages, multiplying earlier weights by θ."""
+        """Add a value of each of two estimates to their exponential averages, multiplying earlier weights by θ.
+
+        Args:
+            first, second: new values of the first and of the second estimate.
+        """
         keep, take = self._theta, 1 - self._theta
         self.sums = keep * self.sums[0] + take * first, keep * self.sums[1] + take * second
         self.weight = keep * self.weight + take
