@@ -18,11 +18,11 @@ _FEWEST = 4
 
 
 class NoiseEstimate(NamedTuple):
-    """Unbiased estimates of one step; either may be negative.
+    """Estimates of a gradient's noise from one step, both unbiased; either may be negative.
 
     Attributes:
-        trace: of tr Σ, the trace of the covariance of one sample's gradient.
-        square: of |G|², the squared norm of the expected gradient.
+        trace: estimate of tr Σ, the trace of the covariance of one sample's gradient.
+        square: estimate of |G|², the squared norm of the expected gradient.
     """
 
     trace: float
@@ -30,12 +30,13 @@ class NoiseEstimate(NamedTuple):
 
 
 class NoiseBand(NamedTuple):
-    """The noise scale in samples, and its 90 % band; infinite where the data do not bound it.
+    """The simple noise scale of gradients in samples, and its 90 % confidence interval.
 
     Attributes:
-        scale: tr Σ / |G|².
-        low: lower end of the band.
-        high: upper end of the band.
+        scale: tr Σ / |G|²: trace of the covariance of one sample's gradient, by the squared norm of the expected
+            gradient.
+        low: lower end of the interval.
+        high: upper end of the interval; infinite where the data do not bound it.
     """
 
     scale: float
@@ -46,11 +47,16 @@ class NoiseBand(NamedTuple):
 def noise_estimate(mean_of_squares: float, square_of_mean: float, parts: int, samples: int) -> NoiseEstimate:
     """Return unbiased estimates of tr Σ and |G|² from the gradients gᵢ of the parts of one step's batch.
 
+    Σ is the covariance of one sample's gradient, and G the expected gradient.
+
     Args:
         mean_of_squares: Σ pᵢ‖gᵢ‖² with pᵢ the part's share of the batch.
-        square_of_mean: ‖Σ pᵢgᵢ‖², of the whole batch.
+        square_of_mean: ‖Σ pᵢgᵢ‖², the squared norm of the whole batch's gradient.
         parts: number of parts, at least 2.
-        samples: of the whole batch.
+        samples: number of samples in the whole batch.
+
+    Raises:
+        ValueError: ``parts`` is below 2.
 
     Four gradients (1, 0), (3, 0), (2, 1), (2, -1) over 32 samples each:
 
@@ -69,8 +75,8 @@ def ratio_band(
     interval estimation".
 
     Args:
-        means: of numerator and denominator.
-        covariance: variance of the first mean, covariance, variance of the second.
+        means: the means of numerator and denominator.
+        covariance: variance of the first mean, covariance of the two, variance of the second.
         freedom: degrees of freedom of the covariance.
     """
     (above, below), (aa, ab, bb), t = means, covariance, student_t(freedom)
@@ -164,7 +170,11 @@ class NoiseAverage:
         return NoiseBand(scale, *ratio_band((t, s), covariance, steps - 1))
 
     def state(self) -> dict[str, float | list[float]]:
-        """Return the averages of the gradient noise for a checkpoint, by name: ``weight``, ``squares`` and ``sums``."""
+        """Return the averages of the gradient noise for a checkpoint, as a dictionary.
+
+        Keys are ``weight`` and ``squares``, sums of the estimates' weights and squared weights, and ``sums``, the list
+        of the five weighted sums.
+        """
         return {"weight": self.weight, "squares": self.squares, "sums": list(self.sums)}
 
     def load(self, saved: Mapping[str, float | list[float]]) -> None:
@@ -186,7 +196,14 @@ class NoiseAverage:
 
 
 def mean_noise(estimates: Iterable[NoiseEstimate]) -> NoiseAverage:
-    """Average the estimates of several steps, all with equal weight, for the noise scale and its interval."""
+    """Return the average of several steps' estimates of gradient noise, all with equal weight.
+
+    Args:
+        estimates: one estimate for each step; those that are not finite are left out.
+
+    Returns:
+        The averages; their method ``band`` returns the noise scale and its confidence interval.
+    """
     average = NoiseAverage(1.0)
     for estimate in estimates:
         average.add(estimate)
