@@ -11,7 +11,10 @@ from tutti.optim.layerwise import LayerWise, LayerWiseArguments, RowGroup, Tenso
 
 
 class NovoGrad(LayerWise):
-    """Ginsburg et al. 2019, arXiv 1905.11286, Algorithm 1. One buffer and one number a tensor: half of Adam's state.
+    """NovoGrad: momentum on gradients that are divided by a running average of their tensor's gradient norm.
+
+    Ginsburg et al. 2019, arXiv 1905.11286, Algorithm 1. The state is one buffer and one number a tensor: half of
+    Adam's.
 
     v ← β2·v + (1−β2)·‖g‖², at first ‖g‖²; m ← β1·m + (g/(√v + ε) + λw), at first without β1·m; w ← w − γ·m. For tensors
     that are not adapted √v + ε is 1: momentum SGD; the paper adapts all (``adapt_1d=True, decay_1d=True``).
