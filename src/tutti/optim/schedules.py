@@ -84,7 +84,9 @@ def make_schedule(
 def cosine_decay(progress: float, final: float) -> float:
     """Return the factor of a cosine decay: final + (1 - final) · (1 + cos(π · progress)) / 2.
 
-    ``progress``: fraction of the decay that has passed, 0 to 1. ``final``: factor at its end.
+    Args:
+        progress: fraction of the decay that has passed; above 1 counts as 1.
+        final: factor at the end.
 
     >>> cosine_decay(0.0, 0.0), cosine_decay(1.0, 0.1)
     (1.0, 0.1)
@@ -95,7 +97,9 @@ def cosine_decay(progress: float, final: float) -> float:
 def linear_decay(progress: float, final: float) -> float:
     """Return the factor of a linear decay: 1 + (final - 1) · progress.
 
-    ``progress``: fraction of the decay that has passed, 0 to 1. ``final``: factor at its end.
+    Args:
+        progress: fraction of the decay that has passed; above 1 counts as 1.
+        final: factor at the end.
 
     >>> linear_decay(0.5, 0.0)
     0.5
