@@ -14,13 +14,13 @@ from tutti.types import OptimizerFactory
 
 
 class SeveralOptimizers(Optimizer):
-    """Several optimizers as one: ``step`` steps its members in order; groups and states are those of all members.
+    """Several optimizers as one: ``step`` steps all of them in order; groups and states are those of all.
 
     Args:
         members: optimizers over disjoint parameters; None for an optimizer without a parameter on this rank.
 
     Attributes:
-        active: the only member that ``step`` steps; None for all.
+        active: index in ``members`` of the only optimizer that ``step`` steps; None for all.
     """
 
     def __init__(self, members: Sequence[Optimizer | None]) -> None:
@@ -60,10 +60,10 @@ class SeveralOptimizers(Optimizer):
             member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters of all optimizers that are combined here.
+        """Clear ``.grad`` of the parameters of all optimizers that are combined here, also with ``active`` set.
 
         Args:
-            set_to_none: set them to None, and not to zeros.
+            set_to_none: set each ``.grad`` to None, and not to zeros.
         """
         for member in self.present:
             member.zero_grad(set_to_none)
@@ -151,11 +151,11 @@ def stepping(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
-    """Return a context manager within which ``step`` updates by only one of several combined optimizers.
+    """Return a context within which ``step`` of combined optimizers updates by only one of them.
 
     Args:
-        optimizer: has no effect if it is not a ``SeveralOptimizers``.
-        index: the optimizer's index in ``members``; None for all of them.
+        optimizer: optimizers combined in a ``SeveralOptimizers``; any other optimizer steps as ever.
+        index: the only optimizer's index in ``members``; None for all of them.
     """
     if not isinstance(optimizer, SeveralOptimizers):
         yield
@@ -168,7 +168,14 @@ def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
 
 
 def check_apart(optimizers: Sequence[Optimizer]) -> None:
-    """Raise UsageError if two optimizers have a parameter in common."""
+    """Check that no parameter belongs to two of the optimizers: a checkpoint keeps one state for each parameter.
+
+    Args:
+        optimizers: the optimizers to compare.
+
+    Raises:
+        UsageError: two optimizers have a parameter in common.
+    """
     seen: set[int] = set()
     for optimizer in optimizers:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
