@@ -33,15 +33,18 @@ class RemoteGradients:
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Prepare the buffers' values for a custom training loop, before its first forward.
+        """Prepare for custom training loops, before the first step: change what a script's writes to buffers count for.
 
-        Buffers (such as running statistics) are kept for each logical worker. Gradients need no preparation: only the
-        parameter servers have their sums.
+        After an update such a write (say, of running statistics) counts for the last logical worker of this rank alone.
+        A logical worker is a share of the global batch with its own buffers. Gradients need no preparation here.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End a custom training loop: what the script writes to buffers from now on holds for every logical worker."""
+        """End a custom loop over an epoch: what the script writes to buffers next counts for all workers of this rank.
+
+        Workers are logical workers, shares of the global batch with buffers of their own.
+        """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
