@@ -120,22 +120,24 @@ class LayerWiseArguments(TypedDict, total=False):
 
 
 class LayerWise(Optimizer):
-    """Base of LARS, LARC, LAMB and NovoGrad. All options but ``norms`` can be set for each parameter group.
+    """Base of LARS, LARC, LAMB and NovoGrad, which scale a tensor's step by norms of the tensor and its gradient.
+
+    All options but ``norms`` can be set for each parameter group.
 
     Args:
         params: parameters, named parameters or groups.
-        own: the subclass's own options.
-        adapt: whether layers' norms scale the steps.
+        own: the subclass's own options, with their defaults.
+        adapt: whether norms scale the steps.
         adapt_1d, decay_1d: whether tensors of at most one dimension (biases, scales of norm layers) are adapted and
             decayed.
         maximize: maximize the objective.
         fused: compiled loops: None uses them where available, True raises UsageError elsewhere, False never uses them.
-        norms: as the attribute.
+        norms: the attribute ``norms``.
 
     Attributes:
         norms: reduces sums of squares over ranks if this rank holds slices of tensors; None: it holds whole tensors.
         grad_norm: norm of the whole model's gradient for the next step, if the caller knows it; None: computed over
-            the optimizer's own parameters.
+            the optimizer's own parameters. Each step sets it to None.
     """
 
     norms: NormReducer | None = None
