@@ -26,16 +26,20 @@ def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> 
 def weighted_moments(
     mean_of_squares: float, square_of_mean: float, gradients: int, shares: float
 ) -> tuple[float, float]:
-    """Return unbiased (σ², μ²) from gradients gᵢ over unequal numbers of samples nᵢ, M in total.
+    """Return unbiased (σ², μ²), variance and squared norm of the true gradient, from gradients gᵢ of a batch's parts.
 
-    With pᵢ = nᵢ/M and ḡ = Σ pᵢgᵢ the mean of D = Σ pᵢ‖gᵢ‖² - ‖ḡ‖² over A gradients is (A-1)·tr Σ/M. So σ² = S·D/(A-1)
-    is the variance of a gradient over M/S samples, and μ² = ‖ḡ‖² - D/(A-1).
+    The parts have unequal numbers of samples nᵢ, M in total. With pᵢ = nᵢ/M and ḡ = Σ pᵢgᵢ the mean of
+    D = Σ pᵢ‖gᵢ‖² - ‖ḡ‖² over A gradients is (A-1)·tr Σ/M. So σ² = S·D/(A-1) is the variance of a gradient over M/S
+    samples, and μ² = ‖ḡ‖² - D/(A-1).
 
     Args:
         mean_of_squares: Σ pᵢ‖gᵢ‖².
         square_of_mean: ‖ḡ‖².
         gradients: A, at least 2.
         shares: S; σ² is the variance of a gradient over M/S samples.
+
+    Raises:
+        ValueError: ``gradients`` is below 2.
 
     >>> [round(value, 6) for value in weighted_moments(5.0, 4.0, 4, 4)]
     [1.333333, 3.666667]
