@@ -110,15 +110,16 @@ def student_t(freedom: float) -> float:
 
 @dataclass
 class NoiseAverage:
-    """Exponential averages of steps' estimates and of their products: x̄ ← θx̄ + (1-θ)x, debiased when read.
+    """Averages of steps' estimates of gradient noise (``NoiseEstimate``) and of their products, for an interval.
 
-    ``NoiseAverage(1.0)`` weighs all estimates alike.
+    Exponential: x̄ ← θx̄ + (1-θ)x, debiased when read. ``NoiseAverage(1.0)`` weighs all estimates alike. The products
+    give the 90 % confidence interval of the noise scale.
 
     Attributes:
         theta: θ.
         weight: sum of the estimates' weights.
         squares: sum of their squared weights.
-        sums: weighted sums of T, S, T², TS and S², with T the trace and S the square.
+        sums: weighted sums of T, S, T², TS and S², with T the estimate of tr Σ and S that of |G|².
 
     >>> all_alike = NoiseAverage(1.0)
     >>> for trace, square in ((40, 4), (60, 1), (20, 0.5)):
