@@ -39,9 +39,9 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The optimizer state of each parameter, as a live view of the states of all optimizers that are combined here.
+        """The optimizer state of each parameter: a live, mutable view of the states of all combined optimizers.
 
-        It covers the optimizers that have parameters on this rank.
+        Keys are parameters. Optimizers without parameters on this rank add none.
         """
         return _States(self.present)
 
@@ -130,10 +130,13 @@ def members_of(optimizer: Optimizer | None) -> list[Optimizer]:
 
 
 def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
-    """Return every optimizer of the run, in the same order on all ranks; None for one without parameters here.
+    """Return every optimizer of the run as a tuple, in the same order on all ranks.
 
-    The result has one entry for a single optimizer, and for a ``SeveralOptimizers`` one for each optimizer that it
-    combines.
+    It has one entry for a single optimizer, and for a ``SeveralOptimizers`` one for each optimizer that it combines. An
+    entry is None for an optimizer without parameters on this rank.
+
+    Args:
+        optimizer: one optimizer or several combined; None if the single one has no parameters on this rank.
     """
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
