@@ -72,11 +72,17 @@ class _Absent:
 
 
 class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]
-    """A parameter with its values on other ranks. Raises UsageError for operations that read or write them."""
+    """Placeholder of a parameter whose values are on other ranks: shape, dtype and ``requires_grad``, without memory.
+
+    Operations that read or write its values raise UsageError.
+    """
 
 
 class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
-    """A buffer with its values on other ranks. Raises UsageError for operations that read or write them."""
+    """Placeholder of a buffer whose values are on other ranks: shape and dtype, without memory.
+
+    Operations that read or write its values raise UsageError.
+    """
 
 
 def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module]) -> None:
@@ -87,7 +93,8 @@ def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Modu
 
     Args:
         plain: the whole model, changed in place.
-        places: words for the location of each parameter and persistent buffer, by its first name, for the error.
+        places: words for the location of each parameter and persistent buffer, by the first of its names, for the text
+            of the error; "on another rank" for others.
         here: the modules that compute on this rank; their tensors stay.
     """
     own = {id(tensor) for part in here for tensor in (*part.parameters(), *part.buffers())}
@@ -107,7 +114,7 @@ def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequ
 
     Args:
         plain: the whole model, changed in place.
-        written: words for the location of each attribute, by its dotted name, for the error.
+        written: words for the location of each attribute, by its dotted name, for the text of the error.
         here: the modules that compute on this rank; their attributes stay.
     """
     own = {module for part in here for module in part.modules()}
@@ -136,7 +143,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether this tensor is a placeholder without values, because its values are on another rank."""
+    """Return whether a tensor is a placeholder without values, because its values are on another rank."""
     return isinstance(tensor, _Absent)
 
 
