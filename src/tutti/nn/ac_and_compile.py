@@ -39,7 +39,8 @@ def restore_forwards(part: nn.Module) -> None:
 def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunContext) -> None:
     """Apply activation checkpointing and ``torch.compile`` to the modules on this rank, in place.
 
-    Changes the modules' classes; ``restore_forwards`` undoes it. Without either option it does nothing.
+    A module's class becomes a subclass with another forward; ``restore_forwards`` undoes it. Without either option
+    nothing is done.
 
     Args:
         part: the modules on this rank.
@@ -63,11 +64,11 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
 def recompute(part: nn.Module, choice: Checkpointing) -> None:
     """Apply activation checkpointing to a model in place, to estimate memory without training it.
 
-    ``restore_forwards`` undoes it.
+    ``restore_forwards`` undoes it. Random numbers are replayed from the CPU's generator.
 
     Args:
         part: the model, or a part of it.
-        choice: the modules to recompute: by rule, by name or class; None for none.
+        choice: the modules to recompute: by a rule (``Blocks``), by names and classes; None for none.
     """
     if units := find_units(part, choice):
         _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)
