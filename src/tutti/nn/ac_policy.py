@@ -16,12 +16,14 @@ _LONG = 8
 
 @dataclass
 class CheckpointUnits:
-    """Units of activation checkpointing: each is recomputed as a whole.
+    """What activation checkpointing recomputes in a model: units, each of which is recomputed as a whole in backward.
+
+    Its length is the number of modules and sequences with units; it is false without any.
 
     Attributes:
         whole: modules that are units.
-        runs: for each sequence of layers, its runs of consecutive children, by name; each run is a unit.
-        every: only one of every so many neighbouring runs is recomputed, the first.
+        runs: for each sequence of layers, its runs of consecutive children, by their names; each run is a unit.
+        every: only the first of every ``every`` neighbouring runs of a sequence is recomputed.
         selective: save results of expensive operators (``selective_checkpoint``).
     """
 
@@ -35,11 +37,15 @@ class CheckpointUnits:
 
 
 def check_units(model: nn.Module, choice: Checkpointing) -> None:
-    """Raise UsageError if ``choice`` names a module that the model lacks, or if nothing would be checkpointed.
+    """Check that the modules chosen for activation checkpointing exist in a model, and that there is at least one.
 
     Args:
         model: the whole model, before it is divided over ranks.
-        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes; None for none.
+        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes; None for none, which is
+            right.
+
+    Raises:
+        UsageError: ``choice`` names a module that the model lacks, or nothing would be recomputed.
     """
     if choice is None:
         return
@@ -57,7 +63,10 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
 
 def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
-    """Return the units of activation checkpointing (modules and runs of layers, each recomputed as a whole) in a model.
+    """Return what activation checkpointing recomputes in a model: modules and runs of layers, each as a whole.
+
+    By a rule these are a model's repeated blocks, or runs of √n layers of a long sequence (Chen et al. 2016, arXiv
+    1604.06174).
 
     Args:
         part: the modules on this rank; their names are those of the whole model.
