@@ -6,4 +6,7 @@ from torch import nn
 
 
 class EagerLayer(nn.Module):
-    """Base class of layers that ``torch.compile`` leaves out, because their forward performs collectives."""
+    """Base class of layers that ``torch.compile`` leaves out, because their forward performs collectives.
+
+    Regions around them are compiled; the layers themselves run eagerly.
+    """
