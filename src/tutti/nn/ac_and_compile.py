@@ -27,10 +27,12 @@ from tutti.types import RunContext
 
 
 def restore_forwards(part: nn.Module) -> None:
-    """Remove activation checkpointing and ``torch.compile`` from a model: give every module its original class back.
+    """Give every module of a model its original class and forward back, without checkpointing and compilation.
+
+    Undoes ``apply_ac_and_compile`` and ``recompute``, in place.
 
     Args:
-        part: modules that ``apply_ac_and_compile`` or ``recompute`` has changed; others stay as they are.
+        part: the model, or a part of it; modules that were not changed stay as they are.
     """
     for module in part.modules():
         module.__class__ = getattr(type(module), "_plain", type(module))
