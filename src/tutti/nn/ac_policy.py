@@ -65,8 +65,8 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
     """Return what activation checkpointing recomputes in a model: modules and runs of layers, each as a whole.
 
-    By a rule these are a model's repeated blocks, or runs of √n layers of a long sequence (Chen et al. 2016, arXiv
-    1604.06174).
+    By a rule these are blocks (modules with submodules, such as a stack's members, if possible of at most half of the
+    parameters), and runs of √n layers of a sequence of n layers (Chen et al. 2016, arXiv 1604.06174).
 
     Args:
         part: the modules on this rank; their names are those of the whole model.
@@ -90,7 +90,7 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Whether this module is an ``nn.Sequential`` with its original forward, which only calls its children in order."""
+    """Return whether a module is an ``nn.Sequential`` with its original forward, which calls its children in order."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
