@@ -27,12 +27,12 @@ def convert_to_float8(model: nn.Module, device: torch.device, emulate: bool = Fa
     layers with hooks stay as they are.
 
     Args:
-        model: changed in place, but for a model that is itself a linear layer.
+        model: changed in place, unless it is itself a linear layer.
         device: where the model will compute.
         emulate: round to 8-bit floats and multiply in float32, on any device; for tests.
 
     Returns:
-        The model.
+        The model; a new module if ``model`` is itself a linear layer.
 
     Raises:
         UsageError: torchao is missing, the device has no such products, or no layer can be converted.
@@ -67,10 +67,10 @@ def layers_left_in_bf16(model: nn.Module) -> dict[str, str]:
     These have a parameter of two dimensions or more; embeddings and norms, which multiply no matrices, are left out.
 
     Args:
-        model: before its conversion.
+        model: the model before its conversion.
 
     Returns:
-        The reason by the layer's name, in the model's order.
+        The reason, a short text, by the layer's name, in the model's order.
 
     >>> layers_left_in_bf16(nn.Sequential(nn.Linear(16, 32), nn.Embedding(3, 5), nn.Linear(32, 10)))
     {'2': '32 → 10, not multiples of 16'}
@@ -85,11 +85,11 @@ def layers_left_in_bf16(model: nn.Module) -> dict[str, str]:
 
 
 def describe_layers(reasons: Mapping[str, str], most: int = 5) -> str:
-    """Return text that names layers with their reasons, for the run's header.
+    """Return text that names layers with the reasons why they do not multiply in 8-bit floats, for the run's header.
 
     Args:
-        reasons: result of ``layers_left_in_bf16``.
-        most: layers to name; of the others their number is given.
+        reasons: reasons by the layer's name, the result of ``layers_left_in_bf16``.
+        most: largest number of layers to name; the others are only counted.
 
     >>> describe_layers({"conv": "a Conv2d", "0": "8 → 3, not multiples of 16", "1": "it has hooks"}, most=2)
     'conv (a Conv2d); 0 (8 → 3, not multiples of 16); and 1 more'
