@@ -52,11 +52,16 @@ def ghosts(samples: int, size: int, points: int) -> list[int]:
 
 
 class GhostBatchNorm(TakenOver):
-    """A batch norm with statistics over ``size`` samples. Same parameters, buffers and names as the plain one.
+    """A batch norm that normalises each ghost batch, a run of ``size`` consecutive samples, by its own statistics.
+
+    Parameters, buffers and names are those of the plain batch norm. Hoffer et al. 2017, arXiv 1705.08741, Algorithm 1.
 
     Args:
         plain: the batch norm to replace.
-        size: samples in a ghost.
+        size: samples in a ghost batch.
+
+    Raises:
+        UsageError: ``size`` is below 1.
     """
 
     def __init__(self, plain: BatchNormBase, size: int) -> None:
@@ -112,9 +117,11 @@ class GhostBatchNorm(TakenOver):
 def convert_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
     """Replace every batch norm of ``model`` by a ``GhostBatchNorm``, in place; parameters and names are kept.
 
+    It normalises each run of ``size`` consecutive samples by their own statistics.
+
     Args:
-        model: converted in place.
-        size: samples in a ghost batch.
+        model: the model, converted in place.
+        size: samples in a ghost batch, at least 1.
 
     Returns:
         ``model``, or its replacement where ``model`` is itself a batch norm.
@@ -132,12 +139,12 @@ def normalise(
 
     Args:
         input: (samples, channels, …).
-        weight, bias: (channels,), or None.
+        weight, bias: (channels,), applied after normalisation; None for none.
         first: index of the first sample of each ghost batch, and the number of samples, as ``ghosts`` returns.
         eps: added to the variance.
 
     Returns:
-        The normalised input, and (ghost batches, channels) means and 1/√(variance + eps).
+        The normalised input in its shape, and means and 1/√(variance + eps), both (ghost batches, channels).
     """
     last = _channels_last(input)
     if last is None or torch.compiler.is_compiling():
