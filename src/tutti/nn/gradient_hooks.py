@@ -20,7 +20,10 @@ def has_gradient_hook(parameter: Tensor) -> bool:
 
 
 def has_accumulation_hook(parameter: Tensor) -> bool:
-    """Whether a script has registered a ``register_post_accumulate_grad_hook``; tutti's own do not count."""
+    """Return whether a script has registered a ``register_post_accumulate_grad_hook`` on the parameter.
+
+    Hooks of tutti's own do not count.
+    """
     return not all(map(_is_own, (accumulation_hooks(parameter) or {}).values()))
 
 
@@ -34,7 +37,13 @@ def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
 
 
 def shares_gradient_hooks(parameter: Tensor, other: Tensor) -> bool:
-    """Whether both tensors share one table of ``register_hook`` hooks, set by ``share_gradient_hooks``."""
+    """Return whether both tensors share one table of ``register_hook`` hooks, set by ``share_gradient_hooks``.
+
+    Also True if neither has had a hook.
+
+    Args:
+        parameter, other: the tensors to compare.
+    """
     return gradient_hooks(parameter) is gradient_hooks(other)
 
 
