@@ -144,17 +144,34 @@ def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
 
 
 def is_cleared(gradient: Tensor | None) -> bool:
-    """Whether a script has cleared a ``.grad`` that ``conceal`` had set: it is None, or zeroed in place."""
+    """Return whether a script has cleared the placeholder that ``conceal`` set as ``.grad``.
+
+    True for None, and for a placeholder that was zeroed in place; False for real gradients.
+
+    Args:
+        gradient: the parameter's ``.grad``.
+    """
     return gradient is None or is_zeroed(gradient)
 
 
 def is_zeroed(gradient: Tensor | None) -> bool:
-    """Whether a script has zeroed in place the placeholder that ``conceal`` set; False for None and real gradients."""
+    """Return whether a script has zeroed in place the placeholder that ``conceal`` set as ``.grad``.
+
+    False for None and for real gradients.
+
+    Args:
+        gradient: the parameter's ``.grad``.
+    """
     return isinstance(gradient, IncompleteGradient) and gradient.zeroed
 
 
 def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
-    """Clear one parameter's ``.grad`` as ``zero_grad(set_to_none)`` does: set it to None, or zero it in place."""
+    """Clear one parameter's ``.grad`` as ``zero_grad(set_to_none)`` does, in place.
+
+    Args:
+        parameter: the parameter.
+        set_to_none: set ``.grad`` to None; False: detach it and fill it with zeros.
+    """
     if set_to_none or parameter.grad is None:
         parameter.grad = None
         return
@@ -164,14 +181,14 @@ def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
-    """Clear the real gradient in the way in which a script has cleared its placeholder in ``.grad``.
+    """Clear the real gradient in the way in which a script has cleared its placeholder in ``.grad``, and return it.
 
     None stays None and zeros stay zeros: an optimizer passes over a parameter without gradient, while momentum and
     weight decay move one whose gradient is zero.
 
     Args:
-        gradient: the real gradient; zeroed in place where the placeholder was.
-        shown: the value that the script left in ``.grad``.
+        gradient: the real gradient; zeroed in place if the script has zeroed the placeholder.
+        shown: the placeholder or None that the script left in ``.grad``.
 
     Returns:
         None if ``shown`` is None, else ``gradient``.
