@@ -28,7 +28,7 @@ _EMPTY = torch.ops.aten.empty.memory_format
 
 @contextmanager
 def spilling(folder: str | Path | None = None, above: int = 0) -> Iterator[None]:
-    """Back CPU tensors of 1 MiB or more, created in the block, by unnamed files, which vanish with the process.
+    """Return a context in which new CPU tensors of 1 MiB or more are backed by files, which vanish with the process.
 
     For a model that is sharded over ranks and that no rank can hold whole: ``with tutti.spilling(): model = GPT()``.
     ``tutti.prepare`` loads the tensors that this rank keeps into memory.
@@ -36,7 +36,7 @@ def spilling(folder: str | Path | None = None, above: int = 0) -> Iterator[None]
     Args:
         folder: a folder on a disk; default: the first writable one of ``TMPDIR``, ``/var/tmp`` and the current folder
             that is not on a memory file system.
-        above: bytes of such tensors that stay in memory, in the order of their creation.
+        above: bytes of such tensors that stay in memory, in the order of their creation, before files are used.
 
     Raises:
         DiskError: the file cannot be made, such as on a full disk.
@@ -50,19 +50,26 @@ def as_built(model: nn.Module) -> AbstractContextManager[None]:
 
     For code that makes new tensors of the model's size, such as copies. It is ``spilling()`` if a parameter of the
     model is backed by a file, else a null context.
+
+    Args:
+        model: the model whose parameters decide.
     """
     return spilling() if any(map(spilled, model.parameters())) else nullcontext()
 
 
 def spilled(tensor: Tensor) -> bool:
-    """Whether the tensor's storage is backed by a file, as within ``spilling``; False for a ``DTensor``."""
+    """Return whether a tensor's storage is backed by a file, as within ``spilling``; False for a ``DTensor``."""
     return not hasattr(tensor, "to_local") and tensor.untyped_storage().filename is not None
 
 
 def load_spilled(parts: Sequence[nn.Module], trained: bool = True) -> None:
-    """Copy buffers of ``parts`` that are backed by files (``spilling``) into this process's memory.
+    """Copy a model's tensors that are backed by files (``spilling``) into this process's memory, in place.
 
-    With ``trained``, their parameters too.
+    A parameter stays the same object; a buffer is replaced, in all modules that share it.
+
+    Args:
+        parts: the modules on this rank.
+        trained: whether to load parameters, too; False: only buffers.
     """
     for _, parameter in named(parts) if trained else ():
         if spilled(parameter):
