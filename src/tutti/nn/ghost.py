@@ -71,13 +71,14 @@ class GhostBatchNorm(TakenOver):
         self.size = size
 
     def normalised(self, input: Tensor) -> Tensor:
-        """Normalise each ghost batch by its own mean and variance, and update the running statistics.
+        """Normalise each ghost batch (a run of ``size`` samples) by its own statistics; update the running statistics.
 
         Args:
             input: (samples, channels, …).
 
         Returns:
-            The same shape. In evaluation it is plain batch norm's result, by the running statistics.
+            The normalised input, in the same shape. In evaluation it is plain batch norm's result, by the running
+            statistics; for an input of one ghost batch it is plain batch norm's result, too.
         """
         self._check_input_dim(input)
         points = input[0, 0].numel() if len(input) else 0
