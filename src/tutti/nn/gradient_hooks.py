@@ -15,7 +15,7 @@ from tutti.torch_compat import accumulation_hooks, gradient_hooks, set_gradient_
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:
-    """Whether the parameter has a hook registered by ``register_hook``."""
+    """Return whether a parameter has a hook registered by ``Tensor.register_hook``."""
     return bool(gradient_hooks(parameter))
 
 
@@ -28,9 +28,14 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
 
 
 def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
-    """Let ``other`` run the ``register_hook`` hooks of ``parameter``, if it has any, by sharing their table.
+    """Let ``other`` run the ``register_hook`` hooks of ``parameter`` in backward, by sharing their table.
 
-    Hooks that are added to or removed from either later, by a handle's ``remove()``, change for both.
+    Hooks that are added to or removed from either tensor later, by a handle's ``remove()``, change for both. Nothing is
+    done if ``parameter`` has no hook.
+
+    Args:
+        parameter: the tensor on which the hooks were registered.
+        other: the tensor that is to run them, too; hooks of its own are replaced.
     """
     if gradient_hooks(parameter):
         set_gradient_hooks(other, gradient_hooks(parameter))
