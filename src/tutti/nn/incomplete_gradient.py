@@ -21,18 +21,19 @@ _SCALING = (
 
 
 class IncompleteGradient(Tensor):
-    """A gradient with shape, dtype and device of its parameter, but without values on this rank.
+    """Placeholder in ``.grad`` for a gradient whose values are on other ranks.
+
+    It has shape, strides, dtype and device of its parameter, but no memory. Operations that read or write its values
+    raise ``UsageError``. Clearing by ``zero_grad`` and autograd's accumulation are allowed, and only recorded.
 
     Args:
         parameter: the parameter.
         place: words for the location of the complete gradient, for the error message.
 
     Attributes:
-        zeroed: the script has set it to zero in place, as ``zero_grad(set_to_none=False)`` does.
-        added: a plain ``loss.backward()`` has added to it since.
-
-    Raises:
-        UsageError: for every operation that reads or writes its values, clearing and autograd's accumulation apart.
+        zeroed: whether the script has set it to zero in place, as ``zero_grad(set_to_none=False)`` does.
+        added: whether a plain ``loss.backward()`` has added to it since.
+        place: the argument ``place``.
     """
 
     zeroed: bool
@@ -72,9 +73,10 @@ class IncompleteGradient(Tensor):
 
 
 class RowGradient(IncompleteGradient):
-    """``.grad`` of a row-sharded parameter in an optimizer: norms and scaling act on the gradient of all ranks.
+    """Placeholder in ``.grad`` of a row-sharded parameter in an optimizer, for ``clip_grad_norm_`` and the like.
 
-    Norms and scaling are redirected to the ``DTensor`` in ``shown.grad``; other operations raise UsageError.
+    Norms and scaling in place act on the gradient of all ranks, the ``DTensor`` in ``shown.grad``. Other operations on
+    the values raise UsageError.
 
     Args:
         parameter: this rank's rows of the parameter, which the optimizer holds.
