@@ -17,10 +17,14 @@ _SIGNATURE = inspect.signature(functional.batch_norm)
 
 
 class TakenOver(BatchNormBase):
-    """Base of batch norms that take over parameters, buffers and mode of a plain one; for inputs of ≥ 2 dimensions.
+    """Base of batch norms that replace a plain one and take over its parameters, buffers and mode.
 
-    A plain batch norm whose class has its own forward (timm's ``BatchNormAct2d`` has an activation in it), or that has
-    hooks, still runs itself: ``normalised`` replaces only its call of ``torch.nn.functional.batch_norm``.
+    Inputs have at least two dimensions: (samples, channels, …). A plain batch norm whose class has its own forward
+    (timm's ``BatchNormAct2d`` has an activation in it), or that has hooks, still runs itself: ``normalised`` replaces
+    only its call of ``torch.nn.functional.batch_norm``.
+
+    Args:
+        plain: the batch norm to replace.
     """
 
     def __init__(self, plain: BatchNormBase) -> None:
@@ -123,7 +127,10 @@ def _hand_over(source: BatchNormBase, to: BatchNormBase) -> None:
 
 
 def restore_norms(model: nn.Module) -> nn.Module:
-    """Put the plain batch norms back that ``replace_norms`` has replaced, in place.
+    """Put the plain batch norms back that ``replace_norms`` has replaced, in place, with the replacements' values.
+
+    Args:
+        model: the model; batch norms that were not replaced stay.
 
     Returns:
         ``model``, or its plain batch norm where ``model`` is itself a replaced one.
@@ -134,9 +141,13 @@ def restore_norms(model: nn.Module) -> nn.Module:
 
 
 def replace_norms(model: nn.Module, other: Callable[[BatchNormBase], nn.Module]) -> nn.Module:
-    """Replace every batch norm of ``model`` by ``other(norm)``, in place and in order.
+    """Replace every batch norm of ``model`` by ``other(norm)``, in place and in the order of the modules.
 
-    A batch norm that occurs in several places is replaced once, by one module in all of them.
+    A batch norm that occurs in several modules is replaced once, by one module in all of them.
+
+    Args:
+        model: the model.
+        other: function that returns the replacement of a batch norm.
 
     Returns:
         ``model``, or its replacement where ``model`` is itself a batch norm.
