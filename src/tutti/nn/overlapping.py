@@ -11,9 +11,13 @@ from tutti.errors import UsageError
 
 
 def check_memory(model: nn.Module) -> None:
-    """Raise UsageError if two elements of trainable parameters share one address, or the model is already sharded.
+    """Check that a model is not sharded, and that no two elements of its trainable parameters share an address.
 
-    On one device the optimizer would update such an element twice; strategies that move parameters would duplicate it.
+    On one device an optimizer would update such an element twice; strategies that move parameters would duplicate it.
+    Tied parameters, one object under several names, are allowed.
+
+    Raises:
+        UsageError: a parameter is expanded, two parameters overlap in memory, or a parameter is a ``DTensor``.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
     if any(hasattr(parameter, "to_local") for _, parameter in trained):
