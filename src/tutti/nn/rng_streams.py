@@ -23,7 +23,13 @@ _MASK = (1 << 63) - 1
 
 
 class RngSnapshot(NamedTuple):
-    """State of ``RngStreams``: the micro-batch's key, calls of each keyed module in it, whether it is recomputed."""
+    """State of a model's RNG streams (``RngStreams``) from which the same random numbers can be drawn again.
+
+    Attributes:
+        micro_batch: key of the micro-batch, a hash of seed, step, logical worker and micro-batch.
+        calls: number of calls in this micro-batch of each module that draws from a stream of its own, by name.
+        replaying: whether a forward is being recomputed, for activation checkpointing.
+    """
 
     micro_batch: int
     calls: dict[str, int]
@@ -31,7 +37,10 @@ class RngSnapshot(NamedTuple):
 
 
 class RngStreams:
-    """The RNG streams of one model on one device.
+    """The streams of random numbers that one model draws from on one device, so that draws do not depend on the rank.
+
+    Each micro-batch seeds the device's generator. A module that draws (dropout and its like) draws from a stream of its
+    own, seeded by the micro-batch, the module's name and the number of the call.
 
     Args:
         model: the part of the model on this rank; module names are those of the whole model.
@@ -58,12 +67,12 @@ class RngStreams:
             found[name].register_forward_pre_hook(self._hook(name))
 
     def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
-        """Seed the device's generator for a micro-batch, and restart the count of calls of modules that draw.
+        """Seed the device's generator for a micro-batch, and restart the counts of calls of modules that draw.
 
         Args:
             key: the micro-batch's key, a hash of seed, step, logical worker and micro-batch.
-            before: calls of each drawing module in this micro-batch so far on other ranks, by the module's name; None
-                for none.
+            before: number of calls of each drawing module in this micro-batch so far on other ranks, by the module's
+                name; None for none.
         """
         self._key = key
         if self._keyed:
@@ -74,13 +83,22 @@ class RngStreams:
             self._before = self._generator.get_state()
 
     def check(self) -> None:
-        """Raise UsageError if this model must not draw random numbers (``allowed=False``), but has since ``enter``."""
+        """Check that a model which must not draw random numbers (``allowed=False``) has drawn none since ``enter``.
+
+        With ``allowed=True`` nothing is checked.
+
+        Raises:
+            UsageError: the state of the device's generator has changed.
+        """
         if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
             refuse_draws("a model or a loop that draws random numbers, by a function such as dropout")
 
     @property
     def moment(self) -> RngSnapshot:
-        """Snapshot of the model's RNG streams (micro-batch key, call counts), with which the same numbers are drawn."""
+        """Snapshot of the streams: the micro-batch's key, call counts and replay mode.
+
+        After it is set again the same numbers are drawn.
+        """
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 
     @moment.setter
@@ -114,9 +132,10 @@ class RngStreams:
 
 
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a whole model whose random draws come from an RNG stream of their own, by name.
+    """Return the modules of a whole model that draw random numbers from an RNG stream of their own, by name.
 
-    These are PyTorch's layers that draw in training, such as dropout, and a sequence's user-defined blocks.
+    These are PyTorch's layers that draw in training, such as dropout, and, if the model is an ``nn.Sequential``, its
+    user-defined blocks (also of sequences nested in it), which may draw by functions.
     """
     found = {name: module for name, module in model.named_modules() if module_draws(module)}
     if isinstance(model, nn.Sequential):
@@ -137,7 +156,11 @@ def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def refuse_draws(what: str) -> NoReturn:
     """Raise UsageError: synchronised batch norm with several logical workers a device excludes random draws.
 
-    ``what`` names the drawing module or function, for the error.
+    Args:
+        what: words for the drawing module or function, for the error.
+
+    Raises:
+        UsageError: always.
     """
     raise UsageError(
         f"batch_norm='sync' with several workers a device cannot be combined with {what}",
