@@ -14,20 +14,20 @@ _ENTERED: list[ScriptMode] = []
 
 
 class QuietMode(TorchFunctionMode):
-    """A function mode that can be told to let every call pass.
+    """A torch function mode that can be told to pass every call on unchanged.
 
     Attributes:
-        quiet: whether it lets every call pass.
+        quiet: whether it passes every call on, as if it were not active. Subclasses read it.
     """
 
     quiet = False
 
 
 class ScriptMode:
-    """Enters a function mode for the script's code, and leaves it for code of tutti and the model.
+    """Makes a torch function mode active while the script's code runs, and inactive for code of tutti and the model.
 
     Args:
-        mode: the mode, which must let calls pass while it is ``quiet``.
+        mode: the mode, which must pass calls on unchanged while it is ``quiet``.
     """
 
     def __init__(self, mode: QuietMode) -> None:
@@ -38,10 +38,11 @@ class ScriptMode:
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Return a context around the user's code, in which the mode sees each call of PyTorch.
+        """Return a context around the script's code, in which the function mode sees each call of PyTorch.
 
-        Within a context that is already open it does nothing, unless ``model_code`` has been entered since. It may stay
-        open over the body of a custom training loop, between two calls of a generator, or as long as the run exists.
+        Within such a context that is already open it does nothing, unless ``model_code`` has been entered since. It may
+        stay open over the body of a custom training loop, between two calls of a generator, or as long as the run
+        exists.
         """
         if self._watching and not self._paused:
             yield
@@ -57,7 +58,7 @@ class ScriptMode:
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
-        """Return a context, to be entered within ``script_code``, around code that may read everything.
+        """Return a context, to be entered within ``script_code``, in which the function mode is inactive.
 
         For code that handles slices and shards correctly: the model's forward, a backward, an optimizer's update.
         """
