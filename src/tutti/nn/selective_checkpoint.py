@@ -35,8 +35,12 @@ _EXPENSIVE = {getattr(torch.ops.aten, name).default for name in _NAMES if hasatt
 def selective_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return a context for a forward, which saves results of expensive operators, and one for its recomputation.
 
-    The second reuses the saved results in place of computing them again. For ``context_fn`` of
-    ``torch.utils.checkpoint``.
+    The second reuses the saved results in place of computing them again. Both are for ``context_fn`` of
+    ``torch.utils.checkpoint``. Expensive operators are matrix products, convolutions and fused attention.
+
+    Raises:
+        UsageError: in the second context, recomputation calls other expensive operators than the forward, on tensors of
+            other shapes, or another number of them.
     """
     kept: list[_Kept] = []
     return _First(kept), _Second(kept)
@@ -115,11 +119,13 @@ class _Second(TorchDispatchMode):
 
 
 def function_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator call draws random numbers; skipping it would shift every later draw of the RNG stream.
+    """Return whether a call of a saved operator draws random numbers, so that skipping it would shift later draws.
+
+    True if the operator has an argument ``dropout_p``, as fused attention has, and it is above 0 in this call.
 
     Args:
         func: the ATen operator.
-        args, kwargs: arguments of its call: attention draws only with ``dropout_p`` above 0.
+        args, kwargs: positional and keyword arguments of the call.
     """
     for place, argument in enumerate(operator_arguments(func)):
         if argument.name == "dropout_p":
