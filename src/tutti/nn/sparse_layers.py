@@ -15,6 +15,9 @@ def sparse_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
     ``nn.Embedding`` and ``nn.EmbeddingBag`` have that attribute; a user's module that calls
     ``F.embedding(…, sparse=True)`` must set it too.
+
+    Args:
+        parts: the modules on this rank; tied parameters are returned once.
     """
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for part in parts:
