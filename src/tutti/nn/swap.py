@@ -13,21 +13,31 @@ from tutti.torch_compat import module_buffers, non_persistent_buffers
 
 @dataclass(frozen=True)
 class BufferRef:
-    """Reference to one buffer: its name in the whole model, its module, and its key in that module."""
+    """Reference to one buffer of a module, by which its tensor can be read and replaced.
+
+    Attributes:
+        name: name of the buffer in the whole model.
+        owner: the module that has it.
+        key: name of the buffer in that module.
+    """
 
     name: str
     owner: nn.Module
     key: str
 
     def get(self) -> Tensor:
-        """Return the tensor that the module now has as this buffer. Raises KeyError if it is None."""
+        """Return the tensor that the module now has as this buffer, not a copy.
+
+        Raises:
+            KeyError: the buffer is None.
+        """
         tensor = module_buffers(self.owner)[self.key]
         if tensor is None:
             raise KeyError(self.name)
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Set this buffer of the module to ``tensor``, without a copy."""
+        """Set the module's buffer to ``tensor``, without a copy."""
         module_buffers(self.owner)[self.key] = tensor
 
 
@@ -43,7 +53,9 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferRef]:
     """Return a reference to each buffer of all modules in ``parts``, in the model's order.
 
-    ``persistent``: True for the buffers in the ``state_dict`` only, False for all.
+    Args:
+        parts: modules whose buffer names are those of the whole model.
+        persistent: True for the buffers in the ``state_dict`` only, False for all.
     """
     slots = []
     for part in parts:
@@ -57,7 +69,11 @@ def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferR
 def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return further ``state_dict`` names of tied parameters, and of buffers in modules that occur more than once.
 
-    ``parts``: the modules. Keys are the first names in the model's order; tensors with one name are left out.
+    Args:
+        parts: modules whose names are those of the whole model.
+
+    Returns:
+        By the first name of each tensor in the model's order, its other names; tensors with one name are left out.
     """
     names: dict[object, list[str]] = {}
     for part in parts:
@@ -71,7 +87,17 @@ def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
 
 
 def describe_tensors(parts: Sequence[nn.Module]) -> list[str]:
-    """Return name, dtype, shape and trainability of every parameter and buffer, a line each, in the model's order."""
+    """Return name, dtype, shape and trainability of every parameter and buffer as text, one line for each tensor.
+
+    Ranks compare the lines to find out whether they have built the same model.
+
+    Args:
+        parts: modules whose names are those of the whole model.
+
+    Returns:
+        Lines such as ``parameter 0.weight float32[4, 3], frozen``: parameters, then persistent buffers, in the model's
+        order.
+    """
     lines = [f"parameter {_line(name, p)}{'' if p.requires_grad else ', frozen'}" for name, p in parameters(parts)]
     return lines + [f"buffer {_line(slot.name, slot.get())}" for slot in buffers(parts)]
 
@@ -82,10 +108,10 @@ def _line(name: str, tensor: Tensor) -> str:
 
 @contextmanager
 def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the block, let parameters and buffers hold other tensors; restore the previous ones afterwards.
+    """Return a context in which parameters and buffers hold other tensors; the previous ones come back on exit.
 
     Args:
-        parts: the modules.
+        parts: modules whose names are those of the whole model.
         values: tensors by parameter or buffer name, used without a copy; other parameters and buffers stay.
     """
     own: list[tuple[nn.Parameter, Tensor]] = []
@@ -109,7 +135,12 @@ def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterato
 
 @contextmanager
 def training_mode(parts: Iterable[nn.Module], training: bool) -> Iterator[None]:
-    """Within the block, set all parts to training or evaluation mode; restore every submodule's mode afterwards."""
+    """Return a context in which modules are in training or evaluation mode; every submodule's mode comes back on exit.
+
+    Args:
+        parts: the modules.
+        training: True for training mode, False for evaluation.
+    """
     before = [(module, module.training) for part in parts for module in part.modules()]
     try:
         for part in parts:
