@@ -21,14 +21,16 @@ from tutti.torch_compat import BatchNormBase, NormBase
 
 
 class Peers:
-    """State that all synchronised batch norms of one model on this rank share.
+    """State that all synchronised batch norms of one model share on this rank.
 
     Args:
         line: communicator of the ranks whose samples are normalised together, with a process group of its own: its
             messages must never mix with those of gradients.
 
     Attributes:
-        counts: whether the current samples enter the statistics; False during a dummy micro-batch.
+        line: the argument ``line``.
+        counts: whether the current samples enter the statistics; False during a dummy micro-batch, which a rank without
+            samples runs to take part in the collectives.
     """
 
     def __init__(self, line: Communicator) -> None:
@@ -39,15 +41,16 @@ class Peers:
 
 
 class SyncBatchNorm(TakenOver):
-    """A batch norm over all ranks' samples. Same parameters, buffers and names as the plain one.
+    """A batch norm whose mean and variance are over the samples of all data ranks.
 
-    In training every rank must call it equally often and in the same order. In evaluation it is the plain batch norm.
+    Parameters, buffers and names are those of the plain batch norm. In training every rank must call it equally often
+    and in the same order. In evaluation it is the plain batch norm.
 
     Collective: each forward all-gathers 2·channels + 2 numbers a rank, each backward all-reduces 2·channels.
 
     Args:
         plain: the batch norm to replace.
-        peers: state shared with the model's other synchronised batch norms.
+        peers: state shared with the model's other synchronised batch norms, with the ranks' communicator.
         number: index of this batch norm in the model, which all ranks compare in each forward.
     """
 
@@ -58,8 +61,12 @@ class SyncBatchNorm(TakenOver):
     def normalised(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (samples, channels, …), by statistics over all ranks' samples; return the same shape.
 
-        Collective in training, unless there is one rank: an all-gather in the forward, which blocks until every rank
-        has called it, and an all-reduce in the backward.
+        In training it also updates the running statistics, equally on all ranks. Collective in training, unless there
+        is one rank: an all-gather in the forward, which blocks until every rank has called it, and an all-reduce in the
+        backward.
+
+        Args:
+            input: this rank's samples; there may be none.
 
         Raises:
             ValueError: all ranks together have fewer than two values a channel.
@@ -182,10 +189,12 @@ def _affine(
 
 
 def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, ranks: int) -> nn.Module:
-    """Replace every batch norm of ``model`` by a ``SyncBatchNorm``; parameters and names are kept. Not collective.
+    """Replace every batch norm of ``model`` by a ``SyncBatchNorm`` over all ranks' samples, in place. Not collective.
+
+    Parameters and names are kept. Logical workers are shares of the global batch; a rank may compute several.
 
     Args:
-        model: converted in place.
+        model: the model, converted in place.
         line: communicator of the data ranks, used by batch norms alone.
         workers: number of logical workers.
         ranks: number of data ranks that run them.
@@ -215,6 +224,9 @@ def peers_of(part: nn.Module) -> Peers | None:
     """Return the state that all synchronised batch norms in ``part`` share: their communicator, and a switch.
 
     None if there are none, or if a single rank computes them.
+
+    Args:
+        part: the model, or the part of it on this rank.
     """
     found = (m.peers for m in part.modules() if isinstance(m, SyncBatchNorm))
     peers = next(found, None)
