@@ -17,7 +17,12 @@ from tutti.nn.untraced import Untraced
 def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
     """Return a context for a trial forward of the model on ``device`` without gradients, which undoes all side effects.
 
-    The model's device, its buffers, the attributes that its modules write and the RNG state are restored on exit.
+    On entry the model moves to ``device``. The model's device, its buffers, the attributes that its modules write and
+    the RNG states are restored on exit.
+
+    Args:
+        plain: the whole model.
+        device: device of the trial.
     """
     here = next((p.device for p in plain.parameters()), torch.device("cpu"))
     before = Untraced(plain)
