@@ -30,9 +30,13 @@ _T = TypeVar("_T")
 
 
 class Untraced:
-    """Attributes, parameters and buffers of a module and its submodules, as they were before its forward was traced.
+    """Snapshot of the attributes, parameters and buffers of a model and its submodules, to undo a trace of its forward.
 
-    Tracing runs the forward's Python code once, on proxies of tensors: a counter counts then, and never again.
+    Tracing runs the forward's Python code once, on proxies of tensors: an attribute that counts calls would count the
+    trace, too.
+
+    Args:
+        model: the model, which is recorded when this object is made.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +46,7 @@ class Untraced:
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
     def undo(self) -> list[str]:
-        """Restore the attributes, parameters and buffers that the modules had before the trace of their forward.
+        """Restore the attributes, parameters and buffers that the modules had when this snapshot was made, in place.
 
         Returns:
             Dotted names of the attributes and tensors that had changed.
@@ -71,7 +75,12 @@ class Untraced:
 def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
     """Run ``forward`` and return the dotted names of the attributes that modules of ``model`` wrote in it.
 
-    The attributes, parameters and buffers are restored. Parameters and buffers are not among the names.
+    The attributes, parameters and buffers are restored, also after an error. Parameters and buffers are not among the
+    names.
+
+    Args:
+        model: the model.
+        forward: function without arguments that runs the model's forward.
     """
     before, tensors = Untraced(model), {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     try:
@@ -82,16 +91,21 @@ def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str
 
 
 class Constants:
-    """Attributes of modules whose forwards were traced, which are constants of the graph."""
+    """Snapshot of attributes of modules whose forwards were traced: their values are constants of the traced graph.
+
+    Args:
+        modules: (dotted name, module) pairs; recorded when this object is made.
+    """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._modules = list(modules)
         self._before = [_attributes(module) for _, module in self._modules]
 
     def changed(self) -> list[str]:
-        """Return dotted names of module attributes that have changed since their forwards were traced.
+        """Return dotted names of the module attributes that have changed since this snapshot was made.
 
-        Their former values are constants of the graph. A tensor counts as changed if it is another object.
+        A graph that was traced then has their former values as constants. A tensor counts as changed if it is another
+        object.
         """
         return [
             _joined(path, name)
@@ -109,8 +123,11 @@ def has_hooks(module: nn.Module) -> bool:
 def surroundings() -> tuple[Any, ...]:
     """Return the modes that change how PyTorch computes, such as ``torch.no_grad()`` and autocast, with their values.
 
+    A traced graph is valid only while all of them are equal.
+
     Returns:
-        (name, value) pairs, in one process always of the same names; a traced graph is valid only while all are equal.
+        (name, value) pairs, in one process always of the same names. Function modes, dispatch modes and transforms of
+        ``torch.func`` are given by their number.
     """
     kinds = autocast_types()
     hooks = saved_tensor_hooks()
