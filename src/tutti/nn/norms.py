@@ -38,12 +38,15 @@ class TakenOver(BatchNormBase):
         _hand_over(plain, self)
 
     def forward(self, input: Tensor) -> Any:
-        """Run the forward of the batch norm that this layer replaces, with its normalisation by ``normalised``.
+        """Run the forward of the batch norm that this layer replaces, but normalise by ``normalised``.
 
-        Its hooks, or an activation in a forward of its own, still run.
+        Hooks of that batch norm, or an activation in a forward of its own, still run.
 
         Args:
             input: (samples, channels, …).
+
+        Returns:
+            The normalised input in its shape, or what a forward of the batch norm's own class returns.
 
         Raises:
             UsageError: the forward of the plain batch norm's class does not normalise by one call of
