@@ -189,7 +189,11 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def module_draws(module: nn.Module) -> bool:
-    """Whether ``module`` is a PyTorch layer that draws random numbers in training, such as dropout with p above 0."""
+    """Return whether ``module`` is a PyTorch layer that draws random numbers in training.
+
+    True for dropout with p above 0, for recurrent layers and attention with dropout, for fractional max pooling without
+    given samples, and for ``nn.RReLU``.
+    """
     if isinstance(module, DropoutBase):
         return module.p > 0
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
