@@ -29,12 +29,15 @@ def sparse_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def check_sparse_step(optimizer: Optimizer, error: Exception, where: str | None = None) -> None:
-    """Raise UsageError if ``optimizer.step()`` failed because it takes no sparse, or no dense, gradients.
+    """Explain an error of ``optimizer.step()`` that is about sparse, or dense, gradients: raise UsageError.
 
     Args:
         optimizer: the optimizer that raised.
-        error: the exception of ``optimizer.step()``; any other cause is ignored.
-        where: names of the parameters concerned.
+        error: the exception of ``optimizer.step()``. If its text has another cause, nothing is raised here.
+        where: names of the parameters concerned, for the error.
+
+    Raises:
+        UsageError: the exception's text is about sparse or dense gradients.
     """
     text = str(error)
     if "sparse" not in text.lower() and "dense gradients" not in text:
