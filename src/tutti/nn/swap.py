@@ -42,7 +42,11 @@ class BufferRef:
 
 
 def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of all modules in ``parts``, in the model's order; tied ones once, by the first name."""
+    """Return (name, parameter) of all modules in ``parts``, in the model's order; tied ones once, by the first name.
+
+    Args:
+        parts: modules whose parameter names are those of the whole model.
+    """
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
