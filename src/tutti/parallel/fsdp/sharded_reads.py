@@ -29,10 +29,11 @@ _REMEDY = (
 
 
 class ShardedReads(ScriptMode):
-    """Watches the script's code between steps, and up to the first update also in the loss and in the loop's body.
+    """Function mode that refuses what the script computes wrongly from FSDP2's sharded parameters, and explains errors.
 
-    A script that calls layers past the model's forward, or mixes parameters with plain tensors, does so in its first
-    step. Loss and body of later steps pay nothing.
+    Random draws into a ``DTensor``, and numbers read from one that is not added up over ranks, raise ``UsageError``; so
+    do errors of PyTorch about a ``DTensor`` that meets plain tensors. The mode is active in the script's code between
+    steps, and up to the first update also in the loss function and the body of a custom training loop.
     """
 
     def __init__(self) -> None:
@@ -40,16 +41,21 @@ class ShardedReads(ScriptMode):
         self._over = False
 
     def end(self) -> None:
-        """Stop watching losses and bodies: the first update is being made."""
+        """Stop checking losses and loop bodies from now on: the first update is being made.
+
+        Contexts of ``script_code`` that are entered later do nothing.
+        """
         self._over = True
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Return a context around the user's code in which errors about sharded parameters are explained.
+        """Return a context around the script's code in which reads and writes of sharded parameters are checked.
+
+        After ``end`` it does nothing.
 
         Raises:
-            UsageError: an operation cannot take the parameters as they are outside of the model's forward, or would
-                give each rank another result.
+            UsageError: within the context, an operation cannot take the parameters as they are outside of the model's
+                forward (a ``DTensor``), or would give each rank another result.
         """
         if self._over:
             yield
