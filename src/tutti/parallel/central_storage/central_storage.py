@@ -56,7 +56,16 @@ _ALIGN = 64
 
 
 class CentralStorageSync(AllReduceSync):
-    """Gradient synchronisation of ``central_storage``. Also its own ``GradientReadyHook``."""
+    """Gradient synchronisation of ``central_storage``: one copy of the parameters in the shared memory of a node.
+
+    Every rank computes from this copy. Each rank owns whole tensors, evenly by size: it sums their gradients, keeps
+    their optimizer state and updates them. On accelerators each rank computes with a copy on its device, and the update
+    is made in host memory. The object is also its own ``GradientReadyHook``.
+
+    Args:
+        config: options of the strategy.
+        run_context: communicators and settings of the run.
+    """
 
     def __init__(self, config: CentralConfig, run_context: RunContext) -> None:
         super().__init__(AllReduceConfig(), run_context)
@@ -98,6 +107,9 @@ class CentralStorageSync(AllReduceSync):
 
         Each rank receives the sums of the tensors that it owns; in a custom training loop, and where workers are summed
         in order, of all tensors.
+
+        Args:
+            step_context: the step under way.
 
         Returns:
             Mean loss and metrics, norm of the whole gradient before clipping, and whether it is finite; equal on all
@@ -190,7 +202,12 @@ class CentralStorageSync(AllReduceSync):
             super()._scale(factor)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Accept parameters that the script has added to ``optimizer``: on a single rank nothing has to be done.
+        """Accept parameters that the script has added to ``optimizer`` or taken out of it, on a single rank only.
+
+        There nothing has to be done.
+
+        Args:
+            optimizer: the script's optimizer; unused.
 
         Raises:
             UsageError: there are several ranks, whose optimizers hold only the parameters that each of them owns.
@@ -206,8 +223,8 @@ class CentralStorageSync(AllReduceSync):
     def own_gradients(self) -> OwnGradients:
         """Return the parameters whose ``.grad`` holds this rank's gradients before they are summed over the ranks.
 
-        The gradient noise scale is measured with them. The optimizer is included on a single CPU rank only: elsewhere a
-        rank has the state of a part of the parameters, or has it in host memory.
+        The gradient noise scale is measured with them. The result also names the optimizer, but on a single CPU rank
+        only: elsewhere a rank has the state of only a part of the parameters, or has it in host memory.
         """
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
@@ -215,7 +232,8 @@ class CentralStorageSync(AllReduceSync):
     def begin_custom_loop(self) -> None:
         """Give every rank the complete gradients in ``.grad`` from now on, and not only those of its own parameters.
 
-        Called before the first step of a script's own training loop. Collective: builds another reducer.
+        Called before the first step of a script's own training loop. Collective: builds another reducer of gradients. A
+        second call changes nothing.
         """
         super().begin_custom_loop()
         if not self._custom:
@@ -263,6 +281,9 @@ class CentralStorageSync(AllReduceSync):
         """Restore parameters, optimizer state and buffers from a checkpoint. Collective: a barrier after the writes.
 
         Each rank reads and writes the parameters that it owns; after the barrier all ranks see all of them.
+
+        Args:
+            saved: the checkpoint.
         """
         with self._updating():
             for name, parameter in self._owned:
@@ -276,10 +297,13 @@ class CentralStorageSync(AllReduceSync):
         self._fetch()
 
     def average(self, averaging: Averaging) -> ParameterAverage:
-        """Create the average (EMA) of the trained parameters in shared memory, once for all ranks. Collective.
+        """Create the moving average (EMA) of the trained parameters in shared memory, once for all ranks. Collective.
 
         Args:
             averaging: decay and warm-up.
+
+        Returns:
+            The average, of which each rank updates the parameters that it owns.
 
         Raises:
             UsageError: on all ranks, where they cannot share so much more memory.
@@ -394,6 +418,9 @@ class CentralAverage(ParameterAverage):
     def adopt(self, names: Collection[str]) -> None:
         """Refuse to average parameters that were frozen at the start and that the script now trains.
 
+        Args:
+            names: names of these parameters, at least one.
+
         Raises:
             UsageError: always; the shared memory of the average has no room for further parameters.
         """
@@ -407,18 +434,21 @@ class CentralAverage(ParameterAverage):
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of ``merged`` in which all trained parameters are replaced by their moving averages.
 
-        Buffers stay. Collective: a barrier, after which every rank has written the averages of the parameters that it
-        owns. This rank reads all of them from shared memory, copied to its device.
+        Buffers and frozen parameters stay. Collective: a barrier, after which every rank has written the averages of
+        the parameters that it owns. This rank reads all of them from shared memory, copied to its device.
 
         Args:
-            merged: this rank's parameters and buffers by name.
+            merged: parameters and buffers of the model by name.
         """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device
         return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return the averages of the parameters that this rank owns, for a checkpoint: ``{"ema": {name: tensor}}``."""
+        """Return the moving averages of the parameters that this rank owns, for a checkpoint.
+
+        The result is ``{"ema": {name: tensor}}``; the tensors are those in shared memory, not copies.
+        """
         return {"ema": dict(zip(self._names, self._values, strict=True))}
 
 
