@@ -41,7 +41,7 @@ class DiLoCoSync(LocalSGDSync):
         self._options = config
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Make parameters and an inner optimizer for each worker of this rank, and the outer optimizer's parameters.
+        """Make parameters and an inner optimizer for each logical worker of this rank, and the outer parameters.
 
         Collective: compares the model over the ranks, and broadcasts data rank 0's. The outer optimizer is SGD, with
         the learning rate, momentum and Nesterov option of ``diloco``; its parameters start at the initial weights, its
@@ -67,8 +67,13 @@ class DiLoCoSync(LocalSGDSync):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the workers' inner updates, or make the update of a synchronous step on every worker's copy.
 
-        The last synchronous step also sets the outer parameters to the updated parameters; outer updates are made in
-        ``reduce_gradients``. Collective where a gradient was non-finite: an all-gather of the parameters' names.
+        A run may begin with synchronous steps, which average gradients. The last of them also sets the outer parameters
+        to the updated parameters; outer updates are made in ``reduce_gradients``. Collective where a gradient was
+        non-finite: an all-gather of the parameters' names.
+
+        Args:
+            stats: result of ``reduce_gradients`` in this step.
+            step_context: the step under way.
 
         Returns:
             ``updates`` 1 (0 for a skipped synchronous update); whether a worker's update was skipped, and then the
@@ -128,9 +133,9 @@ class DiLoCoSync(LocalSGDSync):
     def load(self, saved: SavedState) -> None:
         """Restore the logical workers, and the outer parameters with their momentum, from a checkpoint. Not collective.
 
-        Each worker gets its own parameters, inner optimizer state and buffers; with another number of workers, or from
-        another strategy's checkpoint, all get the merged model and the state in ``optim``. Without outer state in the
-        checkpoint, the outer parameters take the values of ``model`` with zero momentum.
+        Each worker gets its own parameters, inner optimizer state and buffers. With another number of workers, or from
+        another strategy's checkpoint, all workers get the merged model and the state in the group ``optim``. Without
+        outer state in the checkpoint, the outer parameters take the values of the group ``model`` with zero momentum.
 
         Args:
             saved: the checkpoint.
@@ -159,12 +164,14 @@ def outer_step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Make one outer update in place: Δ = θ - mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v), or θ - γ·v without Nesterov.
+    """Make one outer update of DiLoCo in place: Δ = θ - mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v).
+
+    Without Nesterov it is θ ← θ - γ·v. Not collective.
 
     Args:
         parameters: θ, the outer parameters, with which all workers began this round; updated.
-        means: mean(θᵢ), means of the workers' parameters now.
-        velocities: v, updated.
+        means: mean(θᵢ), means of the workers' parameters now, in the order of ``parameters``.
+        velocities: v, in the same order; updated.
         lr: γ; with lr 1 and momentum 0 the result is the mean of the workers.
         momentum: μ.
         nesterov: use Nesterov's form.
