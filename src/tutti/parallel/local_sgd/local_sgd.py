@@ -108,7 +108,11 @@ class LocalSGDSync:
         """Do nothing before the last backward of a worker: its gradients are not reduced, but stay with the worker."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
+        """Do nothing when backward has completed a gradient: ``end_worker`` reads all ``.grad`` after backward.
+
+        Args:
+            parameter: unused; the parameter whose gradient is complete.
+        """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Make the model compute with the logical worker's own parameters and buffers. Not collective.
@@ -215,18 +219,20 @@ class LocalSGDSync:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
-        """Return one model: the mean of all workers' parameters, frozen parameters, and buffers merged over workers.
+        """Return the parameters and buffers of one model, merged over all logical workers, by name.
 
-        Collective: a summation tree over the ranks, and an all-gather of the buffers. Keys are the names in the model.
+        Trained parameters are the mean of the workers', buffers are merged over workers; frozen parameters are the same
+        on all. Collective: a summation tree over the ranks, and an all-gather of the buffers.
         """
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
         return {**fixed, **averages, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the parameters of which all ranks hold equal copies: the frozen ones, after an average all.
+        """Return by name the parameters of which all ranks hold equal copies, not copied. Not collective.
 
-        The trained parameters are left out between two averages, when each worker has its own. Not collective.
+        These are the frozen parameters, and after an average the trained ones, too. Between two averages each worker
+        has its own trained parameters.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -255,10 +261,13 @@ class LocalSGDSync:
         return {"model": mine_of(self.merged(), comm.rank, comm.size), "optim": first, "workers": own}
 
     def load(self, saved: SavedState) -> None:
-        """Restore every worker's parameters, optimizer state and buffers from a checkpoint. Not collective.
+        """Restore every logical worker's parameters, optimizer state and buffers from a checkpoint. Not collective.
 
         Where the checkpoint was saved with another number of workers, or by another strategy, all workers start from
-        its merged model and the state in ``optim``.
+        its merged model and the state in its group ``optim``.
+
+        Args:
+            saved: the checkpoint.
         """
         names, workers = saved.names("workers"), self._run_context.workers
         first = self._trained[0][0] if self._trained else ""
@@ -277,7 +286,7 @@ class LocalSGDSync:
         self._note()
 
     def own_gradients(self) -> NoReturn:
-        """Refuse to return gradients for the gradient noise scale: the workers' are at different parameters.
+        """Refuse to return gradients for the gradient noise scale: each logical worker's are at parameters of its own.
 
         Raises:
             UsageError: always.
