@@ -23,11 +23,11 @@ _AXES = {"replicas": "replica", "shards": "shard", "stages": "stage", "tensor": 
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy with its options filled in.
+    """A strategy with its options filled in, as ``--strategy`` names it: a model layout and a gradient synchronisation.
 
     Attributes:
-        name: of the strategy, never an alias.
-        row: its row of the registry, with the capabilities that hold for these options.
+        name: name of the strategy, never an alias.
+        row: its row of the registry of strategies, with the capabilities that hold for these options.
         layout: options of the model layout.
         exchange: options of the gradient synchronisation.
     """
@@ -110,7 +110,7 @@ class Choice:
         """Return a copy of this strategy with its duration options (``3ep``, ``20000sa``) converted to steps.
 
         Args:
-            steps: returns the number of steps of the run that a duration takes.
+            steps: function that returns the number of steps of the run that a duration takes.
         """
         return dataclasses.replace(self, exchange=self.exchange.resolve_durations(steps))
 
@@ -120,7 +120,10 @@ class Choice:
         Neither has the model yet: the layout's ``build`` and the synchronisation's ``attach`` take it.
 
         Args:
-            run_context: of the run.
+            run_context: communicators and settings of the run.
+
+        Returns:
+            ``(layout, synchronisation)``.
         """
         layout = _load(self.row.layout)(self.layout, run_context)
         return layout, _load(self.row.exchange)(self.exchange, run_context)
@@ -128,10 +131,13 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def parse_strategy(text: str) -> Choice:
-    """Parse the text of ``--strategy``: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``; the result is cached.
+    """Parse the text of ``--strategy`` into a strategy with its options, defaults filled in. The result is cached.
+
+    Args:
+        text: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
 
     Returns:
-        The strategy with its options, defaults filled in; an alias is replaced by the strategy's name.
+        The strategy with its options; an alias is replaced by the strategy's name.
 
     Raises:
         UsageError: an unknown name, key or value; the message proposes the nearest known one.
@@ -188,7 +194,10 @@ def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> 
 
 @runtime_checkable
 class KeepsAverage(Protocol):
-    """A gradient synchronisation with its own implementation of the average of the weights."""
+    """Protocol of a gradient synchronisation that has its own moving average (EMA) of the weights.
+
+    ``average`` uses ``ParameterAverage`` for all others.
+    """
 
     def average(self, averaging: Averaging) -> Average:
         """Create a moving average (EMA) of the model's weights that starts from their current values. Collective.
@@ -199,12 +208,12 @@ class KeepsAverage(Protocol):
 
 
 def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
-    """Create the average (EMA) of the weights that the run asks for; None where it asks for none. Collective.
+    """Create the moving average (EMA) of the weights that the run asks for; None where it asks for none. Collective.
 
     Args:
         replica: the replica, after ``exchange.attach``.
         exchange: the gradient synchronisation, which may have its own implementation (``KeepsAverage``).
-        run_context: of the run; ``averaging`` in it has the decay, or is None.
+        run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
     """
     if run_context.averaging is None:
         return None
