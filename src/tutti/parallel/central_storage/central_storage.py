@@ -76,10 +76,10 @@ class CentralStorageSync(AllReduceSync):
         self._received: dict[nn.Parameter, Tensor] | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Move all parameters into shared memory, and build the optimizer of this rank's own tensors. Collective.
+        """Move all parameters into shared memory, and build the optimizer of the tensors that this rank owns.
 
-        The parameters start with data rank 0's values. Every tensor has one owner, evenly by size. On accelerators each
-        rank computes with a copy on its device.
+        Collective. The parameters start with data rank 0's values. Every tensor has one owner, evenly by size. On
+        accelerators each rank computes with a copy on its device.
 
         Args:
             replica: the replica on this rank.
@@ -244,9 +244,13 @@ class CentralStorageSync(AllReduceSync):
                 self._replica.connect(self)
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer.step()`` on this rank updates all of its parameters: only on a single CPU rank.
+        """Return whether ``optimizer.step()`` on this rank updates all of the optimizer's parameters.
 
-        With several ranks each updates the parameters that it owns; on accelerators the update is made in host memory.
+        True only on a single CPU rank. With several ranks each updates the parameters that it owns; on accelerators the
+        update is made in host memory.
+
+        Args:
+            optimizer: the script's optimizer; False for one that is not of the run.
         """
         return self._host is None and self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
 
@@ -386,16 +390,16 @@ class CentralStorageSync(AllReduceSync):
 
 
 class CentralAverage(ParameterAverage):
-    """The average of the weights in shared memory; each rank averages the parameters that it owns.
+    """Moving average (EMA) of the weights in a node's shared memory; each rank averages the parameters that it owns.
 
     Args:
         replica: the replica on this rank.
         averaging: decay and warm-up.
-        run_context: of the run.
+        run_context: communicators and settings of the run.
         segment: the shared memory.
         values: tensors in it for the average of every trained parameter, by name.
-        owned: this rank's own parameters.
-        homes: their tensors in host memory, by name, where replicas compute on accelerators; else empty.
+        owned: (name, parameter) of the parameters that this rank owns.
+        homes: tensors of these parameters in host memory, by name, where replicas compute on accelerators; else empty.
     """
 
     def __init__(
