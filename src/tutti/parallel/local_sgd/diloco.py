@@ -31,9 +31,15 @@ _PARAMETER, _MOMENTUM = "outer/parameter/", "outer/momentum/"
 
 
 class DiLoCoSync(LocalSGDSync):
-    """Gradient synchronisation of ``diloco``.
+    """Gradient synchronisation of ``diloco``: local steps of logical workers, then a step along their mean change.
 
-    Every rank makes the same outer update from the same mean, without a collective beyond those of local SGD.
+    Douillard et al. 2023, arXiv 2311.08105, Algorithm 1. Every H steps the outer optimizer, SGD with Nesterov momentum,
+    takes the workers' mean change as its gradient, and all workers go on from the result. Every rank makes the same
+    outer update from the same mean, without a collective beyond those of local SGD.
+
+    Args:
+        config: options of the strategy: steps between outer updates, and rate and momentum of the outer SGD.
+        run_context: communicators and settings of the run.
     """
 
     def __init__(self, config: DiLoCoConfig, run_context: RunContext) -> None:
