@@ -51,9 +51,20 @@ LOSS_LANES = 6 + METRICS + DIGESTS
 
 
 class LocalSGDSync:
-    """Gradient synchronisation of ``local_sgd``: inner updates in ``end_worker``, averages every H steps.
+    """Gradient synchronisation of ``local_sgd``: workers step their own copies, which are averaged every H steps.
 
-    Sums over workers always go through the fixed summation tree: the same bits for any number of ranks.
+    Stich 2019, arXiv 1805.09767. Workers are logical workers, N shares of the global batch; a rank computes one or more
+    of them. Inner updates are made in ``end_worker``, averages in ``reduce_gradients``. With post-local SGD the first
+    steps are synchronous: all copies make the same update with the gradient of the whole global batch. Sums over
+    workers go through a fixed summation tree: the same bits for any number of ranks.
+
+    Args:
+        config: options of the strategy: steps between averages, and length of the synchronous phase.
+        run_context: communicators and settings of the run.
+
+    Attributes:
+        loss_normalisation: ``"worker"``: a worker's gradient is the mean over its own samples.
+        optimizers: the optimizers of this rank's workers, set by ``attach``.
     """
 
     loss_normalisation: Literal["step", "worker"] = "worker"
@@ -105,7 +116,11 @@ class LocalSGDSync:
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing before the last backward of a worker: its gradients are not reduced, but stay with the worker."""
+        """Do nothing before the last backward of a logical worker: its gradients stay with the worker.
+
+        Args:
+            part: unused; loss sums of the worker.
+        """
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing when backward has completed a gradient: ``end_worker`` reads all ``.grad`` after backward.
@@ -131,10 +146,11 @@ class LocalSGDSync:
         self._put(worker)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Step the worker's own optimizer with its gradient, clipped; skip the step where the gradient is not finite.
+        """Step a logical worker's own optimizer with its clipped gradient; skip the step if it is not finite.
 
         In a synchronous step (the first ones of post-local SGD) no optimizer steps here: the gradient is added to the
-        sum over all workers. Loss sums are added up for ``reduce_gradients`` in both cases.
+        sum over all workers. Loss sums are added up for ``reduce_gradients`` in both cases. Called after the worker's
+        last backward; all ``.grad`` are None afterwards in a local step.
 
         Args:
             worker: index of the logical worker.
@@ -167,10 +183,17 @@ class LocalSGDSync:
         self._totals.add(worker, message)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Sum the loss sums of all workers and, in every H-th step, average the workers' parameters. Collective.
+        """Sum the loss sums of all logical workers and, in every H-th step, average the workers' parameters.
 
-        In a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and divided by the
-        global count. The norm in the statistics of a local step is the mean of the workers' norms.
+        Collective. In a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and
+        divided by the global count.
+
+        Args:
+            step_context: the step under way.
+
+        Returns:
+            Mean loss and metrics over all workers' samples, the gradient's norm before clipping (in a local step the
+            mean of the workers' norms), and whether all gradients are finite; equal on all ranks.
 
         Raises:
             MismatchError: ranks are in different steps.
