@@ -28,16 +28,16 @@ def check_strategy(
     """Parse a strategy and check that it runs with this number of devices and these options.
 
     Args:
-        text: ``name:key=value,…``.
+        text: the strategy as ``name:key=value,…``.
         devices: number of devices.
-        workers: number of logical workers; None for one a data rank.
-        reproducible: ``--reproducible``.
-        custom_loop: the script has a custom training loop.
-        adaptive: ``--lr-scale adascale``.
-        averaging: ``--ema``.
-        compiled: ``--compile``.
-        accelerated: devices are accelerators.
-        sparse: the model has sparse gradients.
+        workers: number of logical workers, shares of the global batch; None for one for each data rank.
+        reproducible: whether the run has ``--reproducible``.
+        custom_loop: whether the script has a custom training loop.
+        adaptive: whether the run has ``--lr-scale adascale``.
+        averaging: whether the run has ``--ema``.
+        compiled: whether the run has ``--compile``.
+        accelerated: whether the devices are accelerators.
+        sparse: whether the model has sparse gradients.
 
     Returns:
         The strategy with its options.
@@ -96,9 +96,13 @@ def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: 
 
 
 def check_custom_loop(choice: Choice) -> None:
-    """Raise UsageError if the strategy does not support a training loop of the script's own (``run.backward``).
+    """Check that the strategy supports a training loop of the script's own (``run.backward``).
 
-    The message names strategies that do.
+    Args:
+        choice: the strategy.
+
+    Raises:
+        UsageError: the strategy does not; the message names strategies that do.
     """
     if not choice.row.custom_loop:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
@@ -181,17 +185,20 @@ def _check_tree(choice: Choice, option: str) -> None:
 def check_noise_scale(
     choice: Choice, devices: int, contract: BatchContract, noisy: bool, accelerated: bool, sparse: bool = False
 ) -> None:
-    """Raise UsageError where ``--noise-every`` cannot measure the gradient noise scale.
+    """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
-    It compares gradients of parts of a batch with their sum, so both must exist at the same parameters.
+    The measurement compares gradients of parts of a batch with their sum, so both must exist at the same parameters.
 
     Args:
         choice: the strategy.
         devices: number of devices.
-        contract: workers and micro-batches of a global batch.
-        noisy: ``--gradient-noise``.
-        accelerated: devices are accelerators.
-        sparse: the model has sparse gradients.
+        contract: division of a global batch into logical workers and micro-batches.
+        noisy: whether the run has ``--gradient-noise``.
+        accelerated: whether the devices are accelerators.
+        sparse: whether the model has sparse gradients.
+
+    Raises:
+        UsageError: the combination cannot be measured.
     """
     _check_one_gradient(choice)
     exchange, shape = choice.exchange, choice.shape(devices)
@@ -253,13 +260,16 @@ def _check_one_gradient(choice: Choice) -> None:
 
 
 def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_option: str | None = None) -> None:
-    """Raise UsageError if ``--batch-norm sync`` (statistics of the global batch) cannot be combined with the strategy.
+    """Check that ``--batch-norm sync`` (statistics of the global batch) can be combined with the strategy.
 
     Args:
         choice: the strategy.
         devices: number of devices.
-        reproducible: ``--reproducible``.
+        reproducible: whether the run has ``--reproducible``.
         per_worker_option: an option in use that needs each logical worker computed separately; None for none.
+
+    Raises:
+        UsageError: the combination does not run.
     """
     if per_worker_option is not None:
         raise UsageError(
