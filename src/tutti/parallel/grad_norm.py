@@ -13,13 +13,14 @@ from tutti.types import StepContext
 def norm_across_model(comm: Communicator, square: float, stop: bool, step_context: StepContext) -> tuple[float, bool]:
     """Sum the squared gradient norms of all ranks of one replica, and tell whether any of them asks to stop.
 
-    Collective: one all-reduce over the ranks of one replica, each of which has a part of the model.
+    Collective: one all-reduce over the ranks of one replica, each of which has a part of the model (stages or slices);
+    none for a single rank.
 
     Args:
         comm: the ranks of one replica.
-        square: sum of squares of the gradients that this rank counts; a tensor with copies on several ranks counts
-            once.
-        stop: whether this rank asks to stop.
+        square: sum of squares of the gradients that this rank counts. Of a tensor with copies on several ranks only one
+            rank counts the gradient.
+        stop: whether this rank asks to stop the run.
         step_context: the step under way.
 
     Returns:
