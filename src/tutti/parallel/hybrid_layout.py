@@ -15,13 +15,20 @@ from tutti.types import RunContext
 
 
 class HybridLayout:
-    """The layout of ``hybrid``: the stages of ``pipeline``, then the TP plan of ``tensor`` within each stage."""
+    """Model layout of ``--strategy hybrid``: pipeline stages, in each of which tensor parallelism splits the layers.
+
+    Args:
+        config: options of the strategy.
+        run_context: mesh, communicators and flags of the run.
+    """
 
     def __init__(self, config: HybridConfig, run_context: RunContext) -> None:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner | WholeRunner:
         """Build this rank's part of the replica: the layers of its pipeline stage, split over the tensor ranks.
+
+        Collective over the tensor ranks, to which the first of them broadcasts all values.
 
         Args:
             plain: the whole model, the same on every rank; its modules may be changed in place.
@@ -31,6 +38,7 @@ class HybridLayout:
 
         Raises:
             UsageError: the model cannot be cut into stages or split by the plan for tensor parallelism.
+            MismatchError: the ranks have built different models.
         """
         run_context, config = self._run_context, self._config
         if run_context.grid.stage == 1:
