@@ -13,7 +13,10 @@ from tutti.types import GradientVariance, LossSums, StepStats
 
 
 class LossCounter:
-    """Accumulates the loss sums of this rank's logical workers in the current step."""
+    """Adds up the loss sums of this rank's logical workers in one step: sums of the loss, of its count and of metrics.
+
+    A logical worker is a share of the global batch. The count is of samples or tokens, as the loss function returns it.
+    """
 
     def __init__(self) -> None:
         self._totals: LossSums | None = None
@@ -33,10 +36,10 @@ class LossCounter:
             self._totals = self.together(part)
 
     def note(self, part: LossSums) -> None:
-        """Record the names of the metrics in a worker's loss sums for the result of ``means``; nothing is added up.
+        """Record the metrics' names in a worker's loss sums, by which ``means`` names its results; nothing is added up.
 
         Args:
-            part: loss sums with the metrics' names.
+            part: loss sums of a logical worker, with the metrics' names.
 
         Raises:
             UsageError: the loss function reports more than ``METRICS`` metrics, for which the messages have no room.
@@ -84,7 +87,7 @@ class LossCounter:
 
         Args:
             sums: loss, count (samples or tokens) and metrics, summed over all ranks; with a count of 0 the loss is NaN.
-            norm: of the whole gradient, before clipping.
+            norm: norm of the whole gradient, before clipping.
             finite: whether the whole gradient is finite.
             stop: whether any rank asks to stop.
             spread: mean square of the workers' own gradients; None where it is not measured.
