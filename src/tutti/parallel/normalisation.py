@@ -19,7 +19,7 @@ from tutti.types import LossSums, StepContext
 
 
 def divisor_of_backward(step_context: StepContext) -> float:
-    """Return the number by which backward has divided each sample's loss in this step: the samples of the global batch.
+    """Return the number by which backward has divided each sample's loss in this step: the global batch's samples.
 
     0 stands for no division by samples: where one micro-batch is the whole batch, its backward has divided by the
     loss's own count (samples, tokens) already, and the gradient needs no further factor.
@@ -94,7 +94,7 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
 
 
 def is_finite(gradient: Tensor | None) -> bool:
-    """Return whether all elements of a dense or sparse gradient are finite; True where there is none."""
+    """Return whether all elements of a dense or sparse gradient are finite; True if the gradient is None."""
     return gradient is None or bool(torch.isfinite(values_of(gradient)).all())
 
 
