@@ -21,18 +21,19 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class ParameterAverage:
-    """The average of this rank's trained parameters; it starts from their current values.
+    """Moving average (EMA) of the trained parameters that this rank holds; it starts from their current values.
 
-    Memory: one copy of the parameters, in float32 for narrower dtypes, since 1 - d is below their resolution.
+    Not collective: ranks that hold the same parameters compute the same average. Memory: one copy of the parameters, in
+    float32 for narrower dtypes, since 1 - d is below their resolution.
 
     Args:
         replica: the replica on this rank.
         averaging: decay d and warm-up.
-        run_context: of the run.
+        run_context: communicators and settings of the run.
         only: names of the parameters to average; None for all trained ones.
 
     Attributes:
-        updates: number of updates averaged.
+        updates: number of updates averaged so far.
     """
 
     def __init__(
@@ -90,16 +91,16 @@ class ParameterAverage:
         Buffers and frozen parameters stay. Not collective.
 
         Args:
-            merged: this rank's parameters and buffers by name (``GradientSync.merged``).
+            merged: this rank's parameters and buffers by name, the result of ``GradientSync.merged``.
         """
         return {**merged, **dict(zip(self._names, self._values, strict=True))}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return this rank's part of the moving average for a checkpoint. Not collective.
+        """Return this rank's part of the moving average of the weights for a checkpoint. Not collective.
 
         Returns:
-            ``{"ema": {parameter: tensor}}``. Of a tensor with several equal copies only one rank has it; a slice of a
-            sharded one comes with its place in the whole tensor.
+            ``{"ema": {parameter: tensor}}``. Of a tensor with several equal copies only one rank returns it; a slice of
+            a sharded tensor comes as a ``TensorSlice`` with its position in the whole tensor.
         """
         named = dict(zip(self._names, self._values, strict=True))
         found: dict[str, Tensor | TensorSlice] = {}
@@ -129,7 +130,10 @@ class ParameterAverage:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which parameters of a dtype are averaged: float32 for float16 and bfloat16, else the same."""
+    """Return the dtype in which the moving average keeps parameters of a dtype.
+
+    This is float32 for float16 and bfloat16, else the same dtype.
+    """
     return torch.float32 if dtype in _NARROW else dtype
 
 
