@@ -20,27 +20,29 @@ from tutti.config.sync_config import (
 
 @dataclass(frozen=True)
 class Strategy:
-    """One strategy: its classes, their options, and its capabilities.
+    """One strategy of distributed training, a row of the registry: its classes, their options, and its capabilities.
 
     Attributes:
         layout, exchange: classes of model layout and gradient synchronisation, ``module:class`` below
             ``tutti.parallel``.
-        layout_config, exchange_config: their options; field names do not overlap.
-        summary: one line for people.
-        reproducible: bit-identical on any number of data ranks in reproducible mode (has a tolerance-0 row).
-        single_update: all logical workers make one update, from the sum of their gradients.
-        custom_loop: supports custom training loops with ``run.backward`` and an accumulating ``optimizer.step``.
-        shared_weights: workers hold the same weights at any time, so that batch norm may pool their samples.
-        averages: all ranks see the same parameters after an update, so that an average of the weights is defined.
-        worker_gradients: each worker's own gradient exists on one rank before the sum.
-        own_backward: the backward of one micro-batch by itself is possible; otherwise that of a worker's together.
+        layout_config, exchange_config: classes of their options; field names of the two do not overlap.
+        summary: description in one line.
+        reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
+        single_update: whether all logical workers make one update together, from the sum of their gradients.
+        custom_loop: whether scripts may have training loops of their own, with ``run.backward`` and ``optimizer.step``.
+        shared_weights: whether workers hold the same weights at any time, so that batch norm may pool their samples.
+        averages: whether all ranks see the same parameters after an update, so that an average of the weights is
+            defined.
+        worker_gradients: whether each logical worker's own gradient exists on one rank before the sum.
+        own_backward: whether each micro-batch has a backward of its own; False where all of a worker's run together.
         sparse_devices: largest number of devices with sparse gradients; None for no limit.
-        own_copies: every rank has its own copy of the parameters; a script may load into them without collectives.
-        optimizer_here: the optimizer's state is on ranks, and not on servers.
-        one_copy: parameters and optimizer state exist once for all devices, in host memory or on servers.
-        fault_tolerant: the run continues when a rank is killed; no rank needs another for a step.
-        synchronous: every rank makes all steps of the run.
-        shares_workers: several data ranks may share the micro-batches of one worker.
+        own_copies: whether every rank has its own copy of the parameters, into which a script may load without
+            collectives.
+        optimizer_here: whether the optimizer's state is on ranks, and not on parameter servers.
+        one_copy: whether parameters and optimizer state exist once for all devices, in host memory or on servers.
+        fault_tolerant: whether the run goes on when a rank is killed: no rank needs another for a step.
+        synchronous: whether every rank makes all steps of the run.
+        shares_workers: whether several data ranks may share the micro-batches of one logical worker.
         most_devices: largest number of devices; None for no limit.
         needs: module, package and extra that the strategy requires; None for none.
     """
