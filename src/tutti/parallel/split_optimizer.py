@@ -20,10 +20,11 @@ def support_split_tensors(
     norms: NormReducer | None = None,
     wholes: FullTensorGatherer | None = None,
 ) -> None:
-    """Let an optimizer that needs norms of whole tensors, or whole matrices, compute them from tensor-parallel slices.
+    """Let an optimizer that needs whole matrices or their norms compute them from tensor-parallel slices.
 
     Such an optimizer has an attribute ``norms`` or ``wholes``, which is set to an object that communicates with the
-    other tensor ranks in each step. Collective over ``comm``.
+    other tensor ranks in each step. Collective over ``comm``: an all-gather. Without split parameters on any of these
+    ranks nothing is changed.
 
     Args:
         optimizer: the optimizer; without these attributes it is left as it is.
@@ -41,7 +42,13 @@ def support_split_tensors(
 
 
 class SliceRegions(NamedTuple):
-    """This rank's slice of a tensor: the global shape, and the regions in it that the slice consists of, row by row."""
+    """Where this rank's slice of a tensor lies in the whole tensor.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        regions: indices of the regions in it of which the slice consists, concatenated along the first dimension; each
+            has one ``slice`` a dimension.
+    """
 
     shape: tuple[int, ...]
     regions: Sequence[tuple[slice, ...]]
@@ -65,10 +72,13 @@ def _somewhere(here: bool, comm: Communicator) -> bool:
 
 
 class SplitNormReducer:
-    """``types.NormReducer`` over the tensor ranks: an all-reduce in which replicated tensors count once.
+    """Completes sums of squares of tensor-parallel slices to those of whole tensors, for layer-wise optimizers.
+
+    Called with the squares of this rank's slices, it sums them over the tensor ranks; tensors that are whole on every
+    rank count once. It is a ``types.NormReducer``.
 
     Args:
-        optimizer: whose parameters with a gradient are in the order of the squares.
+        optimizer: the optimizer, whose parameters with a gradient are in the order of the squares.
         split: the split parameters.
         comm: the tensor ranks.
         slices: reducer from rows to this rank's slice, called first; None for none.
@@ -80,7 +90,17 @@ class SplitNormReducer:
         self._optimizer, self._split, self._comm, self._slices = optimizer, set(split), comm, slices
 
     def __call__(self, squares: Tensor) -> Tensor:
-        """Return the squared norms of full tensors; split ones are summed over ranks. Collective: one all-reduce."""
+        """Return the sums of squares of whole tensors; those of split tensors are summed over the tensor ranks.
+
+        Collective: one all-reduce.
+
+        Args:
+            squares: sums of squares of this rank's tensors, the same number for each parameter with a gradient,
+                flattened.
+
+        Returns:
+            The sums for whole tensors, in the same shape and on the same device.
+        """
         if self._slices is not None:
             squares = self._slices(squares)
         used = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -93,7 +113,9 @@ class SplitNormReducer:
 
 
 class SplitMatrixGatherer:
-    """``types.FullTensorGatherer`` over the tensor ranks.
+    """Assembles whole matrices from tensor-parallel slices, for optimizers such as Muon.
+
+    It is a ``types.FullTensorGatherer`` over the tensor ranks.
 
     Args:
         split: the split parameters with the regions of their slices.
@@ -132,11 +154,11 @@ class SplitMatrixGatherer:
         return list(whole.unbind())
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Cut this tensor rank's slice out of a whole tensor. Not collective.
+        """Return this tensor rank's slice of a whole tensor. Not collective.
 
         Args:
             parameter: the parameter that the tensor belongs to (its value, gradient or optimizer state).
-            whole: in the parameter's global shape.
+            whole: the whole tensor, in the parameter's global shape.
 
         Returns:
             The slice in the parameter's local shape; ``whole`` where the parameter is not split.
