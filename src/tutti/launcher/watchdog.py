@@ -60,11 +60,12 @@ _WHEN = {
 def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     """Return the seconds for which a rank may stay in a phase without progress before its watchdog kills it.
 
-    Infinite if the phase has no limit.
+    The limit is infinite in the phase ``IDLE``, and in phases whose limit is 0. Of the set limits, ``start`` also holds
+    for the evaluation and the end of the run, and ``step`` for data, compute and collectives.
 
     Args:
-        limits: seconds for start, step and save; None stands for the job's timeout, 0 for no limit.
-        phase: an integer of ``heartbeat.Phase``.
+        limits: seconds for start, step and save; None stands for the job's timeout for collectives, 0 for no limit.
+        phase: what the rank does, as an integer constant of ``heartbeat.Phase``, such as ``Phase.COMPUTE``.
     """
     wait = heartbeat.process.timeout() or TIMEOUT
     if phase == Phase.IDLE:
@@ -86,7 +87,7 @@ class Stall:
     """Observation of a rank that makes no progress.
 
     Attributes:
-        seen: its phase, step and call.
+        seen: phase, step and collective call that the rank last recorded in its heartbeats.
         seconds: duration without progress.
         stopped: whether a signal had stopped the process.
         background: whether the stuck thread is the one that writes checkpoints.
@@ -98,7 +99,7 @@ class Stall:
     background: bool = False
 
     def describe(self, place: str | None) -> str:
-        """Return a sentence for the user that says for how long and in which step and phase the rank made no progress.
+        """Return a sentence for the user that says for how long and in which step and phase a rank made no progress.
 
         The sentence does not name the rank: it begins with ``made no progress for``.
 
@@ -114,7 +115,11 @@ class Stall:
         return f"made no progress for {self.seconds:.0f} s {when} (phase {Phase.NAMES[phase]}{call}){how}"
 
     def remedy(self) -> str:
-        """Return advice for the user in case the rank was not stuck, such as which option raises the limit."""
+        """Return advice for the user in case the rank that the watchdog kills was not stuck.
+
+        The advice is a phrase without a full stop. It names the option that raises the limit of the rank's phase, or
+        says to look for who stopped the rank if a signal had stopped it.
+        """
         if self.stopped:
             return "look for who stopped it"
         name = _LIMIT_OF.get(self.seen.phase)
@@ -123,7 +128,13 @@ class Stall:
 
 
 class Watch:
-    """Detects that a rank makes no progress: adds up the time since the last heartbeat of each of its threads."""
+    """Detects that a rank makes no progress: adds up the time since the last heartbeat of each of its threads.
+
+    A rank has two such threads: the one that trains, and the one that writes checkpoints in the background.
+
+    Args:
+        limits: seconds for start, step and save, from which ``phase_limit`` computes the limit of each phase.
+    """
 
     def __init__(self, limits: WatchdogLimits) -> None:
         self._limits = limits
@@ -131,7 +142,10 @@ class Watch:
         self._stopped = 0.0
 
     def look(self, passed: float, stopped: bool) -> Stall | None:
-        """Read the rank's heartbeats once, and report whether it has made no progress for longer than its phase allows.
+        """Read the rank's heartbeats once; return the stall if the rank made no progress for longer than allowed.
+
+        The limit depends on the phase that the rank has recorded (``phase_limit``). A rank that a signal has stopped
+        may stay so for the limit of the compute phase.
 
         Args:
             passed: seconds since the last call in which this process ran, which are added to the time without progress.
@@ -183,7 +197,10 @@ def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False)
 
 
 def stop_watchdog() -> None:
-    """Kill the watchdog of this process, if it has one; called at the end of the process."""
+    """Kill the watchdog process that ``start_watchdog`` forked, and wait up to one second for its end.
+
+    Does nothing in a process without a watchdog, or in a fork of the rank. Called at the end of the process.
+    """
     global _guard
     guard, _guard = _guard, None
     if guard is not None and guard[1] == os.getpid():
@@ -193,7 +210,7 @@ def stop_watchdog() -> None:
 
 
 def keep_flights(rank: int, recorder: Callable[[], bytes]) -> None:
-    """Let the watchdog save this rank's last collectives (a flight recording) before it kills the rank.
+    """Let this rank's watchdog save the rank's last collectives (a flight recording) before killing the rank.
 
     Starts a thread, which writes the recording to ``flight-rankN.json`` beside the logs on request. Without a watchdog,
     and in a second call, it does nothing.
