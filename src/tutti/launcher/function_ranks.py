@@ -31,27 +31,27 @@ def launch_function(
     """Call ``function(*args, **named)`` in ``devices`` new processes, the ranks of one job; public as ``tutti.launch``.
 
     The ranks are forked, so that the function may be defined anywhere, also in a notebook's cell or in a script
-    without ``if __name__ == "__main__"``. What it changes in its variables stays in its rank: return it. Rank 0 writes
-    to this process's output.
-
-    Blocks until all ranks have ended.
+    without ``if __name__ == "__main__"``. Changes that ``function`` makes to variables do not reach this process; only
+    its return value does. Rank 0 writes to this process's output. The call blocks until all ranks have ended.
 
     Args:
         function: called in every rank; it calls ``tutti.prepare``.
         args: positional arguments of ``function``.
         devices: number of ranks, one for each device.
-        timeout: seconds that ranks may wait for each other.
+        timeout: seconds that ranks may wait for each other in a collective.
         show_all: show the other ranks' output, too.
         named: keyword arguments of ``function``.
 
     Returns:
-        What each rank returned, in rank order; it must be possible to pickle it.
+        List of length ``devices``: what ``function`` returned in each rank, in rank order. The values must be possible
+        to pickle.
 
     Raises:
         UsageError: this process is a rank itself, already trains, or has used the accelerator or autograd, whose
             driver and threads do not survive a fork.
         Exception: the first error of a rank, with the rank and its traceback as a note.
         PeerError: a rank was killed, or ended without a result.
+        KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
 
     >>> import tutti
     >>> def square_of_rank(base):
