@@ -29,9 +29,11 @@ _ELSEWHERE = ("<frozen ", f"{Path(os.__file__).parent}{os.sep}", f"{Path(__file_
 
 
 class Dumps:
-    """Dumps of one rank for its watchdog: the stacks of its threads, and its last collectives.
+    """Dumps of one rank for its watchdog: the stacks of the rank's threads, and the rank's last collectives.
 
-    Stacks are written by ``faulthandler``, which needs neither the GIL nor a lock of its own.
+    The rank creates this object before it forks its watchdog process, so that both processes share its descriptors:
+    an unnamed file for the stacks, and a pipe for requests. ``faulthandler`` writes the stacks; it needs neither the
+    GIL nor a lock of its own.
     """
 
     def __init__(self) -> None:
@@ -41,13 +43,18 @@ class Dumps:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """File descriptors that the forked watchdog must keep open: file of the rank's stacks, pipe for requests."""
+        """The two file descriptors that the forked watchdog must keep open.
+
+        The first belongs to the unnamed file to which the rank dumps its stacks. The second is the writing end of the
+        pipe through which the watchdog requests the rank's recorded collectives.
+        """
         return self._stacks, self._ask
 
     def answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
-        """Start a thread in the rank that writes its recorded collectives to a file once the watchdog requests them.
+        """Start a thread in the rank that writes the rank's recorded collectives to a file on the watchdog's request.
 
-        Called in the rank, after the watchdog was forked. The file is written at most once.
+        Called in the rank, after the watchdog process was forked. The file is written at most once; an ``OSError`` or
+        ``RuntimeError`` while it is written is ignored.
 
         Args:
             record: returns the recording, as the bytes of the file.
@@ -66,8 +73,8 @@ class Dumps:
     def stacks(self, pid: int) -> str:
         """Make the rank dump the stacks of all its threads, and return them as text. Called in the watchdog.
 
-        Waits up to five seconds; the text is incomplete or empty if the rank handles no signal. A rank that was stopped
-        by a signal is continued.
+        The text is what ``faulthandler`` writes. Waits up to five seconds; the text is incomplete or empty if the rank
+        handles no signal. A rank that was stopped by a signal is continued.
 
         Args:
             pid: process id of the rank.
@@ -86,12 +93,12 @@ class Dumps:
         return text
 
     def flight(self, path: Path) -> bool:
-        """Make the rank write its recorded collectives to ``path``, and return whether it did.
+        """Make the rank write its recorded collectives to a file, and return whether the file appeared.
 
-        Called in the watchdog. Waits up to five seconds; False if the rank never releases the GIL, for example.
+        Called in the watchdog. Waits up to five seconds; returns False if the rank never releases the GIL, for example.
 
         Args:
-            path: the file that the rank writes; deleted first.
+            path: the file that the rank writes, the same as ``target`` of ``answer`` returns; deleted first.
         """
         path.unlink(missing_ok=True)
         os.write(self._ask, b"?")
@@ -103,7 +110,10 @@ class Dumps:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal such as SIGSTOP has stopped the process ``pid``; False where this is unknown."""
+    """Return whether a signal such as SIGSTOP has stopped the process ``pid``.
+
+    Read from ``/proc``; False if that has no such process, or where there is no ``/proc``.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
@@ -112,7 +122,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def lines_of(stacks: str, thread: int) -> list[str]:
-    """Return the frames of one thread from a dump of ``faulthandler``, innermost first.
+    """Return the lines with the stack frames of one thread from a dump of ``faulthandler``, innermost frame first.
 
     Args:
         stacks: text of the dump, with all threads.
@@ -130,10 +140,10 @@ def lines_of(stacks: str, thread: int) -> list[str]:
 
 
 def place_of(frames: list[str]) -> str | None:
-    """Return the innermost frame in the user's own code, else the innermost of all; None without frames.
+    """Return the innermost stack frame in the user's own code, as ``FUNCTION (FILE, line N)``.
 
-    The form is ``FUNCTION (FILE, line N)``. Code of tutti, the standard library and installed packages is not the
-    user's.
+    Code of tutti, the standard library and installed packages is not the user's. If no frame is in the user's code,
+    the innermost frame of all is returned; without frames, None.
 
     Args:
         frames: lines of one thread in a dump of ``faulthandler``, innermost first.
