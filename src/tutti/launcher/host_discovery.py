@@ -14,13 +14,13 @@ _EVERY, _LIMIT = 0.5, 60.0
 
 
 def parse_slots(text: str, default: int | None) -> dict[str, int]:
-    """Parse the output of a host discovery script: lines ``HOST:SLOTS`` or ``HOST``; a slot takes one rank.
+    """Parse the output of a host discovery script: lines ``HOST:SLOTS`` or ``HOST``; a slot is room for one rank.
 
-    Blank lines are skipped; lines with the same host add up.
+    Blank lines are skipped; the slots of lines with the same host are added.
 
     Args:
         text: output of a discovery script.
-        default: slots of a line without a number; None: such lines are refused.
+        default: number of slots of a line without a number; None: such lines are refused.
 
     Returns:
         Host → number of slots.
@@ -52,14 +52,21 @@ def parse_slots(text: str, default: int | None) -> dict[str, int]:
 
 
 class SlotTable:
-    """Slots that ranks may take now.
+    """Table of the slots of an elastic job on each host: a slot is room for one rank, as in Horovod.
+
+    A host discovery script names the hosts and their slots, and is called anew about twice a second. A rank that fails
+    takes a slot of its host away for a while (its cooldown).
 
     Args:
-        script: prints the hosts; None: there are ``fixed`` slots on localhost.
-        fixed: slots without a script.
-        default: slots of a host that the script prints without a number.
-        cooldown: seconds for which a failure takes a slot: the first, and the most after doublings; None: for good.
+        script: executable that prints the hosts, called once at construction; None: ``fixed`` slots on localhost.
+        fixed: number of slots on localhost without a script.
+        default: number of slots of a host that the script prints without a number; None: such lines are refused.
+        cooldown: seconds for which a failure takes a slot away: after the first failure of a host, and at most after
+            doublings; None: for the rest of the job.
         warn: called with a message when a later call of the script fails.
+
+    Raises:
+        UsageError: the first call of the script fails, lasts longer than a minute, or prints a malformed line.
     """
 
     def __init__(
@@ -81,8 +88,8 @@ class SlotTable:
     def poll(self, now: float) -> None:
         """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
 
-        To be called often. A failed call of the script leaves the hosts as they were; a call that lasts longer than a
-        minute is killed.
+        To be called often. The script is due half a second after its last call ended. A failed call of the script
+        leaves the hosts and their slots as they were; a call that lasts longer than a minute is killed.
 
         Args:
             now: seconds of a monotonic clock.
@@ -101,10 +108,10 @@ class SlotTable:
             self._running.kill()
 
     def fail(self, host: str, now: float) -> None:
-        """Take one slot of ``host`` away because its rank failed, for a time that doubles with each failure.
+        """Take one slot of a host away because a rank on the host failed, for a time that doubles with each failure.
 
-        The time begins with the shorter cooldown and ends at the longer one; without a cooldown the slot is gone for
-        good.
+        The time starts with the first value of ``cooldown`` and is at most the second, both given to the constructor in
+        seconds. If ``cooldown`` is None, the slot does not come back.
 
         Args:
             host: host name, as the script prints it.
@@ -116,9 +123,10 @@ class SlotTable:
         self._taken.setdefault(host, []).append(now + seconds)
 
     def slots(self, now: float) -> dict[str, int]:
-        """Return host → number of slots at the time ``now``, without those that failures have taken away.
+        """Return host → number of slots at the time ``now``, without the slots that failures have taken away.
 
-        A slot takes one rank. Slots that running ranks occupy count. Does not call the discovery script: ``poll`` does.
+        A slot is room for one rank; slots that running ranks occupy count. This method does not call the host discovery
+        script: ``poll`` does.
 
         Args:
             now: seconds of the same clock as in ``poll``.
