@@ -15,11 +15,11 @@ _PATIENCE = 120.0
 def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
     """Return the number of accelerators that a process with ``--device choice`` may use; 0 for ``cpu``.
 
-    Torch is asked in a process of its own, and only where the driver's files cannot tell: this process answers usage
-    errors without torch, and must not touch a driver before it forks.
+    The driver's files are read first. Only where they cannot tell, a subprocess imports torch and counts the devices
+    (0 if that fails): this process must neither import torch nor touch a driver before it forks the ranks.
 
     Args:
-        choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type.
+        choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type; all but ``cpu`` give the same count.
         environ: environment variables, some of which limit the visible devices.
     """
     if choice == "cpu":
