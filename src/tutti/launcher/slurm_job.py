@@ -28,11 +28,12 @@ def batch_file(
     """Return the text of a batch file for ``sbatch`` that runs a command of tutti in a Slurm job.
 
     Args:
-        config: options of ``--on slurm``.
+        config: options of ``--on slurm``, most of which become ``#SBATCH`` lines.
         name: name of the job.
-        sizes: smallest and largest number of devices; the job asks for the largest.
+        sizes: smallest and largest number of devices, one rank each. The job asks for the largest; if the smallest is
+            less, ``--no-kill`` keeps the job alive after the loss of a node.
         words: the command line, without the leading ``tutti``; it runs on the job's first node and starts all ranks.
-        folder: run directory in front of the job's number, appended as ``--out``; None if the command needs none.
+        folder: prefix of the run directory; ``--out FOLDER-JOBID`` is appended to the command. None: no ``--out``.
 
     Raises:
         UsageError: the nodes cannot have equally many devices.
@@ -67,8 +68,11 @@ def batch_file(
 def submit_file(path: Path) -> str:
     """Submit a batch file by ``sbatch`` and return the number of the job, as text.
 
+    Args:
+        path: the batch file.
+
     Raises:
-        UsageError: Slurm refuses it, or is not installed here.
+        UsageError: Slurm refuses the job, or is not installed here.
     """
     try:
         done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
@@ -83,13 +87,15 @@ def submit_file(path: Path) -> str:
 
 
 def follow_job(job: str, output: Path) -> int:
-    """Print a Slurm job's output until the job ends, through requeues, and return its exit code. Blocks.
+    """Print a Slurm job's output until the job ends, through requeues, and return the job's exit code. Blocks.
 
-    Ctrl-C ends the printing and not the job.
+    Changes of the job's state are printed on standard error. Ctrl-C ends the printing and not the job, and returns
+    ``ExitCode.INTERRUPTED``. A job that a signal ended gives 128 + the number of the signal, a cancelled one 128 +
+    SIGTERM; a job that Slurm ended without an exit code, such as at its time limit, gives ``ExitCode.PEER``.
 
     Args:
         job: number of the job.
-        output: file that Slurm writes its output to.
+        output: file that Slurm writes the job's output to.
 
     Raises:
         PeerError: Slurm does not answer for two minutes.
