@@ -14,15 +14,16 @@ from tutti.launcher.slurm_engine import SlurmEngine
 
 
 def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
-    """Make the engine that starts a job's ranks: on this node, over SSH, in a Slurm allocation or on a Ray cluster.
+    """Create the engine that starts a job's ranks: on this node, over SSH, in a Slurm allocation or on a Ray cluster.
 
     Args:
-        config: options of the engine; their type chooses it.
-        devices: number of slots (ranks) of this node; used by the local engine only.
+        config: options of ``--on``; the type chooses the engine.
+        devices: number of slots of this node, each for one rank; used by the local engine only.
         logs: folder for the output of all ranks but rank 0.
 
     Raises:
-        UsageError: a package is missing, or the engine cannot be reached.
+        UsageError: options are given for Slurm (inside an allocation it takes none), the package ``ray`` is missing, or
+            the engine cannot be reached.
     """
     if isinstance(config, LocalEngineConfig):
         return HostsEngine([Host("localhost", devices)], logs)
