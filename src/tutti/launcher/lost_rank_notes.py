@@ -15,7 +15,10 @@ _SPARE, _LOST, _MEETINGS = "spare", "lost", "meetings"
 
 
 class LostRankNotes:
-    """The marker files of one job.
+    """Marker files in which a job records its expendable and its lost ranks.
+
+    A rank marks itself expendable if the run can go on without it. If an expendable rank is killed, the launcher does
+    not end the run, but marks this rank lost, which the remaining ranks read.
 
     Args:
         folder: folder of the launcher that all ranks see.
@@ -28,9 +31,9 @@ class LostRankNotes:
         self._spare, self._lost, self.meetings = (folder / name for name in (_SPARE, _LOST, _MEETINGS))
 
     def clear(self) -> None:
-        """Delete all records of expendable and lost ranks of this job, and all messages. Called in the launcher.
+        """Delete all records of expendable and lost ranks of this job, and all messages of ``comm.file_all_gather``.
 
-        Makes empty folders for new ones.
+        Leaves three empty folders for new records and messages. Called in the launcher.
         """
         for folder in (self._spare, self._lost, self.meetings):
             shutil.rmtree(folder, ignore_errors=True)
@@ -56,7 +59,10 @@ class LostRankNotes:
         write_whole(self._lost / str(rank), how.encode())
 
     def lost(self) -> Mapping[int, str]:
-        """Return the ranks that were killed while the run goes on without them: rank → description of its end."""
+        """Return the ranks that were killed while the run goes on without them: rank → description of the rank's end.
+
+        The mapping is in rank order; empty if no rank was lost.
+        """
         # Usually an empty folder, which is fast to list.
         ranks = sorted(int(name) for name in os.listdir(self._lost) if name.isdecimal())
         return {rank: (self._lost / str(rank)).read_text(encoding="utf-8") for rank in ranks}
@@ -65,7 +71,8 @@ class LostRankNotes:
 def lost_rank_notes() -> LostRankNotes | None:
     """Return the marker files by which this job's ranks and launcher record lost ranks; None under another launcher.
 
-    They are found by the environment variable ``TUTTI_STORE``. A launcher without them ends all ranks when one fails.
+    The files lie in the directory of the job's store, whose path is in the environment variable ``TUTTI_STORE``. A
+    launcher without such files, such as torchrun, ends all ranks when one fails.
     """
     store = os.environ.get("TUTTI_STORE")
     found = LostRankNotes(Path(store).parent) if store else None
@@ -73,7 +80,10 @@ def lost_rank_notes() -> LostRankNotes | None:
 
 
 def write_whole(path: Path, raw: bytes) -> None:
-    """Write ``raw`` to the file ``path`` atomically: a reader finds the whole content, the former one or no file."""
+    """Write the bytes ``raw`` to the file ``path`` atomically.
+
+    A reader finds the new content as a whole, the former content, or no file, and never a part of the new content.
+    """
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(raw)
     temporary.replace(path)
