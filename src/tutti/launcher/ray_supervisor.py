@@ -23,10 +23,13 @@ _MOST = 16 << 20
 
 
 class RankSupervisor:
-    """Starts one rank's process, passes its output and exit code on, and ends it with itself.
+    """Ray actor that starts the process of one rank, and passes the process's output and exit code to the launcher.
 
-    The process ends with this actor, because its standard input does. It ends too if the launcher does not ask for
-    ``lease`` seconds, as after the loss of the cluster's head, without which Ray ends no actor.
+    The process ends with this actor, because its standard input does. The actor also kills the process if the launcher
+    calls no method for ``lease`` seconds, as after the loss of the cluster's head, without which Ray ends no actor.
+
+    Args:
+        lease: seconds.
     """
 
     def __init__(self, lease: float = _LEASE) -> None:
@@ -37,9 +40,9 @@ class RankSupervisor:
         self._lease, self._heard = lease, time.monotonic()
 
     def visible(self) -> dict[str, str]:
-        """Return the environment variables that limit this Ray actor to the accelerators that Ray has given it.
+        """Return the environment variables by which Ray limits this actor to some accelerators: name → value.
 
-        Empty where Ray has set none.
+        Such as ``CUDA_VISIBLE_DEVICES``. Empty where Ray has set none.
         """
         return {name: os.environ[name] for name in VISIBLE_DEVICES if os.environ.get(name)}
 
@@ -50,11 +53,11 @@ class RankSupervisor:
             return int(free.getsockname()[1])
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
-        """Start the rank's process with this node's Python interpreter; does not wait for its end. To be called once.
+        """Start the rank's process with this node's Python interpreter, and return at once. To be called once.
 
         Args:
             words: arguments of the interpreter.
-            environment: variables in addition to this actor's; they take precedence.
+            environment: environment variables of the process, which override this actor's own.
             folder: working directory; None for this actor's.
         """
         self._heard = time.monotonic()
@@ -75,13 +78,14 @@ class RankSupervisor:
         threading.Thread(target=self._expire, daemon=True).start()
 
     def poll(self) -> tuple[int | None, bytes, bytes]:
-        """Return the state and the new output of this actor's rank process, without waiting for its end.
+        """Return the exit code and the new output of this actor's rank process, without waiting for its end.
 
-        To be called regularly: the actor kills the process when no call has come for the ``lease``.
+        To be called regularly: the actor kills the process when the launcher has called no method for the constructor's
+        ``lease`` in seconds. The process blocks in its output once 16 MiB of it have not been fetched.
 
         Returns:
-            Exit code (negative: a signal; None while it runs), and the bytes that it has written to standard output and
-            to standard error since the last call.
+            Exit code (negative: number of the signal that ended the process; None while the process runs), and the
+            bytes that the process has written to standard output and to standard error since the last call.
         """
         self._heard = time.monotonic()
         code = None if self._process is None else self._process.poll()
