@@ -38,7 +38,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank.
+    """Failure record: why the process of one rank ended, or why its watchdog kills it.
 
     Attributes:
         rank: the rank.
@@ -81,8 +81,9 @@ def flight_path(directory: Path, rank: int) -> Path:
 def failure_exit_code(exception: BaseException) -> int:
     """Return the process exit code for an exception, as in ``tutti.errors.ExitCode``.
 
-    A `TuttiError` has its own, ``SystemExit`` keeps its code; errors of PyTorch about a lost peer, some of them
-    recognised by their text, give ``PEER``, and a full disk ``DISK``.
+    A ``TuttiError`` has its own code, and ``SystemExit`` keeps its code. ``KeyboardInterrupt`` gives ``INTERRUPTED``;
+    errors of PyTorch about a lost peer, some of them recognised by their text, give ``PEER``; a full disk gives
+    ``DISK``; all others give ``UNEXPECTED``.
     """
     if isinstance(exception, TuttiError):
         return int(exception.exit_code)
@@ -107,13 +108,14 @@ def record_failure(
 ) -> Failure:
     """Describe the exception that ends a rank, write the description as a JSON record for the launcher, and return it.
 
-    A disk that is full is no error here: the record is then not written.
+    The record is written to the first directory where this succeeds. Never raises OSError: if all directories fail,
+    such as on a full disk, no record is written.
 
     Args:
-        directories: the run's log directory, then others to try if it is full.
+        directories: the run's log directory, then other directories to try.
         rank: the failing rank.
-        exception: the exception that ended it.
-        hidden: source files whose outermost frames the traceback omits.
+        exception: the exception that ended the rank.
+        hidden: paths of source files; the outermost frames that lie in these files are omitted from the traceback.
     """
     step = getattr(exception, "step", None)
     failure = Failure(
@@ -152,7 +154,7 @@ def write_failure(directories: Iterable[Path], failure: Failure) -> None:
 
 
 def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
-    """Read the failure record of a rank; None if no directory has a readable one.
+    """Return the failure record of a rank, read from the first directory with a readable one; None without any.
 
     Args:
         directories: directories to look in, in order.
@@ -165,9 +167,11 @@ def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
 
 
 def clear(directories: Iterable[Path], ranks: Collection[int]) -> None:
-    """Delete the failure records of ``ranks`` in all ``directories``, before a new attempt.
+    """Delete the failure records of some ranks, before a new attempt. Missing records are no error.
 
-    Missing records are no error.
+    Args:
+        directories: directories in which each record is deleted.
+        ranks: ranks whose records are deleted.
     """
     for directory in directories:
         for rank in ranks:
@@ -175,12 +179,13 @@ def clear(directories: Iterable[Path], ranks: Collection[int]) -> None:
 
 
 def from_death(rank: int, code: int, seen: float) -> Failure:
-    """Describe the end of a rank's process that left no failure record, from its exit code.
+    """Return a failure record for a rank's process that ended without writing one, made from its exit code.
 
     Args:
         rank: rank of the process.
-        code: exit code as ``multiprocessing`` gives it: negative for a signal.
-        seen: time at which its end was noticed, in seconds since the epoch.
+        code: exit code of the process, as ``multiprocessing`` gives it: -N if signal N killed the process. In the
+            record the exit code of a killed process is ``ExitCode.PEER``.
+        seen: time at which the end of the process was noticed, in seconds since the epoch.
     """
     if code >= 0:
         return Failure(rank, seen, "", f"ended with exit code {code} and no exception", code)
@@ -195,10 +200,13 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the one failure, of those of all ranks, that caused the others. ``failures`` must not be empty.
+    """Return the failure that most likely caused the failures of the other ranks.
 
     A killed rank comes first, because no error in one rank kills another (except by SIGABRT, which some libraries
-    raise when a peer is lost); then the earliest failure that is not about a lost peer; then the earliest.
+    raise when a peer is lost); then the earliest failure that is not about a lost peer; then the earliest of all.
+
+    Args:
+        failures: failures of the ranks of one attempt, at least one.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -210,16 +218,20 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def is_final(cause: Failure) -> bool:
-    """Return whether the job would fail again in the same way after a restart, such as by wrong usage or missing data.
+    """Return whether a restart is useless: the job would fail in the same way, such as by wrong usage or missing data.
 
-    A script's own ``sys.exit(8)`` does not count as a disk error.
+    True too for orderly ends, such as after an interrupt. A script's own ``sys.exit(8)`` does not count as a disk
+    error, although ``DISK`` has exit code 8.
+
+    Args:
+        cause: the failure that ended the job.
     """
     raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
     return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
 
 
 def describe_failure(failure: Failure, log: Path) -> str:
-    """Return the message for the user, of several lines: rank, error, last lines of its log, path of the log, remedy.
+    """Return the user's message about a failed rank, of several lines: rank, error, end of the rank's log, remedy.
 
     A usage error before training is the same on every rank; its message names no rank.
 
@@ -251,11 +263,14 @@ def describe_failure(failure: Failure, log: Path) -> str:
 
 
 def tail(log: Path, lines: int = _TAIL) -> list[str]:
-    """Return the last ``lines`` lines of a log, without line ends; empty if the log is missing.
+    """Return the last lines of a rank's log file, without line ends; empty if the file cannot be read.
 
-    Reads at most its last 64 KiB.
+    Reads at most the last 64 KiB of the file. From the stack of a crash the frames of tutti that only started the
+    rank, and all that follows them, are cut off: the stack ends at the user's entry point.
 
-    A crash's stack ends at the user's entry point; frames below it, which only started the rank, are cut off.
+    Args:
+        log: path of the log file.
+        lines: greatest number of lines.
     """
     try:
         with log.open("rb") as file:
