@@ -64,16 +64,17 @@ def launch(
         args: arguments of ``entry``.
         processes: number of ranks.
         logs: directory for logs and failure records; made if missing.
-        timeout: seconds that ranks may wait for each other.
-        show_all: show the other ranks' output too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
+        timeout: seconds that ranks may wait for each other in a collective.
+        show_all: show the output of ranks above 0 too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
         restarts: how often in a row to restart all ranks after a failure without progress.
-        progress: returns a number that grows with saved progress, such as the step of the newest checkpoint; without
-            it no attempt makes progress.
-        limits: how long a rank may make no progress before its watchdog kills it.
+        progress: returns a number that grows with saved progress, such as the step of the newest checkpoint; None: no
+            attempt makes progress.
+        limits: how long a rank may make no progress before its watchdog kills it; None: the default limits.
         grace: seconds between a signal and SIGKILL.
         preload: modules that every rank imports. Not imported early if torch has an accelerator, which must not
             be touched before a fork.
-        elastic: limits of an elastic job, whose ranks change while it runs; None: all ranks end together.
+        elastic: limits of an elastic job, whose number of ranks changes while it runs, and which ``processes`` and
+            ``restarts`` do not limit; None: all ranks start and end together.
 
     Raises:
         UsageError: fewer than one process, or called outside the main thread.
@@ -113,7 +114,7 @@ def launch(
 
 
 def check_script(script: str, module: bool = False) -> None:
-    """Check that a script or module exists, without running any of its code; returns None.
+    """Raise UsageError if a script or module does not exist; run none of its code.
 
     Args:
         script: path of a Python file or of a directory with ``__main__.py``; with ``module`` a dotted module name,
@@ -121,7 +122,7 @@ def check_script(script: str, module: bool = False) -> None:
         module: whether ``script`` names a module.
 
     Raises:
-        UsageError: it does not exist.
+        UsageError: the script or module does not exist.
     """
     if not module:
         path = Path(script)
@@ -146,12 +147,12 @@ def check_script(script: str, module: bool = False) -> None:
 def run_script(script: str, argv: list[str], module: bool = False) -> None:
     """Run a script or module as ``__main__`` in this process, as ``python script …`` or ``python -m module …`` would.
 
-    Returns when the script ends; its exceptions are passed on. Sets ``sys.argv`` and ``sys.path[0]``. To be called
-    once, as the last work of a process.
+    Returns when the script ends, with the script's global objects freed; exceptions of the script are passed on. Sets
+    ``sys.argv`` and ``sys.path[0]``. To be called once, as the last work of a process.
 
     Args:
         script: path of the script, or name of the module.
-        argv: its arguments, without its own name.
+        argv: arguments of the script, without its own name.
         module: whether ``script`` names a module.
     """
     sys.argv = [script, *argv]
