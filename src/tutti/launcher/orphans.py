@@ -18,10 +18,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(_worker: int = 0, parent: int | None = None) -> None:
     """Make the kernel kill this process by SIGKILL as soon as its parent process ends, for any reason.
 
-    Usable as a ``DataLoader``'s ``worker_init_fn``. On systems other than Linux a thread polls the parent every second.
+    Usable as a ``DataLoader``'s ``worker_init_fn``. On systems other than Linux a thread polls the parent every second,
+    and ends this process.
 
     Args:
-        parent: the parent's process id, if known: if the parent is gone already, this process ends at once.
+        _worker: unused; ``DataLoader`` passes the number of the worker.
+        parent: process id of the parent, if known: if another process is the parent by now, because the parent has
+            ended, this process ends at once with ``ExitCode.PEER``. None: the parent at the time of the call.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
@@ -43,7 +46,7 @@ def adopt_orphans(adopt: bool) -> None:
 
 
 def await_end(which: int, seconds: float) -> None:
-    """Wait for child processes to end, and reap them, for at most ``seconds``. Returns None in either case.
+    """Wait until child processes have ended, and reap them, for at most ``seconds``; at the limit return silently.
 
     Args:
         which: process id of a child; or the negative id of a process group, for all its members that are children of
