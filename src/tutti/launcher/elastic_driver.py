@@ -30,17 +30,19 @@ _REMOVED, _ADDED = 1, 2
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """Limits of an elastic job.
+    """Limits of an elastic job, whose set of ranks changes while it runs, as Horovod's ``horovodrun`` has them.
+
+    A slot is room for one rank on a host. A generation is the time during which the set of ranks stays the same.
 
     Attributes:
-        np: slots that must exist before the first generation begins.
+        np: number of slots that must exist before the first generation begins.
         min_np: fewest ranks of a generation.
-        max_np: most ranks.
-        script: host discovery script; None: ``np`` slots on localhost.
-        slots_per_host: slots of hosts that the script prints without a number.
-        reset_limit: generations after the first; None: no limit.
-        cooldown: seconds for which a failure takes a slot, as ``SlotTable``.
-        timeout: seconds to wait for ``min_np`` slots.
+        max_np: most ranks of a generation.
+        script: host discovery script, an executable that prints ``HOST:SLOTS``; None: ``np`` slots on localhost.
+        slots_per_host: slots of a host that the script prints without a number; None: such hosts are refused.
+        reset_limit: most generations after the first; None: no limit.
+        cooldown: seconds for which a failed rank takes a slot away, first and at most after doublings; None: for good.
+        timeout: seconds to wait for ``min_np`` ranks before the job ends.
     """
 
     np: int
@@ -67,11 +69,14 @@ class _Member:
 
 
 class ElasticDriver:
-    """Starts ranks where slots are free, forms generations, and ends the job.
+    """Driver of an elastic job on one node: starts ranks where slots are free, regroups the ranks, and ends the job.
+
+    A slot is room for one rank. Whenever ranks fail, leave or are added, the driver forms a new generation: it gives
+    the survivors, which keep their processes, and then the new processes their ranks in a new process group.
 
     Args:
         job: entry point, arguments and folders of every rank.
-        options: limits.
+        options: limits of the job, such as the fewest and the most ranks.
         grace: seconds between a signal and SIGKILL.
     """
 
@@ -87,10 +92,14 @@ class ElasticDriver:
         self._stopped: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run the elastic job until it ends and return the run's exit code, as in ``tutti.errors.ExitCode``. Blocks.
+        """Run the elastic job until it ends and return the job's exit code. Blocks.
 
         Starts ranks on free slots, forms a new group of ranks whenever ranks come or go, passes signals on, and leaves
         no process behind. To be called in the main thread.
+
+        Returns:
+            A code of ``tutti.errors.ExitCode``, the exit code of the rank that failed first if all have failed, or
+            128 + the number of the signal that stopped the job.
         """
         before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
         try:
