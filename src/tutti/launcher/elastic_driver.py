@@ -98,7 +98,7 @@ class ElasticDriver:
         no process behind. To be called in the main thread.
 
         Returns:
-            A code of ``tutti.errors.ExitCode``, the exit code of the rank that failed first if all have failed, or
+            A code of ``tutti.errors.ExitCode``, that of the failure that caused the others if no rank is left, or
             128 + the number of the signal that stopped the job.
         """
         before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
