@@ -15,14 +15,17 @@ from tutti.launcher.stdin_control import TETHER
 
 @dataclass(frozen=True)
 class NodePart:
-    """This node's part of a job.
+    """Place of this node in a job of several nodes, on each of which the same command is started, as with torchrun.
 
     Attributes:
-        nodes: number of nodes.
-        number: this node's, from 0.
-        processes: ranks on each node.
-        address: node 0's address for the other nodes.
-        port: a free port there.
+        nodes: number of nodes of the job.
+        number: number of this node, from 0 (torchrun's ``--node-rank``).
+        processes: number of ranks on each node.
+        address: host name or IP address of node 0 for the other nodes (``MASTER_ADDR``).
+        port: TCP port of node 0 that is free (``MASTER_PORT``).
+
+    Raises:
+        UsageError: ``nodes`` or ``processes`` is less than 1, or ``number`` is not in [0, ``nodes``).
     """
 
     nodes: int
@@ -40,10 +43,12 @@ class NodePart:
 
 
 class NodeEngine:
-    """Starts the ranks of this node. It has as many slots as ranks, so that the job keeps its size.
+    """Engine that starts only the ranks of this node, in a job whose other nodes run the same command, as with torchrun.
+
+    A slot is room for one rank. There are as many slots as ranks on this node, so that the job keeps its size.
 
     Args:
-        part: this node's part of the job.
+        part: numbers of nodes and of ranks, number of this node, and address and port of node 0.
         logs: folder for the output of all ranks but this node's first.
     """
 
@@ -52,18 +57,22 @@ class NodeEngine:
         self._ranks = TetheredRanks(logs)
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of this node's free slots (places for a rank) as ``{'localhost': N}``."""
+        """Return the number of free slots of this node (places for a rank) as ``{'localhost': N}``.
+
+        N is the number of this node's ranks, minus the ranks that still run.
+        """
         return {"localhost": self._part.processes - self._ranks.held().total()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the processes of this node's ranks, without waiting for their end; earlier ranks must have ended.
 
-        Every other node of the job starts its own ranks by the same command.
+        Every other node of the job starts its own ranks by the same command. The engine sets torchrun's variables in
+        each rank, such as ``RANK`` and ``WORLD_SIZE``.
 
         Args:
-            size: number of this node's ranks, the same as in its ``NodePart``.
+            size: number of this node's ranks, the same as ``processes`` of its ``NodePart``.
             words: arguments of the Python interpreter, the same for every rank.
-            environment: additional variables of every rank; they take precedence over the engine's.
+            environment: additional environment variables of every rank, which override those of the engine.
 
         Raises:
             DiskError: a log cannot be written.
@@ -79,9 +88,9 @@ class NodeEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how the process of each of this node's ranks has ended; None for a rank that still runs.
+        """Return how the process of each rank of this node has ended (exit code and node), in the order of local ranks.
 
-        In the order of local ranks. Does not wait.
+        None for a rank that still runs. Does not wait.
         """
         codes = [(host, process.poll()) for host, process in self._ranks.started]
         return [None if code is None else EndedRank(code, host.name) for host, code in codes]
@@ -96,16 +105,19 @@ class NodeEngine:
 
 
 def read_node_part(flags: Mapping[str, str], environ: Mapping[str, str], processes: int) -> NodePart | None:
-    """Read which part of a job of several nodes this node has, from torchrun's flags or its variables ``PET_*``.
+    """Read the place of this node in a job of several nodes, from torchrun's flags or its variables ``PET_*``.
+
+    A flag takes precedence over its variable, such as ``--nnodes`` over ``PET_NNODES``.
 
     Args:
         flags: values of ``--nnodes``, ``--node-rank``, ``--nproc-per-node``, ``--rdzv-endpoint``, ``--master-addr`` and
             ``--master-port``, as far as they are given.
         environ: environment variables.
-        processes: ranks on each node where neither says how many.
+        processes: ranks on each node if neither a flag nor a variable has a number of processes.
 
     Returns:
-        This node's part; None if no flag is given and the variables do not announce several nodes.
+        Numbers of nodes and of ranks, number of this node, and address and port of node 0; None if no flag is given
+        and the variables do not announce several nodes.
 
     Raises:
         UsageError: a value is missing or malformed.
