@@ -15,9 +15,12 @@ _SIOCGIFADDR = 0x8915
 
 
 def way_to(address: str) -> str:
-    """Return the IP address of this node from which it would reach ``address``; sends nothing.
+    """Return the own IP address of this node from which the kernel would send packets to ``address``; sends nothing.
 
-    Empty if there is no route, the name does not resolve, or the address is the loopback.
+    Empty if there is no route, the name does not resolve, or the own address would be the loopback.
+
+    Args:
+        address: host name or IP address of another node.
 
     >>> way_to("127.0.0.1"), way_to("no-such-host.invalid")
     ('', '')
@@ -45,7 +48,7 @@ def resolves(address: str) -> bool:
 
 
 def name_of(own: str) -> str | None:
-    """Return the name of the network interface with the IPv4 address ``own``; None if there is none.
+    """Return the name of this node's network interface with the IPv4 address ``own``; None if no interface has it.
 
     >>> name_of("127.0.0.1")
     'lo'
@@ -54,7 +57,7 @@ def name_of(own: str) -> str | None:
 
 
 def address_of(name: str) -> str | None:
-    """Return the IPv4 address of the network interface ``name``; None if it has none, or does not exist.
+    """Return the IPv4 address of this node's network interface ``name``; None if it has none, or does not exist.
 
     >>> address_of("lo"), address_of("no-such-one")
     ('127.0.0.1', None)
