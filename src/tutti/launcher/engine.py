@@ -13,11 +13,11 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class EndedRank:
-    """The end of a rank's process.
+    """How the process of a rank has ended, as ``Engine.poll`` reports it.
 
     Attributes:
-        code: its exit code; negative for a signal, as ``subprocess`` has it.
-        node: name of its node.
+        code: exit code of the process; -N if signal N killed it, as ``subprocess`` has it.
+        node: name of the node on which the process ran.
         lost: why the rank was lost together with its slot; empty if the process itself ended.
         remedy: advice for the user, if known.
     """
@@ -29,11 +29,17 @@ class EndedRank:
 
 
 class SlotsGone(Exception):
-    """An engine could not start the ranks: slots that it had counted are not there any more."""
+    """Raised when an engine cannot start the ranks, because there are fewer free slots than it had reported.
+
+    A slot is room for one rank on a node.
+    """
 
 
 class EngineGone(Exception):
-    """An engine does not answer any more, such as a Ray cluster whose head was killed."""
+    """Raised when an engine does not answer any more, such as a Ray cluster whose head was killed.
+
+    An engine is what starts the ranks of a job.
+    """
 
 
 class Engine(Protocol):
@@ -53,22 +59,24 @@ class Engine(Protocol):
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the processes of ranks 0 to ``size`` - 1 on free slots, without waiting for them to end.
 
-        Consecutive ranks fill one node before the next. Earlier ranks must have ended.
+        A slot is room for one rank. Consecutive ranks fill one node before the next. Ranks that this method started
+        earlier must have ended.
 
         Args:
             size: number of ranks.
             words: arguments of the Python interpreter, the same for every rank.
-            environment: additional variables of every rank; the engine adds rank, size and rendezvous.
+            environment: additional environment variables of every rank; the engine adds torchrun's variables for rank,
+                number of ranks, and address and port of rank 0.
 
         Raises:
-            SlotsGone: there are fewer slots by now.
+            SlotsGone: there are fewer than ``size`` slots by now.
             EngineGone: the engine does not answer.
         """
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended, in rank order; None for a rank that still runs.
+        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
 
-        Does not wait for an end.
+        Returns at once.
 
         Raises:
             EngineGone: the engine does not answer.
