@@ -32,15 +32,16 @@ _STEP = ("srun", "--quiet", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=
 
 
 class SlurmEngine:
-    """The engine of an allocation of Slurm: as many slots on each node as it has tasks.
+    """Engine that starts the ranks of a job inside a Slurm allocation, each rank as a job step (``srun``) of one task.
 
-    A slot is lost when Slurm takes its node from the job (``sbatch --no-kill``); it does not come back within the job.
+    A slot is room for one rank; each node has as many slots as Slurm tasks. When Slurm takes a node from the job
+    (``sbatch --no-kill``), the slots of the node are lost and do not come back within the job.
 
     Args:
         logs: folder for the output of all ranks but rank 0.
 
     Raises:
-        UsageError: this process runs in no allocation.
+        UsageError: this process does not run in a Slurm allocation.
         PeerError: Slurm does not answer.
     """
 
@@ -66,15 +67,16 @@ class SlurmEngine:
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start all ranks, each as its own job step (``srun``) in this Slurm allocation, filling the nodes in order.
 
-        Does not wait for their end; earlier ranks must have ended.
+        Returns at once. Ranks that this method started earlier must have ended. The engine sets torchrun's variables in
+        each rank, such as ``RANK`` and ``MASTER_ADDR``.
 
         Args:
             size: number of ranks.
             words: arguments of the Python interpreter, the same for every rank.
-            environment: additional variables of every rank; they take precedence over the engine's.
+            environment: additional environment variables of every rank, which override those of the engine.
 
         Raises:
-            SlotsGone: there are fewer slots by now.
+            SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
         """
         hosts = self._there()
@@ -94,10 +96,10 @@ class SlurmEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended, in rank order; None for a rank that still runs.
+        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
 
-        A rank whose node Slurm has taken from the job counts as ended, with its slot lost. Asks Slurm for the job's
-        nodes now and then.
+        A rank whose node Slurm has taken from the job counts as killed, with its slot (place for a rank) lost. Asks
+        Slurm for the nodes of the job every five seconds and when a rank has ended; does not wait for an end.
         """
         if time.monotonic() - self._looked > _LOOK:
             self._look()
@@ -144,9 +146,12 @@ class SlurmEngine:
 
 
 def node_address(name: str) -> str | None:
-    """Ask Slurm (``scontrol``) for the address of a node; None if Slurm does not know or answer.
+    """Return the address of a node, for which Slurm (``scontrol``) is asked; None if Slurm does not know or answer.
 
     For clusters where the node's name does not resolve.
+
+    Args:
+        name: the node's name in Slurm.
     """
     shown = _answer("scontrol", "--oneliner", "show", "node", name) or ""
     return dict(word.split("=", 1) for word in shown.split() if "=" in word).get("NodeAddr")
@@ -158,9 +163,10 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def requeue(code: int) -> None:
-    """Put this Slurm job back into the queue if its run was preempted or ended by a signal.
+    """Put this Slurm job back into the queue (``scontrol requeue``) if its run was preempted or ended by a signal.
 
-    Does nothing after other ends of the run, nor if Slurm itself is ending the job: a cancelled job would come back.
+    The signals are SIGTERM, SIGUSR1 and SIGUSR2. Does nothing after other ends of the run, nor if Slurm itself is
+    ending the job: a cancelled job would come back.
 
     Args:
         code: exit code of the run, as in ``tutti.errors.ExitCode``.
