@@ -39,9 +39,9 @@ def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[s
     The job's runtime sets the variables ``PET_*``, from which the command reads its node's number.
 
     Args:
-        config: options of the cluster.
+        config: options of the cluster, such as image, number of nodes and resources for each device.
         name: name of the job; characters that Kubernetes does not allow become dashes.
-        devices: devices of all nodes.
+        devices: number of devices of all nodes together, one rank each.
         words: the command line, without the leading ``tutti``.
 
     Raises:
@@ -75,9 +75,9 @@ def sky_task(config: SkyPilotConfig, name: str, devices: int, words: Sequence[st
     """Return a task of SkyPilot, as YAML text, which uploads the working directory and starts the command on each node.
 
     Args:
-        config: options of the cluster.
+        config: options of the cluster, such as cloud, number of nodes and accelerator.
         name: name of the task; characters that SkyPilot does not allow become dashes.
-        devices: devices of all nodes.
+        devices: number of devices of all nodes together, one rank each.
         words: the command line, without the leading ``tutti``.
 
     Raises:
