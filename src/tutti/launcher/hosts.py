@@ -35,25 +35,35 @@ _REACH = 5
 
 @dataclass(frozen=True)
 class Host:
-    """A node: its name, and the number of processes that it takes."""
+    """A node on which ranks are started.
+
+    Attributes:
+        name: host name or IP address, perhaps with a user, as in ``me@host1``.
+        slots: number of ranks that the node takes.
+    """
 
     name: str
     slots: int
 
     @property
     def address(self) -> str:
-        """Host name or IP address without the user's name: ``host1`` for ``me@host1``."""
+        """Host name or IP address of the node without the user's name: ``host1`` for ``me@host1``."""
         return self.name.rpartition("@")[2]
 
     @property
     def local(self) -> bool:
-        """Whether the host is this machine, so that processes are started without SSH."""
+        """Whether the host's name is that of this machine or of the loopback; ranks are then started without SSH."""
         return self.address in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
 @dataclass(frozen=True)
 class RemoteProcess:
-    """One process to start: its node and its additional environment variables."""
+    """One rank to start.
+
+    Attributes:
+        host: node of the rank.
+        environment: additional environment variables of the rank's process, such as ``RANK`` and ``MASTER_ADDR``.
+    """
 
     host: Host
     environment: Mapping[str, str]
@@ -102,15 +112,17 @@ def parse_host_file(path: Path) -> str:
 
 
 def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, port: int) -> list[RemoteProcess]:
-    """Assign ranks to hosts, in order and each host's slots first, and return each rank's host and environment.
-
-    The environment has torchrun's variables: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on.
+    """Assign ranks to hosts in order, filling each host's slots before the next host's; return each rank's assignment.
 
     Args:
-        hosts: the nodes.
+        hosts: the nodes; each has as many slots as it takes ranks.
         processes: number of ranks; None for one on every slot.
         address: value of ``MASTER_ADDR``: address of the node of rank 0.
         port: value of ``MASTER_PORT``: TCP port for rank 0 to listen on.
+
+    Returns:
+        Host and environment variables of each rank, in rank order. The variables are those of torchrun: ``RANK``,
+        ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on.
 
     Raises:
         UsageError: there are more ranks than slots.
@@ -139,10 +151,10 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
 
 
 def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
-    """Choose the address and TCP port at which rank 0 will host the job's key-value store.
+    """Return the address and the TCP port at which rank 0 will host the job's key-value store.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` of this process's environment if they are set, else the first host and a random
-    port from 10000 to 29999, which may be in use.
+    They are ``MASTER_ADDR`` and ``MASTER_PORT`` of this process's environment, as far as these are set; else the
+    address of the first host, and a random port from 10000 to 29999, which may be in use.
 
     Args:
         hosts: hosts of the job, rank 0's first.
@@ -156,10 +168,13 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
 
 
 def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environ`` that ranks on other nodes get, too.
+    """Return the environment variables that a launcher passes on to ranks on other nodes: name → value.
 
-    They are those of tutti, Gloo, the accelerator's collectives and visible devices, ``PYTHONPATH`` and
-    ``OMP_NUM_THREADS``.
+    These are the variables of tutti (``TUTTI_``), of Gloo, of the accelerator's collectives and visible devices,
+    ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
+
+    Args:
+        environ: environment variables of the launcher.
     """
     return {name: value for name, value in environ.items() if name.startswith(_PASSED) or name in _ALSO_PASSED}
 
@@ -167,7 +182,7 @@ def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> list[str]:
     """Return the command line that starts a rank: by ``env`` on this node, by ``ssh`` on another one.
 
-    The rank's process takes signals from its standard input, and ends when that is closed.
+    The environment makes the rank's process take signals from its standard input, and end when the input is closed.
 
     Args:
         process: node and environment of the rank.
@@ -183,10 +198,15 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
 
 
 class TetheredRanks:
-    """The ranks of one attempt, each held by the standard input of a process of this node.
+    """Processes of this node that hold the ranks of one attempt of a job, such as an ``ssh`` for each remote rank.
+
+    The standard input of each process carries signals to its rank; the rank ends when the input is closed.
 
     Args:
         logs: folder for the output of all ranks but rank 0.
+
+    Attributes:
+        started: host and process of each rank of the last ``start``, in rank order.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -196,7 +216,8 @@ class TetheredRanks:
     def start(self, ranks: Sequence[tuple[Host, Sequence[str]]]) -> None:
         """Start a process on this node for each rank, such as an ``ssh`` to the rank's host, rank 0 first.
 
-        Does not wait for their end. Ranks of an earlier call are forgotten, and must have ended.
+        Returns at once. Ranks of an earlier call are forgotten, and must have ended. Rank 0's output is that of this
+        process; the output of the other ranks is appended to ``rank{N}.log``.
 
         Args:
             ranks: for each rank its host and the command line to run on this node.
@@ -218,11 +239,11 @@ class TetheredRanks:
             self.started.append((host, running))
 
     def held(self) -> Counter[str]:
-        """Return host name → number of its ranks that still run; hosts without one are missing."""
+        """Return host name → number of ranks on the host that still run; hosts without a running rank are missing."""
         return Counter(host.name for host, process in self.started if process.poll() is None)
 
     def stop(self, number: int) -> None:
-        """Send a signal to all ranks that still run, through their standard input (the tether).
+        """Send a signal to all ranks that still run, as a line with the signal's number on their standard input.
 
         Args:
             number: number of the signal. For SIGKILL the standard inputs are closed too, and the call blocks until the
@@ -248,9 +269,10 @@ class TetheredRanks:
 
 
 class HostsEngine:
-    """The engine of this node and of nodes that are reached over SSH: a process for each rank.
+    """Engine that starts the ranks of a job on this node and on nodes that are reached over SSH.
 
-    The slots of a host whose connection was lost do not count until ``ssh HOST true`` succeeds again.
+    A slot is room for one rank. The slots of a host whose SSH connection was lost do not count until ``ssh HOST true``
+    succeeds again.
 
     Args:
         hosts: the nodes with their slots.
@@ -265,8 +287,8 @@ class HostsEngine:
     def slots(self) -> Mapping[str, int]:
         """Return host name → number of free slots on this node and nodes that are reached over SSH; does not wait.
 
-        A slot takes one rank. Whether SSH reaches a host shows only when a rank starts. Hosts whose connection was lost
-        are probed, and left out until they answer.
+        A slot is room for one rank. Hosts count before any connection was tried. Hosts whose SSH connection was lost
+        are probed in the background, and left out until they answer.
         """
         held = self._ranks.held()
         self._probe()
@@ -275,15 +297,16 @@ class HostsEngine:
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the processes of ranks 0 to ``size`` - 1, on this node and over SSH, filling the hosts in order.
 
-        Does not wait for their end; earlier ranks must have ended. Each rank's working directory is this process's.
+        Returns at once. Ranks that this method started earlier must have ended. Each rank works in the same directory
+        as this process. The engine sets torchrun's variables in each rank, such as ``RANK`` and ``MASTER_ADDR``.
 
         Args:
             size: number of ranks.
             words: arguments of the Python interpreter, the same for every rank.
-            environment: additional variables of every rank; they take precedence over the engine's.
+            environment: additional environment variables of every rank, which override those of the engine.
 
         Raises:
-            SlotsGone: there are fewer slots by now.
+            SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
         """
         hosts = self._there()
@@ -297,9 +320,10 @@ class HostsEngine:
         self._ranks.start([(each.host, command(each, [sys.executable, *words], here)) for each in planned])
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended, in rank order; None for a rank that still runs. Does not wait.
+        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
 
-        A lost SSH connection counts as the end of its rank, and takes the host's slots away.
+        Does not wait. A lost SSH connection counts as the end of its rank; the host's slots (places for a rank) then do
+        not count until SSH reaches the host again.
         """
         found = [
             None if process.poll() is None else _ended(host, process.returncode)
