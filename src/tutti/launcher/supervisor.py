@@ -35,15 +35,16 @@ _SETTLE = 1.0
 
 @dataclass(frozen=True)
 class EngineAttempt:
-    """One start of all ranks of a job.
+    """Record of one attempt of a job: from the start of all ranks to the end of the last one.
 
     Attributes:
         devices: number of ranks.
-        nodes: ranks on each node.
-        started: Unix time of the start.
-        seconds: from the start to the end of the last rank.
-        first_step: saved step that it continued from; 0 for none.
-        ending: why it ended: ``done``, ``more devices``, ``signal``, or the failure's cause.
+        nodes: node name → number of ranks on the node; empty if the engine was lost.
+        started: Unix time of the start, in seconds.
+        seconds: duration from the start to the end of the last rank.
+        first_step: saved training step that the attempt continued from; 0 for none.
+        ending: why the attempt ended: ``done``, ``more devices``, ``signal``, ``the engine was lost``, or the rank that
+            failed first with its error.
     """
 
     devices: int
@@ -56,18 +57,20 @@ class EngineAttempt:
 
 @dataclass(frozen=True)
 class EngineJob:
-    """A job, the same on every engine.
+    """Description of a job that ``supervise`` runs: what to start, on how many ranks, and how often to restart.
 
     Attributes:
         words: command line of every rank, behind the Python interpreter.
-        sizes: numbers of ranks that the job can have, ascending; with several it shrinks and grows among them.
+        sizes: numbers of ranks that the job can have, ascending. With several sizes the job shrinks when slots (places
+            for a rank) are lost, and grows when there are more.
         logs: folder of the ranks' logs and failure records.
-        restarts: restarts in a row without progress.
-        progress: returns a number that grows with saved progress; None: nothing is ever saved.
-        wait: seconds to wait for another slot when one is lost.
+        restarts: greatest number of restarts in a row without progress.
+        progress: returns a number that grows with saved progress, such as the step of the newest checkpoint; None:
+            nothing is ever saved.
+        wait: seconds to wait for another slot when a slot is lost.
         grace: seconds between a signal and SIGKILL.
-        environment: additional variables of every rank.
-        attempted: called with each attempt when it has ended.
+        environment: additional environment variables of every rank.
+        attempted: called with the record of each attempt when the attempt has ended; None: not called.
         first_attempt: number of the first attempt; above 0 the run continues from its newest checkpoint.
     """
 
@@ -103,20 +106,22 @@ class _Outcome:
 def supervise(engine: Engine, job: EngineJob) -> int:
     """Run a job on an engine, which starts ranks on this node, over SSH, by Slurm or Ray; return the run's exit code.
 
-    Blocks until the job has ended. When a rank fails, all are ended, the first cause is printed, and the job is
-    restarted as often as ``job`` allows, on as many slots as there are. A signal is passed on to all ranks once, and a
-    second one kills them.
+    Blocks until the job has ended. When a rank fails, all ranks are ended, the first cause is printed, and the job is
+    restarted as often as ``job.restarts`` allows, with the largest of ``job.sizes`` for which there are slots (places
+    for a rank). A signal is passed on to all ranks once; a second signal kills the ranks.
 
     Args:
         engine: starts, polls and ends the ranks.
         job: command line, permitted numbers of ranks, restarts and grace period.
 
     Returns:
-        0 for success, the failed rank's exit code, as in ``tutti.errors.ExitCode``, or 128 + the number of a signal.
+        0 for success; the failed rank's exit code, as in ``tutti.errors.ExitCode``; ``ExitCode.PREEMPTED`` if too few
+        slots are left, or the ranks saved and ended on a signal; or 128 + the number of the signal.
 
     Raises:
         UsageError: the engine has fewer slots than the smallest size.
         PeerError: the engine does not answer any more.
+        SystemExit: a second signal came; the code is 128 + its number.
     """
     for old in job.logs.glob("rank*.log"):
         old.unlink()
@@ -130,7 +135,10 @@ def supervise(engine: Engine, job: EngineJob) -> int:
 
 
 def describe_slots(slots: Mapping[str, int]) -> str:
-    """Return the free slots in words, for messages: their sum, and the slots of each node.
+    """Return free slots (places for a rank) in words, for messages: their sum, and the number on each node.
+
+    Args:
+        slots: node name → number of free slots.
 
     >>> describe_slots({"a": 2, "b": 1})
     '3: 2 on a, 1 on b'
