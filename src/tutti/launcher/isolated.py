@@ -21,7 +21,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a process: exit code (negative: a signal's number), standard output and standard error."""
+    """Result of a child process that has ended.
+
+    Attributes:
+        code: exit code; -N if signal N killed the process.
+        out: text that the process wrote to standard output.
+        err: text that the process wrote to standard error.
+    """
 
     code: int
     out: str
@@ -29,7 +35,10 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """One line on why the child process failed: its last line of standard error, else its exit code or signal."""
+        """One line on why the child process failed, for messages.
+
+        The last line of the process's standard error that is not blank; without any, its exit code or signal in words.
+        """
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         if lines:
             return lines[-1]
@@ -43,11 +52,11 @@ def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, s
 
     Args:
         command: program and arguments.
-        timeout: seconds until it is killed.
-        environ: its environment; default: this process's.
+        timeout: seconds until the child process is killed.
+        environ: environment variables of the child process; None: those of this process.
 
     Raises:
-        subprocess.TimeoutExpired: it ran longer than ``timeout``.
+        subprocess.TimeoutExpired: the command ran longer than ``timeout``.
         OSError: the program cannot be started.
     """
     # Files, not pipes: a grandchild that outlives the process would keep a pipe open, and this function waiting.
@@ -76,13 +85,13 @@ def run_module(
     The child has this process's import path.
 
     Args:
-        module: its dotted name.
+        module: dotted name of the module.
         arguments: command-line arguments.
-        timeout: seconds until it is killed.
-        environ: its environment; default: this process's.
+        timeout: seconds until the child process is killed.
+        environ: environment variables of the child process; None: those of this process. ``PYTHONPATH`` is replaced.
 
     Raises:
-        subprocess.TimeoutExpired: it ran longer than ``timeout``.
+        subprocess.TimeoutExpired: the module ran longer than ``timeout``.
         OSError: the Python interpreter cannot be started.
     """
     # -P: do not import a torch.py from the current directory.
@@ -94,15 +103,15 @@ def run_module(
 def call_forked(function: Callable[..., T], *arguments: Any) -> T:
     """Call ``function(*arguments)`` in a forked child process, wait, and return its result or raise its exception.
 
-    A process that has run a backward on a machine with an accelerator must not fork any more: autograd has started a
-    thread for each device. So a launcher that needs a backward runs it here.
+    A process that has run a backward on a machine with an accelerator must not fork any more, because autograd has
+    started a thread for each device. A launcher that needs a backward therefore runs the backward by this function.
 
     Args:
         function: the function; its result or exception is pickled.
-        arguments: need no pickling, because the process is a copy of this one.
+        arguments: arguments of the function, which need no pickling, because the child is a copy of this process.
 
     Raises:
-        TuttiError: the process was killed.
+        TuttiError: the child process ended without an answer, for example because it was killed.
     """
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
