@@ -10,11 +10,12 @@ _LONGEST_PAUSE = 30.0
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart.
+    """Decision to restart a failed run, as ``Budget.spend`` returns it.
 
     Attributes:
-        pause: seconds to wait before it: 0, 1, 2, 4 … with each further failure in a row without progress.
-        left: restarts left after it, without progress.
+        pause: seconds to wait before the restart: 0, 1, 2, 4, … with each further failure in a row without progress, at
+            most 30.
+        left: number of restarts that are still allowed after this restart if no further progress is saved.
         saved: the saved step that the run resumes from; 0 if nothing is saved.
     """
 
