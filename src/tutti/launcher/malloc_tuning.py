@@ -25,8 +25,8 @@ def keep_freed_memory() -> bool:
     For CPU training: the kernel then does not zero the pages of each activation again in every step.
 
     Returns:
-        Whether the settings were changed: not without glibc, nor where the user has set malloc's variables or switched
-        process settings off.
+        True if the settings were changed. False without glibc, or where the user has set malloc's environment variables
+        or ``TUTTI_PROCESS_SETUP=off``.
     """
     return _set({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
 
@@ -34,11 +34,11 @@ def keep_freed_memory() -> bool:
 def free_at_once() -> bool:
     """Make glibc's malloc return blocks of 4 MiB and more to the system as soon as they are freed.
 
-    Undoes ``keep_freed_memory``, and returns memory that is free already.
+    Replaces the settings of ``keep_freed_memory``, and returns memory that is free already.
 
     Returns:
-        Whether the settings were changed: not without glibc, nor where the user has set malloc's variables or switched
-        process settings off.
+        True if the settings were changed. False without glibc, or where the user has set malloc's environment variables
+        or ``TUTTI_PROCESS_SETUP=off``.
     """
     chosen = _set({_M_MMAP_MAX: _BLOCKS, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _LOOSE})
     if chosen:
@@ -57,7 +57,8 @@ def _set(values: Mapping[int, int]) -> bool:
 def give_back() -> None:
     """Return the memory that is free in malloc's heap now to the system, once; later frees are not affected.
 
-    Does nothing without glibc. Worth its time only after much memory was freed that will not be needed again.
+    Calls glibc's ``malloc_trim``; does nothing without glibc. The call is worth its time only after much memory was
+    freed that will not be needed again.
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
