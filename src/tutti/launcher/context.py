@@ -36,16 +36,16 @@ from tutti.torch_compat import default_store, flight_recorder, forget_process_gr
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, device and store.
+    """Membership of this process in a job, as ``init`` returns it: rank, device and store.
 
     Attributes:
         identity: rank, size, local rank and node of this process.
-        device: where tensors of this rank live.
+        device: device of this rank's tensors.
         store: key-value store shared by all ranks.
         timeout: seconds that a collective may take.
-        owned: whether ``init`` made the process group, so that ``shutdown`` destroys it.
+        owned: whether ``init`` made the process group, so that ``shutdown`` destroys it; False if the script made it.
         sent: descriptions of asynchronous sends that this process has started.
-        left: collectives that this process has completed last, by description → how often.
+        left: collectives that this process has completed last: description → number of times.
     """
 
     identity: Identity
@@ -66,14 +66,15 @@ _before_shutdown: list[Callable[[], object]] = []
 
 
 def init(device: str = "auto", timeout: float | None = None) -> World:
-    """Join the job that the environment describes, or make a world of size 1; a second call returns the first's result.
+    """Join the job that the environment describes and create its process group, or make a world of size 1.
 
     Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. Adopts an
     existing default process group. Collective over all ranks of the job; blocks until they have arrived. Gloo moves CPU
-    tensors, the vendor's backend an accelerator's. In a job of several processes each gets a watchdog, if it has none
-    yet. On several nodes Gloo takes the interface that leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An
-    uncaught exception ends this process at once. docs/environment.md lists all its effects on the process;
-    ``TUTTI_PROCESS_SETUP=off`` switches them off.
+    tensors, the vendor's backend an accelerator's. In a job of several processes each gets a watchdog process that
+    kills the rank when it makes no progress, if it has none yet. On several nodes Gloo takes the network interface that
+    leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once.
+    docs/environment.md lists all effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off. A second call
+    does nothing and returns the result of the first.
 
     Args:
         device: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type, such as ``cuda``.
@@ -160,7 +161,11 @@ def _meet(identity: Identity, device: torch.device, limit: timedelta) -> dist.St
 def leave(code: int) -> None:
     """End this process at once by ``os._exit(code)``, if ``init`` made a process group of several ranks; else return.
 
-    A regular interpreter exit would hang: it joins the process groups' threads, which wait for peers that may be gone.
+    Flushes standard output and standard error first. A regular interpreter exit would hang: it joins the threads of the
+    process groups, which wait for peers that may be gone.
+
+    Args:
+        code: exit code of the process.
     """
     if _world is not None and _world.owned and _world.identity.size > 1:
         for stream in (sys.stdout, sys.stderr):
@@ -172,9 +177,8 @@ def leave(code: int) -> None:
 def connect_limit(limit: timedelta, device: torch.device) -> timedelta:
     """Return how long the ranks of a new process group may take to connect to each other.
 
-    This is ``limit``, except in an elastic job on CPUs, which gives up earlier.
-
-    There native code does not notice that a rank has died meanwhile, and the surviving ranks form a new group.
+    This is ``limit``, but at most ten seconds in an elastic job on CPUs: there native code does not notice that a rank
+    has died while the ranks connect, and the surviving ranks form a new group after the limit.
 
     Args:
         limit: time that a collective of the group may take.
@@ -199,7 +203,8 @@ class _End:
 def shutdown() -> None:
     """Leave the job: call the functions registered by ``before_shutdown``, then destroy the process group.
 
-    A process group that ``init`` did not make stays. A second call calls the functions alone; ``init`` can join again.
+    A process group that ``init`` did not create is kept. A second call only calls the registered functions. ``init``
+    can join a job again afterwards.
     """
     global _world
     for function in _before_shutdown:
@@ -214,7 +219,8 @@ def shutdown() -> None:
 def abandon_world() -> None:
     """Leave the job without waiting for its other ranks, some of which may be gone; ``init`` can then join another job.
 
-    Destroys the default process group, unless the user's script made it.
+    Drops PyTorch's process groups, unless the user's script made the default one. The functions registered by
+    ``before_shutdown`` are not called.
     """
     global _world
     leaving, _world = _world, None
@@ -224,9 +230,12 @@ def abandon_world() -> None:
 
 
 def before_shutdown(function: Callable[[], object]) -> None:
-    """Register a function without arguments, to be called at the start of every ``tutti.shutdown`` of this process.
+    """Register a function to be called at the start of every ``tutti.shutdown`` of this process.
 
-    The process group still exists then.
+    The process group still exists then. Functions are called in the order in which they were registered.
+
+    Args:
+        function: called without arguments; its result is ignored.
     """
     _before_shutdown.append(function)
 
@@ -237,7 +246,7 @@ def is_initialized() -> bool:
 
 
 def current() -> World:
-    """Return the job that ``init`` joined: rank and size, store, device and timeout.
+    """Return this process's membership in the job that ``init`` joined: rank and size, store, device and timeout.
 
     Raises:
         UsageError: before ``init``.

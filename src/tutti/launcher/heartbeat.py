@@ -22,13 +22,13 @@ SIZE = 3 * _BLOCK
 
 
 class Phase:
-    """Phases of a rank's thread; ``tutti.launcher.watchdog`` limits the duration of each.
+    """Constants for what a rank's thread is doing, such as computing or saving; the watchdog limits each phase's time.
 
-    Plain integers: looking up and storing an enum member takes longer than the rest of a beat.
+    Plain integers: looking up and storing an enum member takes longer than the rest of a heartbeat.
 
     IDLE: the caller's own code, without a limit. START: everything up to and including the first step, which may
     compile. WAITING: waiting for other ranks, with polling. MEETING: waiting for other ranks in native code, which does
-    not beat.
+    not record heartbeats. ``NAMES``: name of each phase, in the order of the integers.
     """
 
     NAMES = ("idle", "start", "data", "compute", "waiting", "meeting", "evaluate", "save", "report", "end")
@@ -39,11 +39,11 @@ class Seen(NamedTuple):
     """State of one thread of a rank, as its watchdog reads it; two equal readings mean no progress.
 
     Attributes:
-        phase: an integer of `Phase`.
+        phase: what the thread does, as an integer of ``Phase``.
         step: the training step.
         beats: number of heartbeats so far.
         thread: identifier of the thread, as ``threading.get_ident`` returns it.
-        text: description of the current call.
+        text: description of the current call, such as a collective.
     """
 
     phase: int
@@ -75,7 +75,11 @@ class _Block:
 
 
 class Lane(_Block):
-    """Heartbeats of one thread of a rank."""
+    """Heartbeats of one thread of a rank, in memory that the rank may share with its watchdog process.
+
+    The thread records its phase and its progress, at which the watchdog looks. Without a watchdog the memory is
+    private.
+    """
 
     def enter(self, phase: int, step: int | None = None) -> int:
         """Record that this thread begins a phase of training, such as a save, whose duration the watchdog limits.
@@ -83,11 +87,11 @@ class Lane(_Block):
         Counts as a heartbeat. Blocks for ever if the watchdog has already decided to kill this rank.
 
         Args:
-            phase: an integer of `Phase`, such as ``Phase.COMPUTE``.
+            phase: an integer of ``Phase``, such as ``Phase.COMPUTE``.
             step: the training step; None: unchanged.
 
         Returns:
-            The former phase, to enter again later.
+            The former phase, as an integer of ``Phase``, which the caller can enter again later.
         """
         words = self._words
         if words[_GIVEN_UP]:
@@ -103,12 +107,13 @@ class Lane(_Block):
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Context manager: record for the watchdog that this thread is in a phase; the former phase after the block.
+        """Record for the watchdog, within a ``with`` block, that this thread is in a phase of training, such as a save.
 
-        Blocks for ever, at begin or end, if the watchdog has already decided to kill this rank.
+        After the block the former phase is recorded again. Blocks for ever, at the beginning or end, if the watchdog
+        has already decided to kill this rank.
 
         Args:
-            phase: an integer of `Phase`, such as ``Phase.SAVE``.
+            phase: an integer of ``Phase``, such as ``Phase.SAVE``.
         """
         before = self.enter(phase)
         try:
@@ -127,33 +132,40 @@ class Lane(_Block):
         self._words[_BEATS] += 1
 
     def give_up(self) -> None:
-        """Make the rank's thread block for ever when it next enters a phase.
+        """Make the rank's thread block for ever when it next enters a phase, such as its next training step.
 
-        Called in the watchdog, before it kills the rank. So a rank that the watchdog's request for stacks has woken
-        does not train on while it is being reported as failed.
+        Called in the watchdog process, before it kills the rank. A rank that the watchdog's request for stacks has
+        woken then does not train on while the watchdog reports it as failed.
         """
         self._words[_GIVEN_UP] = 1
 
     def seen(self) -> Seen:
-        """Return this thread's phase, step, number of heartbeats, identifier and current call, in the watchdog."""
+        """Return what the rank's thread has recorded last: phase, step, number of heartbeats and current call.
+
+        Called in the watchdog process, which shares the memory.
+        """
         words = self._words
         text = self._read_text().decode(errors="replace")
         return Seen(words[_PHASE], words[_STEP], words[_BEATS], words[_THREAD], text)
 
 
 class ProcessHeartbeat(_Block):
-    """Facts about a rank's process, in memory that it shares with its watchdog."""
+    """Facts about a rank's process for its watchdog, in memory that both share: job's timeout and log directory."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Tell this rank's watchdog after how many seconds ranks stop waiting for each other, the job's timeout."""
+        """Record the job's timeout for this rank's watchdog.
+
+        Args:
+            seconds: time after which ranks stop waiting for each other in a collective; stored in milliseconds.
+        """
         self._words[_TIMEOUT] = int(seconds * 1000)
 
     def timeout(self) -> float | None:
-        """Return the seconds after which ranks stop waiting for each other; None if this rank has not set them."""
+        """Return the job's timeout: the seconds after which ranks stop waiting for each other; None if not set yet."""
         return self._words[_TIMEOUT] / 1000 or None
 
     def set_recorder(self) -> None:
-        """Tell this rank's watchdog that the rank can write its last collectives to a file on request."""
+        """Record for this rank's watchdog that the rank can write its last collectives to a file on request."""
         self._words[_RECORDER] = 1
 
     def has_recorder(self) -> bool:
@@ -161,7 +173,7 @@ class ProcessHeartbeat(_Block):
         return bool(self._words[_RECORDER])
 
     def report_to(self, directory: Path) -> None:
-        """Tell this rank's watchdog in which directory the rank's log and failure record lie."""
+        """Record for this rank's watchdog in which directory the rank's log and failure record lie."""
         self._write_text(os.fsencode(directory))
 
     def directory(self) -> Path | None:
@@ -186,10 +198,10 @@ saving = Lane()
 def beat_into(memory: memoryview) -> None:
     """Move this process's heartbeats (its threads' phases and progress) into memory that its watchdog reads.
 
-    They are written there from now on.
+    Later heartbeats are written to this memory.
 
     Args:
-        memory: writable, of ``SIZE`` bytes.
+        memory: writable shared memory of ``SIZE`` bytes.
     """
     for number, block in enumerate((process, training, saving)):
         block.place(memory[number * _BLOCK : (number + 1) * _BLOCK])
