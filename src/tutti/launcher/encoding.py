@@ -47,7 +47,11 @@ def replace_unencodable(*streams: TextIO) -> None:
 
 
 def write_utf8(*streams: TextIO) -> None:
-    """Switch ``streams`` to UTF-8, whatever the locale; for standard streams that are redirected into log files."""
+    """Switch text streams to the encoding UTF-8, whatever the locale.
+
+    For standard streams that are redirected into log files. Characters that cannot be encoded, such as lone surrogates,
+    are replaced. Streams that are not files stay as they are.
+    """
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             _reconfigure(stream, "utf-8")
@@ -68,9 +72,9 @@ def speaks_unicode(stream: TextIO) -> bool:
 
 
 def json_text(value: Mapping[str, Any], stream: TextIO) -> str:
-    """Serialise ``value`` as JSON with an indentation of two spaces, in characters that ``stream`` can encode.
+    """Return ``value`` as JSON text with an indentation of two spaces, in characters that ``stream`` can encode.
 
-    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding.
+    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding. Nothing is written.
     """
     return json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(stream))
 
@@ -78,7 +82,7 @@ def json_text(value: Mapping[str, Any], stream: TextIO) -> str:
 def toml_text(text: str, stream: TextIO) -> str:
     r"""Return the TOML document ``text`` in characters that ``stream`` can encode.
 
-    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding.
+    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding. Nothing is written.
 
     >>> toml_text('task = "é.py"', io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     'task = "\\u00E9.py"'
