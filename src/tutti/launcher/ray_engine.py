@@ -52,10 +52,13 @@ class _Rank:
 
 
 class RayEngine:
-    """The engine of a Ray cluster.
+    """Engine that starts the ranks of a job on a Ray cluster: for each rank an actor, which holds the rank's process.
+
+    A slot is room for one rank: the CPUs and GPUs that ``config`` demands for each. Connects to the cluster, or makes
+    one on this node if ``config.address`` is ``local``.
 
     Args:
-        config: the options of ``--on ray``.
+        config: options of ``--on ray``, such as the cluster's address and the resources of each rank.
         logs: folder for the output of all ranks but rank 0.
 
     Raises:
@@ -77,7 +80,9 @@ class RayEngine:
         threading.Thread(target=self._listen, name="ray-head", daemon=True).start()
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots of each live node of the Ray cluster; keys have the node's address and id.
+        """Return the number of free slots of each live node of the Ray cluster: ``ADDRESS/ID`` → number.
+
+        A slot is room for one rank, with the CPUs and GPUs that it needs. ``ID`` is the beginning of Ray's node id.
 
         Raises:
             EngineGone: the head of the cluster does not answer.
@@ -94,12 +99,14 @@ class RayEngine:
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start all ranks on the Ray cluster: reserve resources for each, and start its process by an actor there.
 
-        Blocks until the processes have been started. Consecutive ranks fill one node before the next.
+        Blocks until the processes have been started. Consecutive ranks fill one node before the next. Standard output
+        and log files get the ranks' output only in ``poll``.
 
         Args:
             size: number of ranks.
             words: arguments of the Python interpreter, the same for every rank.
-            environment: additional variables of every rank; the engine's take precedence.
+            environment: additional environment variables of every rank; the variables of the engine, such as ``RANK``,
+                take precedence.
 
         Raises:
             SlotsGone: the resources are not free in time, or an actor has ended.
@@ -138,10 +145,11 @@ class RayEngine:
         self._get(started)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended, in rank order; None for a rank that still runs.
+        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
 
-        Writes new output of the ranks to the terminal (rank 0) and the log files. Waits a fraction of a second for
-        answers. A rank whose actor does not answer any more counts as ended, with its slot lost.
+        Writes new output of the ranks to the terminal (rank 0) and the log files (other ranks). Waits a fraction of a
+        second for answers. A rank whose actor does not answer for 30 seconds counts as killed, with its slot (place for
+        a rank) lost.
 
         Raises:
             EngineGone: the head of the cluster does not answer.
@@ -167,8 +175,8 @@ class RayEngine:
         """Send a signal to every rank that still runs on the Ray cluster.
 
         Args:
-            number: number of the signal. For SIGKILL the actors are ended too, and the call blocks until their slots
-                are free.
+            number: number of the signal. For SIGKILL the actors are ended too, and the call blocks until Ray reports
+                their resources as free, at most about half a minute.
         """
         running = [rank for rank in self._ranks if rank.end is None]
         with suppress(Exception):
