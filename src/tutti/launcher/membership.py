@@ -17,17 +17,20 @@ from tutti.errors import PeerError
 
 
 class Membership:
-    """One rank's end of the line.
+    """Connection of this rank to the driver of its elastic job, which assigns rank numbers and reports lost ranks.
+
+    A generation is the time during which the job's set of ranks stays the same; each has a store of its own.
 
     Args:
-        line: connection to the driver.
-        environ: receives rank, size and store of each generation.
+        line: socket to the driver, on which a thread of this object listens.
+        environ: environment variables; ``join`` writes the rank, size and store of each generation to them.
 
     Attributes:
         generation: number of the generation that this rank belongs to; -1 before the first.
-        interrupted: why this generation cannot go on; None while it can.
-        on_lost: called with the reason in the line's thread when a rank of this generation is lost.
-        on_update: called there with time and kind (1 removed, 2 added, 3 both) when ranks wait to join or to leave.
+        interrupted: why this generation cannot go on, as text; None while it can.
+        on_lost: called with the reason, in the listening thread, when a rank of this generation is lost.
+        on_update: called in the listening thread when ranks wait to join or to leave, with the time (Unix time in
+            seconds) and the kind (1: ranks leave, 2: ranks join, 3: both).
     """
 
     def __init__(self, line: socket.socket, environ: MutableMapping[str, str]) -> None:
@@ -44,15 +47,16 @@ class Membership:
         """Leave the present set of ranks (generation) of an elastic job and join the next one.
 
         Blocks until the launcher has formed the next generation, for which every rank of the present one must have
-        called this or ended. Sets rank, size and store in the environment.
+        called this method or ended. Sets ``RANK``, ``WORLD_SIZE``, ``TUTTI_STORE`` and their local counterparts in the
+        environment.
 
         Args:
-            failed: whether this generation failed, so that the launcher interrupts its other ranks.
-            leave: called without arguments before the new rank is set, once every rank has left this generation; drops
-                its connections.
+            failed: whether this generation failed, so that the launcher interrupts the other ranks of this generation.
+            leave: function without arguments that drops the connections of this generation; called once every rank
+                has left the generation, before the new rank is set.
 
         Raises:
-            SystemExit: this rank has no place, because its slot was removed.
+            SystemExit: the next generation has no place for this rank, because its slot was removed.
         """
         self._line.sendall(json.dumps({"ready": self.generation, "failed": failed}).encode() + b"\n")
         place = self._places.get()
@@ -66,7 +70,10 @@ class Membership:
         self._environ.update(TUTTI_STORE=place["store"], TORCHELASTIC_RUN_ID="elastic")
 
     def check(self) -> None:
-        """Raise PeerError if a rank of the elastic job has been lost since the present set of ranks began. Local."""
+        """Raise PeerError if a rank of the elastic job has been lost since the present set of ranks began.
+
+        Performs no communication: the connection's thread has noted the loss. The error's message is the reason.
+        """
         if self.interrupted is not None:
             raise PeerError(self.interrupted)
 
