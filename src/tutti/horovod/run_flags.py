@@ -68,19 +68,18 @@ _REFUSED = {
 
 
 def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Translate a command line with the flags of ``horovodrun`` into one of ``tutti run``.
+    """Translate a command line with the flags of ``horovodrun`` into a command line of ``tutti run``, and return it.
 
-    Flags that stand for environment variables set them in ``environ``; flags without effect are named once on standard
-    error.
-
-    Words that do not begin with ``run``, or have no ``--horovod`` before the script, are returned as they are.
+    Flags that stand for environment variables, such as ``--fusion-threshold-mb``, set these in ``environ``. Flags
+    without effect are named once on standard error. Unknown flags stay as they are. Words that do not begin with
+    ``run``, or have no ``--horovod`` before the script, are returned unchanged.
 
     Args:
         words: the command line, without the name of the program.
-        environ: receives variables that the flags stand for.
+        environ: environment variables; those that the flags stand for are added to it.
 
     Raises:
-        UsageError: a flag that would matter is not served, or lacks its value.
+        UsageError: a flag that would matter, such as ``--ssh-port``, is not served, or a flag lacks its value.
 
     >>> translate_flags(["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"], {})
     ['run', '--horovod', '-np', '2', '--timeout', '9', 'train.py', '--mpi']
