@@ -26,7 +26,7 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets du
 
 
 class HostUpdateResult(IntFlag):
-    """What changed about the hosts."""
+    """Flags that say how the hosts of an elastic job have changed: some were removed, some were added, or both."""
 
     no_update = 0
     removed = 1
@@ -35,11 +35,17 @@ class HostUpdateResult(IntFlag):
 
 
 class State:
-    """Something that a job keeps over resets; a subclass implements ``save``, ``restore`` and ``sync``.
+    """State of a training script that an elastic job keeps when its set of ranks changes, as Horovod's ``State``.
+
+    A reset of the job follows a failed collective or a change of hosts. A subclass implements ``save``, ``restore`` and
+    ``sync``.
 
     Args:
-        bcast_object: returns rank 0's object; collective over all ranks.
+        bcast_object: broadcasts an object from rank 0 to all ranks and returns it; collective over all ranks.
         get_rank: returns this process's rank.
+
+    Attributes:
+        commits: number of calls of ``commit`` that saved the state.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -50,17 +56,21 @@ class State:
         self.commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions without arguments that are called after each reset of the job, before ``sync``.
+        """Register functions that are called after each reset of the elastic job, before the state is synchronised.
 
-        A reset follows a failed collective or a change of hosts; the callbacks may adapt the learning rate to
+        A reset follows a failed collective or a change of hosts; a callback may adapt the learning rate to
         ``hvd.size()``.
+
+        Args:
+            callbacks: functions without arguments, added to those registered before.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Prepare the state for a new set of ranks: call ``reset`` and the registered callbacks.
+        """Prepare the state for a new set of ranks: call ``reset``, then the registered reset callbacks in their order.
 
-        Called by the elastic loop after the ranks have joined again. Notices of changed hosts from before are dropped.
+        The function that ``run_fn`` returns calls this after the ranks have joined again. Earlier records of changed
+        hosts are dropped.
         """
         self._host_messages = queue.Queue()
         self.reset()
@@ -74,15 +84,15 @@ class State:
 
         Args:
             timestamp: time of the change in seconds; a change that is not newer than the last one is ignored.
-            update_res: value of `HostUpdateResult`: 1 removed, 2 added, 3 both.
+            update_res: value of ``HostUpdateResult``: 1 removed, 2 added, 3 both.
         """
         self._host_messages.put((timestamp, HostUpdateResult(update_res)))
 
     def commit(self) -> None:
-        """Save the state in memory on all ranks, then ``check_host_updates``. Collective over all ranks; blocks.
+        """Save the state in memory on all ranks, then check for changed hosts. Collective over all ranks; blocks.
 
-        A failed collective later brings the ranks back to this state. Every rank saves only once all have called, so
-        that all ranks hold the same commit.
+        After a later failed collective the ranks restore this state. Every rank saves only after all ranks have called
+        ``commit``, so that all ranks hold the same saved state.
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
@@ -93,9 +103,13 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has heard of changed hosts since the last check.
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has recorded a change of hosts since the last check.
 
-        Collective over all ranks; blocks. Lets a job change its ranks without going back to the last commit.
+        Collective over all ranks: broadcasts rank 0's records; blocks. An elastic job can so change its ranks without
+        going back to the last commit.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have changed; ``skip_sync`` is True if hosts were merely removed.
         """
         before, update = self._last_update, HostUpdateResult.no_update
         while not self._host_messages.empty():
@@ -108,35 +122,49 @@ class State:
             raise HostsUpdatedInterrupt(flags == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Copy the state in memory of this rank, for ``restore``. To be implemented by subclasses; not collective."""
+        """Keep a copy of the state in this rank's memory, for ``restore``.
+
+        To be implemented by subclasses; no communication. Raises NotImplementedError here.
+        """
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Set the state back to the copy that ``save`` made last. To be implemented by subclasses; not collective."""
+        """Set the state back to the copy that ``save`` made last, on this rank.
+
+        To be implemented by subclasses; no communication. Raises NotImplementedError here.
+        """
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Replace the state of all ranks by rank 0's. To be implemented by subclasses; collective over all ranks."""
+        """Replace the state of all ranks by rank 0's.
+
+        To be implemented by subclasses; collective over all ranks. Raises NotImplementedError here.
+        """
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt this object to a new number of ranks, after the job was formed again. Does nothing by default."""
+        """Adapt this state to a new number of ranks, after the ranks of the elastic job have joined again.
+
+        Does nothing by default; a subclass may override the method.
+        """
 
     def skip_sync(self) -> None:
-        """Exchange only parts of the state that differ between ranks, instead of ``sync``.
+        """Exchange only the parts of the state that differ between ranks.
 
-        Called after hosts were merely removed, when all ranks hold the rest already. Does nothing by default;
-        collective over all ranks where a subclass implements it.
+        Called instead of ``sync`` after hosts were merely removed: all ranks then hold the same values of the rest.
+        Does nothing by default; collective over all ranks where a subclass implements it.
         """
 
 
 class ObjectState(State):
-    """A state of attributes: None, numbers, texts, lists, tuples, sets, dicts, tensors and arrays.
+    """State of an elastic job whose values are attributes of this object, as Horovod's ``ObjectState``.
+
+    The values may be None, numbers, texts, lists, tuples, sets, dicts, tensors and arrays.
 
     Args:
-        bcast_object: returns rank 0's object; collective over all ranks.
+        bcast_object: broadcasts an object from rank 0 to all ranks and returns it; collective over all ranks.
         get_rank: returns this process's rank.
-        kwargs: the attributes and their first values.
+        kwargs: names and first values of the attributes, which are saved at once.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
@@ -189,13 +217,15 @@ def reset_limit() -> int | None:
 def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable[[State], None]) -> Callable[..., T]:
     """Wrap a training function so that it is called again after each failed collective and each change of hosts.
 
-    Before each call the state is synchronised over the ranks, after a failed collective from the last commit.
+    After a failed collective the state is set back to the last commit. Before each call rank 0's state is given to all
+    ranks, unless hosts were merely removed.
 
     Args:
         func: the training function; its first argument is a ``State``.
-        reset: called as ``reset(failed)``, with whether a collective failed: leaves the job and joins it again. Returns
+        reset: called as ``reset(failed)``, with whether a collective failed; leaves the job and joins it again. Returns
             whether ranks may have been added, and raises HorovodInternalError where a rank is gone.
-        hear: called once with the state: connects its ``on_hosts_updated`` to notices of changed hosts.
+        hear: called with the state at each call of the returned function, before training; it arranges that
+            ``state.on_hosts_updated`` is called when hosts change.
 
     Returns:
         A function with the arguments and result of ``func``.
