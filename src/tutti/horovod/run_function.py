@@ -29,20 +29,21 @@ def run(
 
     Args:
         func: function that trains.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        args: positional arguments of ``func``.
+        kwargs: keyword arguments of ``func``.
         np: number of ranks; one if neither ``np`` nor ``num_proc`` is given.
         hosts: hosts and slots such as ``localhost:2``; this machine alone can be named.
         num_proc: another name of ``np``.
-        start_timeout: seconds that ranks may wait for each other.
+        start_timeout: seconds that ranks may wait for each other in a collective.
         settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect, which is printed on
             standard error for those that are set.
 
     Returns:
-        What each rank returned, in rank order.
+        List of what ``func`` returned in each rank, in rank order.
 
     Raises:
-        UsageError: another host, ranks that join and leave, or a process that is a rank or has used autograd itself.
+        UsageError: ``hosts`` names another machine, ``settings`` ask for an elastic job, or this process is a rank or
+            has used autograd itself.
         Exception: the first error of a rank, with the rank and its traceback as a note.
     """
     elastic = [name for name in _ELASTIC if settings.get(name) is not None]
