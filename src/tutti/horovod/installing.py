@@ -117,11 +117,12 @@ def install(replace: bool = False) -> bool:
 def run_horovod_script(script: str, argv: list[str], module: bool = False) -> None:
     """Run a script or module as ``__main__`` in this process, with ``import horovod`` served by tutti.
 
-    A real Horovod that is installed wins. Returns when the script ends; its exceptions are passed on.
+    A real Horovod that is installed is imported instead. Returns when the script ends; exceptions of the script are
+    passed on.
 
     Args:
         script: path of the script, or name of the module.
-        argv: its arguments, without its own name.
+        argv: arguments of the script, without its own name.
         module: whether ``script`` names a module.
     """
     install()
