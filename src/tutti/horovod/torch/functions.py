@@ -55,13 +55,15 @@ def _broadcast_in_place(tensors: list[Tensor], root_rank: int, process_set: Proc
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Replace the optimizer's state and options on all ranks by those of ``root_rank``. Collective; blocks.
+    """Replace the optimizer's state and options on all ranks by those of ``root_rank``, as Horovod does.
+
+    Collective over ``process_set``: broadcasts the ``state_dict`` without tensors, then its tensors; blocks.
 
     Args:
-        optimizer: on all ranks over the same parameters; other ranks may have no state yet.
+        optimizer: optimizer over the same parameters on all ranks; ranks other than the root may have no state yet.
         root_rank: global rank of the source.
-        model: accepted for Horovod's signature; not needed.
-        process_set: ranks that take part.
+        model: ignored; accepted for Horovod's signature.
+        process_set: ranks that take part; default: all ranks.
 
     Raises:
         ValueError: the optimizer is L-BFGS, whose state depends on its line search.
@@ -87,17 +89,19 @@ def broadcast_object(
 ) -> Any:
     """Broadcast a Python object from ``root_rank``, without pickle, and return it. Collective; blocks.
 
-    Objects are None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors, arrays, and nestings of them.
+    The object may consist of None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors, arrays, and nestings
+    of these.
 
     Args:
         obj: on ``root_rank``, the object to send; ignored on other ranks.
         root_rank: global rank of the source.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name of the collective, by which the ranks' calls are matched; None: calls without a name are matched by
+            their order.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: an object of another type, by name.
-        HorovodInternalError: ranks' calls differ.
+        ValueError: the object has a part of another type, which the message names.
+        HorovodInternalError: the ranks' calls differ.
     """
     mpi_ops.check_initialized()
     return collectives.broadcast_object(obj, root_rank, name, process_set=process_set)
@@ -105,16 +109,20 @@ def broadcast_object(
 
 @mpi_ops.translated
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """All-gather a Python object from each rank, without pickle, and return them in rank order. Collective; blocks.
+    """All-gather a Python object from each rank, without pickle, and return the list of objects in rank order.
+
+    Collective over ``process_set``; blocks. The object may consist of None, numbers, strings, bytes, lists, tuples,
+    sets, dicts, tensors, arrays, and nestings of these; the ranks' objects may differ.
 
     Args:
-        obj: this rank's object, of a type that ``broadcast_object`` takes.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        obj: object of this rank.
+        name: name of the collective, by which the ranks' calls are matched; None: calls without a name are matched by
+            their order.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: an object of another type, by name.
-        HorovodInternalError: ranks' calls differ.
+        ValueError: the object has a part of another type, which the message names.
+        HorovodInternalError: the ranks' calls differ.
     """
     mpi_ops.check_initialized()
     return collectives.allgather_object(obj, name, process_set=process_set)
