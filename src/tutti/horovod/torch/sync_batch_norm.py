@@ -13,15 +13,16 @@ from tutti.torch_compat import BatchNormBase
 
 
 class SyncBatchNorm(BatchNormBase):
-    """A batch norm whose statistics in training are those of all ranks' samples.
+    """Batch norm that normalises in training by the mean and variance of all ranks' samples, as Horovod's.
 
-    Collective in training: each forward all-reduces channels + 1 sums, then channels squared deviations, so that the
-    variance does not cancel; backward all-reduces the same. Every rank calls it equally often and in the same order.
-    The gradients of weight and bias are this rank's part, as for any other layer.
+    Collective over all ranks in training: each forward all-reduces C + 1 sums (the channels' and the count), then C
+    sums of squared deviations, two passes so that the variance does not cancel; each backward all-reduces as many.
+    Every rank must call the layer equally often and in the same order. The gradients of weight and bias contain only
+    this rank's samples, as for any other layer.
 
     Args:
-        num_features: channels C of the input (N, C, …).
-        given: as ``torch.nn.BatchNorm1d``.
+        num_features: number of channels C of the input (N, C, …).
+        given: further keyword arguments of ``torch.nn.BatchNorm1d``, such as ``eps`` and ``momentum``.
     """
 
     _count = 0
@@ -38,13 +39,17 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, in training by the statistics of all ranks' samples, else by the running statistics.
 
-        Collective over all ranks in training; blocks.
+        Without running statistics the samples' statistics serve in evaluation too. Collective over all ranks wherever
+        the samples' statistics serve: all-reduces their sums and squared deviations; blocks.
 
         Args:
-            input: (N, C, …), with any N on each rank.
+            input: tensor of shape (N, C, …), with any N on each rank.
 
         Returns:
             Tensor of the shape and dtype of ``input``.
+
+        Raises:
+            ValueError: ``input`` has fewer than two dimensions.
         """
         self._check_input_dim(input)
         whole = self.training or self.running_mean is None
