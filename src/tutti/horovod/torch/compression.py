@@ -9,26 +9,34 @@ from torch import Tensor
 
 
 class Compressor:
-    """Interface of a compression: ``compress`` before the all-reduce, ``decompress`` after it."""
+    """Interface of a compression of gradients: ``compress`` before the all-reduce, ``decompress`` after it.
+
+    As in Horovod; a subclass implements both static methods.
+    """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return ``tensor`` in the form that is sent, and a context for ``decompress``. Implemented by subclasses."""
+        """Return ``tensor`` in the form that is all-reduced, and a context for ``decompress``, of any type.
+
+        Implemented by subclasses; raises NotImplementedError here.
+        """
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return a reduced tensor in the dtype that it had before ``compress``. Implemented by subclasses.
+        """Return a reduced tensor in the dtype that it had before ``compress``.
+
+        Implemented by subclasses; raises NotImplementedError here.
 
         Args:
             tensor: the reduced tensor, in its compressed form.
-            ctx: second result of ``compress``.
+            ctx: context that ``compress`` returned.
         """
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Compression of gradients that leaves tensors as they are: Horovod's ``Compression.none``."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -37,12 +45,12 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return ``tensor`` itself; ``ctx`` is ignored."""
+        """Return ``tensor`` itself, which was not compressed; the context ``ctx`` is ignored."""
         return tensor
 
 
 class FP16Compressor(Compressor):
-    """Sends floating point tensors in half precision."""
+    """Compression of gradients that all-reduces floating-point tensors in float16: Horovod's ``Compression.fp16``."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -54,12 +62,20 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Cast ``tensor`` back to the dtype ``ctx``, the second result of ``compress``."""
+        """Return ``tensor`` cast back to its dtype before ``compress``; tensors that are not floating-point unchanged.
+
+        Args:
+            tensor: the reduced tensor, in float16 if the gradient was a floating-point tensor.
+            ctx: dtype before ``compress``, which returned it as the context.
+        """
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
 class Compression:
-    """The compressions that can be given as ``compression=``."""
+    """Horovod's compressions of gradients, for the argument ``compression`` of ``DistributedOptimizer``.
+
+    ``none`` leaves gradients as they are; ``fp16`` all-reduces them in float16.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
