@@ -23,9 +23,10 @@ from tutti.horovod.torch import mpi_ops
 def average_metrics(
     metrics: Mapping[str, float | Tensor], process_set: ProcessSet = global_process_set
 ) -> dict[str, float]:
-    """Average each metric over the ranks. Collective: one all-reduce of float64 numbers; blocks.
+    """Average each metric over the ranks. Collective: one all-reduce of float64 numbers over the ranks; blocks.
 
-    Every rank counts once, whatever its number of samples; for a mean over samples all-reduce sum and count.
+    Every rank has the same weight, whatever its number of samples; for a mean over samples, all-reduce the sum and the
+    count instead.
 
     Args:
         metrics: name → number or tensor of one element; the same names on all ranks.
@@ -35,7 +36,7 @@ def average_metrics(
         Name → mean, in the order of ``metrics``.
 
     Raises:
-        HorovodInternalError: ranks have metrics of different names; lists them.
+        HorovodInternalError: the ranks' metrics have different names, which the message lists.
     """
     names = sorted(metrics)
     values = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
@@ -54,13 +55,14 @@ def learning_rate_schedule(
 ) -> LambdaLR:
     """Return a learning-rate scheduler with linear warm-up for large-batch training; step it after each optimizer step.
 
-    The learning rate of the optimizer is that of one rank times ``hvd.size()``. It is divided by ``hvd.size()`` at
-    first and grows linearly to the whole in ``warmup_epochs``; from then on ``multiplier(epoch)`` multiplies it.
+    The optimizer must have the learning rate of one rank times ``hvd.size()``. The scheduler divides this by
+    ``hvd.size()`` at first, and lets it grow linearly to the whole within ``warmup_epochs``; after the warm-up it
+    multiplies it by ``multiplier(epoch)``. Source: Goyal et al. 2017, arXiv:1706.02677.
 
     Args:
         optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not.
         steps_per_epoch: optimizer steps of this rank in an epoch.
-        warmup_epochs: length of the warm-up; 0: none.
+        warmup_epochs: length of the warm-up in epochs; 0: no warm-up.
         multiplier: returns the factor on the learning rate in an epoch, counted from 0.
         staircase: True calls ``multiplier`` with whole epochs, False with fractions, such as 1.5 in mid-epoch.
 
