@@ -18,10 +18,11 @@ __all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "O
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a training function so that it goes on after failed collectives and changes of hosts.
+    """Decorate a training function so that training goes on after failed collectives and changes of hosts.
 
-    The function is called again each time, from the last commit after a failure. Before each call all ranks get the
-    state of rank 0, unless hosts were merely removed. The call is collective over all ranks.
+    The decorated function calls ``func`` again after each of these, as Horovod's ``hvd.elastic.run`` does. After a
+    failed collective the state is first set back to its last ``commit``. Before each call all ranks get the state of
+    rank 0, unless hosts were merely removed. The call is collective over all ranks.
 
     Args:
         func: training function, whose first argument is a state, such as ``TorchState``.
@@ -30,8 +31,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         A function with the arguments and result of ``func``.
 
     Raises:
-        HorovodInternalError: from the decorated function, with the state of the last commit, where a rank has ended
-            and the job is not elastic.
+        HorovodInternalError: from the decorated function, with the state of the last commit: a rank has ended and the
+            job is not elastic, or there were more resets than ``HOROVOD_RESET_LIMIT``.
     """
     return run_fn(func, _reset, _hear)
 
