@@ -14,17 +14,17 @@ from tutti.horovod.torch.mpi_ops import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Gives each rank its part of the samples that are not done yet, in an order drawn from ``seed + epoch``.
+    """Sampler of an elastic job: divides the samples of an epoch that are not processed yet over the ranks.
 
-    The script records what it has processed, and gives the sampler to ``TorchState``, whose ``commit`` and ``sync`` put
-    the ranks' records together; ``sync`` parts the rest anew. Every sample is given once an epoch; where the samples
-    are not a multiple of the ranks, up to ``size() - 1`` are given twice at the end of a partition, so that all ranks
-    have equally many.
+    As Horovod's ``ElasticSampler``. The script records which samples it has processed, and gives the sampler to
+    ``TorchState``, whose ``commit`` and ``sync`` merge the records of all ranks; ``sync`` then divides the remaining
+    samples anew. Every sample is given once in an epoch. If the remaining samples are not a multiple of the ranks, up
+    to ``size() - 1`` samples are given twice at the end of a division, so that all ranks have equally many.
 
     Args:
-        dataset: has a length.
-        shuffle: whether to shuffle.
-        seed: equal on all ranks.
+        dataset: any object with a length; only its length is used.
+        shuffle: whether to shuffle the samples, by ``torch.randperm`` seeded with ``seed + epoch``.
+        seed: seed of the order; equal on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -50,9 +50,13 @@ class ElasticSampler(Sampler[int]):
         return len(self._processed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch``, of which no sample has been processed; call it on every rank at the start of an epoch.
+        """Begin an epoch: forget the processed samples, and divide all samples over the ranks.
 
-        Does nothing if this epoch is under way already, so that a restored epoch continues.
+        To be called on every rank at the start of an epoch. Does nothing if this epoch is the present one, so that a
+        restored epoch continues.
+
+        Args:
+            epoch: number of the epoch, which seeds the order of the samples.
         """
         if epoch == self.epoch:
             return
@@ -61,16 +65,20 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record the samples of a batch of this rank as processed.
+        """Record the samples of a batch of this rank as processed, on this rank only.
+
+        Other ranks learn of the samples at the next ``commit`` or ``sync`` of the ``TorchState`` with this sampler.
 
         Args:
             batch_idx: number of the batch on this rank, from 0 since the last reset or ``set_epoch``.
-            batch_size: samples of a batch; equal in all calls.
+            batch_size: number of samples of a batch; equal in all calls.
         """
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record samples as processed, on this rank; other ranks learn of them at the next commit or ``sync``.
+        """Record samples as processed, on this rank only.
+
+        Other ranks learn of the samples at the next ``commit`` or ``sync`` of the ``TorchState`` with this sampler.
 
         Args:
             indices: indices into the dataset.
@@ -80,16 +88,16 @@ class ElasticSampler(Sampler[int]):
         self._processed.update(dict.fromkeys(new))
 
     def unshared(self) -> list[int]:
-        """Return the dataset indices of samples that this rank has processed, but other ranks do not know of yet.
+        """Return the dataset indices of the samples that this rank has processed, but other ranks do not know of yet.
 
-        That is since the last exchange of records.
+        These are the samples recorded since the ranks exchanged their records last.
         """
         return self._unshared
 
     def share(self, indices: Iterable[int]) -> None:
-        """Record samples that any rank has processed, after an exchange of the ranks' records.
+        """Record samples that any rank has processed, after the ranks have exchanged their records. No communication.
 
-        ``unshared`` is empty from then on.
+        All samples of this rank count as known to the other ranks from then on: ``unshared`` is empty.
 
         Args:
             indices: dataset indices that any rank has processed.
@@ -98,18 +106,19 @@ class ElasticSampler(Sampler[int]):
         self._unshared = []
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the dataset indices of a batch of this rank.
+        """Return the dataset indices of a batch of this rank, as a list.
 
         Args:
             batch_idx: number of the batch on this rank, from 0 since the last reset or ``set_epoch``.
-            batch_size: samples of a batch; the last batch may be smaller.
+            batch_size: number of samples of a batch; the last batch may be smaller, and batches behind it are empty.
         """
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
         """Divide the samples of this epoch that have not been processed evenly over the present ranks.
 
-        Local, but all ranks must have the same records of processed samples. Numbers of batches count from 0 again.
+        Performs no communication; all ranks must have the same records of processed samples. Sets ``indices``, this
+        rank's samples, ``num_samples``, ``num_replicas`` and ``rank``. Batches are numbered from 0 again.
         """
         self.num_replicas, self.rank = size(), rank()
         if self.shuffle:
@@ -124,16 +133,21 @@ class ElasticSampler(Sampler[int]):
         self.indices = list(padded)[self.rank :: self.num_replicas]
 
     def snapshot(self) -> tuple[int, dict[int, None]]:
-        """Return a copy of (epoch, processed samples) for ``return_to``.
+        """Return the pair (epoch, processed samples) as a copy in memory, for ``return_to``.
 
-        The dict has the dataset indices as keys, in the order in which they were recorded, and None as values.
+        The processed samples are a dict with dataset indices as keys, in the order in which they were recorded, and
+        None as values.
         """
         return self.epoch, self._processed.copy()
 
     def return_to(self, snapshot: tuple[int, dict[int, None]]) -> None:
-        """Set the epoch and the processed samples back to ``snapshot``, a result of the method ``snapshot``.
+        """Set the epoch and the processed samples of this rank back to an earlier state.
 
-        The division of the samples over the ranks stays until ``reset``, unless the epoch differs.
+        The samples are divided anew over the ranks only if the epoch differs; otherwise their division stays until
+        ``reset``.
+
+        Args:
+            snapshot: pair (epoch, processed samples) that the method ``snapshot`` has returned.
         """
         epoch, processed = snapshot
         changed, self.epoch, self._processed = epoch != self.epoch, epoch, processed.copy()
