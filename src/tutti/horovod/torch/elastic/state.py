@@ -23,7 +23,7 @@ from tutti.horovod.torch.optimizer import check_between_steps
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state of plain values, such as a learning-rate scheduler or a ``GradScaler``."""
+    """Protocol of objects with ``state_dict`` and ``load_state_dict``, such as a scheduler or a ``GradScaler``."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the object's state as a dict of plain values and tensors, as PyTorch's ``state_dict`` methods do."""
@@ -33,17 +33,23 @@ class Stateful(Protocol):
 
 
 class StateHandler:
-    """Saves, restores and synchronises one value of a ``TorchState`` by its ``state_dict``.
+    """Saves, restores and synchronises one object of the state of an elastic job by the object's ``state_dict``.
+
+    A ``TorchState`` has a handler for each such object.
 
     Args:
-        value: the object.
+        value: object with ``state_dict`` and ``load_state_dict``, whose state is saved at once.
     """
 
     def __init__(self, value: Any) -> None:
         self.set_value(value)
 
     def set_value(self, value: Any) -> None:
-        """Save, restore and synchronise ``value`` from now on instead of the former object; save its state at once."""
+        """Replace the object whose state this handler saves, restores and synchronises; save the new object's state.
+
+        Args:
+            value: the new object, with ``state_dict`` and ``load_state_dict``.
+        """
         self.value = value
         self.save()
 
@@ -67,7 +73,7 @@ class StateHandler:
 
 
 class ModelStateHandler(StateHandler):
-    """Handles a model."""
+    """Saves, restores and synchronises the parameters and buffers of a model in the state of an elastic job."""
 
     def sync(self) -> None:
         """Broadcast the model's parameters and buffers in place from rank 0. Collective over all ranks; blocks."""
@@ -75,7 +81,10 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Handles an optimizer. Gradients are no part of the state: ``restore`` clears them."""
+    """Saves, restores and synchronises the state and options of an optimizer in the state of an elastic job.
+
+    Gradients are no part of the state: ``restore`` clears them.
+    """
 
     def restore(self) -> None:
         """Load the copy of the last ``save`` into the optimizer, and clear the gradients of the step that failed.
@@ -91,7 +100,7 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """Handles an ``ElasticSampler``."""
+    """Saves, restores and synchronises the epoch and processed samples of an ``ElasticSampler`` of an elastic job."""
 
     _restored = False
 
@@ -109,19 +118,21 @@ class SamplerStateHandler(StateHandler):
         self._restored = True
 
     def gather(self) -> None:
-        """Exchange the ranks' records of processed samples, so that each rank has all of them.
+        """All-gather the ranks' new records of processed samples, so that each rank has the records of all ranks.
 
-        A rank that is lost later then takes no record with it. Collective over all ranks; blocks.
+        If a rank is lost later, its records are then not lost with it. Ranks in another epoch are left out. Collective
+        over all ranks; blocks.
         """
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, sampler.unshared()])
         sampler.share(itertools.chain.from_iterable(done for epoch, done in found if epoch == sampler.epoch))
 
     def sync(self) -> None:
-        """Merge the ranks' records of processed samples, take rank 0's epoch, and divide the rest anew over the ranks.
+        """Merge the ranks' records of processed samples, take rank 0's epoch, and divide the remaining samples anew.
 
-        Collective over all ranks; blocks. After ``restore`` only rank 0's copy counts, which has the records of all
-        ranks at the last commit.
+        Collective over all ranks: all-gathers the records; blocks. Ranks in another epoch than rank 0 add no records.
+        If rank 0 has restored a copy of the last commit, only its records count, because the commit has merged the
+        records of all ranks.
         """
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, self._restored and self._whole])
@@ -141,9 +152,10 @@ class SamplerStateHandler(StateHandler):
 
 
 def get_handler(value: Any) -> StateHandler | None:
-    """Return an object that saves and synchronises ``value``, by its type; None for a plain attribute.
+    """Return a new handler that saves, restores and synchronises ``value`` in the state of an elastic job.
 
-    Handlers exist for modules, optimizers, `ElasticSampler`, and objects with ``state_dict`` and ``load_state_dict``.
+    The type of ``value`` chooses the handler: there are handlers for modules, optimizers, ``ElasticSampler``, and other
+    objects with ``state_dict`` and ``load_state_dict``. None for all others, such as numbers.
     """
     if isinstance(value, nn.Module):
         return ModelStateHandler(value)
@@ -155,12 +167,16 @@ def get_handler(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """The state of a PyTorch script, kept in memory by ``commit`` and given to all ranks by ``sync``.
+    """State of a PyTorch script in an elastic job, as Horovod's: models, optimizers, samplers and plain values.
+
+    ``commit`` keeps a copy in the memory of every rank, ``restore`` returns to it, and ``sync`` gives all ranks the
+    state of rank 0. Each value is an attribute of this object.
 
     Args:
-        model: optional model.
-        optimizer: optional optimizer.
-        kwargs: further models, optimizers, an ``ElasticSampler``, objects with a ``state_dict``, plain values.
+        model: model, which becomes the attribute ``model``; None: no such attribute.
+        optimizer: optimizer, which becomes the attribute ``optimizer``; None: no such attribute.
+        kwargs: further attributes: models, optimizers, an ``ElasticSampler``, objects with a ``state_dict``, and plain
+            values, such as numbers and texts.
     """
 
     def __init__(
@@ -198,9 +214,9 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0, and samplers the records of all ranks; then save it.
+        """Give all ranks the state of rank 0, and samplers the records of all ranks; then save the whole state.
 
-        Collective over all ranks; blocks.
+        Collective over all ranks: broadcasts from rank 0; blocks. Samplers divide their remaining samples anew.
         """
         # The copies are made at the end: a collective that fails here leaves those of the last commit.
         for handler in self._handlers.values():
@@ -220,10 +236,11 @@ class TorchState(ObjectState):
     def commit(self) -> None:
         """Save the whole state in memory on all ranks, or on none, then check for changed hosts.
 
-        A failed collective later brings the ranks back to this state. Collective over all ranks; blocks.
+        After a later failed collective the ranks restore this state. Collective over all ranks; blocks.
 
         Raises:
-            ValueError: between a backward and its ``optimizer.step``, whose gradients are no part of the state.
+            ValueError: the call comes between a backward and its ``optimizer.step``; gradients are no part of the
+                state.
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
         """
         self._check_between_steps()
@@ -234,13 +251,13 @@ class TorchState(ObjectState):
         super().check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has heard of changed hosts since the last check.
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has recorded a change of hosts since the last check.
 
         Exchanges the samplers' records of processed samples before. Collective over all ranks; blocks.
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
-            ValueError: between a backward and its ``optimizer.step``.
+            ValueError: the call comes between a backward and its ``optimizer.step``.
         """
         self._check_between_steps()
         self._gather()
