@@ -23,16 +23,18 @@ CANDIDATES = (BUCKET_BYTES, 1 << 20, 4 << 20, 64 << 20, 128 << 20)
 
 
 class BucketAutotune:
-    """Times the steps of an optimizer with each size of ``CANDIDATES``.
+    """Tuner of the size of gradient buckets: times optimizer steps with each size of ``CANDIDATES``, keeps the fastest.
 
-    The ranks add up their times, so that all of them choose the same size; a rank that has joined adds nothing.
+    Stands for Horovod's ``HOROVOD_AUTOTUNE``. The ranks add up their times by an all-reduce, so that all ranks choose
+    the same size; a rank that has called ``hvd.join`` adds nothing.
 
     Args:
-        name: of the collective, unique among optimizers.
+        name: suffix of the collective's name, unique among optimizers.
         process_set: ranks that take part.
-        steps: optimizer steps with each size; the first is not timed.
-        warmup: runs of so many steps before the first size is timed.
-        path: CSV file that rank 0 writes; None: none.
+        steps: number of optimizer steps with each size, at least 2; the first step is not timed.
+        warmup: number of rounds of ``steps`` steps each, with the first size, before this size is timed.
+        path: CSV file that rank 0 writes, with columns ``tensor_fusion_threshold`` (bytes) and ``seconds_per_step``;
+            None: no file.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, steps: int, warmup: int, path: Path | None) -> None:
@@ -47,8 +49,8 @@ class BucketAutotune:
     def after_step(self) -> int | None:
         """Count an optimizer step, and decide whether the gradient buckets get another size.
 
-        Call it after every step on every rank. Collective over the process set at the last step of each size that is
-        tried.
+        To be called after every step on every rank. Collective over the process set at the last timed step of each
+        size: an all-reduce adds up the ranks' times.
 
         Returns:
             The new bucket size in bytes: the next candidate or, after the last one, the candidate with the least mean
@@ -89,8 +91,11 @@ def make_autotune(name: str, process_set: ProcessSet) -> BucketAutotune | None:
     None if ``HOROVOD_AUTOTUNE`` is not set or 0, and in elastic jobs, in which ranks that join later would try other
     sizes than the ranks that are there.
 
+    The related variables are ``HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE`` (default 10), ``HOROVOD_AUTOTUNE_WARMUP_SAMPLES``
+    (default 3) and ``HOROVOD_AUTOTUNE_LOG`` (a file).
+
     Args:
-        name: name of the collective that adds up the times, unique among optimizers.
+        name: suffix of the name of the collective that adds up the times, unique among optimizers.
         process_set: ranks that take part.
 
     Raises:
