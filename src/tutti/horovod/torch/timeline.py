@@ -10,11 +10,13 @@ from typing import Any
 
 
 class Timeline:
-    """Writes events as they come; the file is complete JSON after ``close``.
+    """Trace of a rank's collectives in Chrome's trace format, with the activities of Horovod's timeline.
+
+    Each event is written at once; the file is complete JSON after ``close``.
 
     Args:
         path: file to write.
-        mark_cycles: whether to mark the turns of the engine, ``CYCLE_START``.
+        mark_cycles: whether to write an event ``CYCLE_START`` at the start of each activity that is not a negotiation.
     """
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
