@@ -200,15 +200,22 @@ class _Distributed:
     # --- what scripts call -----------------------------------------------------------------------------------------
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes add up their gradients before these are reduced for one ``step``."""
+        """Set the number of backward passes whose gradients are added up before they are all-reduced for one ``step``.
+
+        Args:
+            passes: number of backward passes for each ``step``, counted anew from this call.
+        """
         self.backward_passes_per_step = passes
         self._reset_delays()
 
     def synchronize(self) -> None:
-        """Start the reductions of gradients that are not under way, and wait for all; ``.grad`` is reduced then.
+        """Wait until the gradients of all parameters are all-reduced over the ranks; each ``.grad`` then has the result.
 
-        Collective over the optimizer's process set; blocks. Raises HorovodInternalError where ranks differ or one is
-        lost.
+        Starts the all-reduces that backward has not started; a missing gradient counts as zeros. Collective over the
+        optimizer's process set; blocks.
+
+        Raises:
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         for bucket in self._buckets:
             if not bucket.started:
@@ -240,7 +247,10 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Return a context in which ``step`` reduces no gradients: the script has called ``synchronize`` itself."""
+        """Make ``step`` all-reduce no gradients within a ``with`` block, because the script has called ``synchronize``.
+
+        For scripts that change the reduced gradients before ``step``, for example clip them.
+        """
         self._should_synchronize = False
         try:
             yield
@@ -248,13 +258,16 @@ class _Distributed:
             self._should_synchronize = True
 
     def step(self, closure: Any = None) -> Any:
-        """Reduce the gradients over the process set, then step the user's optimizer. Collective; blocks.
+        """All-reduce the gradients over the process set, then perform the step of the user's optimizer.
+
+        Collective over the process set; blocks. Within ``skip_synchronize`` no gradient is reduced. Warns if
+        ``synchronize`` was called before outside ``skip_synchronize``, because the gradients are then reduced twice.
 
         Args:
-            closure: passed on to the user's optimizer; None for none.
+            closure: argument of the user's optimizer, a function that evaluates the loss again; None: none.
 
         Returns:
-            What the user's optimizer returns.
+            What the ``step`` of the user's optimizer returns.
         """
         if self._should_synchronize:
             if self._synchronized:
@@ -268,9 +281,10 @@ class _Distributed:
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients, with the arguments of the user's optimizer.
+        """Clear the gradients, as ``zero_grad`` of the user's optimizer does with the same arguments.
 
-        Raises AssertionError while reductions of gradients over the ranks are under way.
+        Raises:
+            AssertionError: all-reduces of gradients are under way, between backward and ``step`` or ``synchronize``.
         """
         names = [self._parameter_names[parameter] for parameter in self._sparse]
         names += [bucket.name for bucket in self._buckets if bucket.handle is not None]
@@ -279,7 +293,11 @@ class _Distributed:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the user's optimizer; drop reductions under way, which belong to the state before."""
+        """Load a state of the user's optimizer, and drop all-reduces of gradients that are under way.
+
+        Args:
+            state_dict: state that ``state_dict`` of an optimizer over the same parameters has returned.
+        """
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._forget_reductions()
         self._synchronized, self._should_synchronize = False, True
@@ -296,15 +314,21 @@ class _Distributed:
 
     @property
     def between_steps(self) -> bool:
-        """Whether this optimizer is between two training steps: no gradient was computed since the last ``step``."""
+        """Whether no gradient was computed and ``synchronize`` was not called since the last ``step``.
+
+        The state of the job can then be saved without gradients.
+        """
         passes = self.backward_passes_per_step
         return not self._synchronized and all(backward.delay == passes for backward in self._backward.values())
 
 
 def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless ``optimizer`` is between two training steps, without gradients for its next ``step``.
+    """Raise ValueError if a backward has computed gradients that ``optimizer.step`` has not used yet.
 
-    Optimizers that ``DistributedOptimizer`` did not make are never refused.
+    Called before the state of an elastic job is saved, of which gradients are no part.
+
+    Args:
+        optimizer: any optimizer; nothing is raised for one that ``DistributedOptimizer`` has not wrapped.
     """
     if isinstance(optimizer, _Distributed) and not optimizer.between_steps:
         raise ValueError("commit() and check_host_updates() must stand after optimizer.step(), not before it")
@@ -314,15 +338,16 @@ class _DistributedDelta(_Distributed):
     """Adasum: every rank steps on its own, and the ranks' changes of the parameters are combined."""
 
     def step(self, closure: Any = None) -> Any:
-        """Step the user's optimizer on this rank's gradients, then combine the ranks' parameter changes by Adasum.
+        """Perform a step of the user's optimizer on this rank's gradients, then combine the ranks' changes by Adasum.
 
-        Collective over the process set; blocks. The parameters get the combined change.
+        Collective over the process set: an Adasum all-reduce of the changes of the parameters; blocks. Each parameter
+        gets its value before the step plus the combined change.
 
         Args:
-            closure: passed on to the user's optimizer; None for none.
+            closure: argument of the user's optimizer, a function that evaluates the loss again; None: none.
 
         Returns:
-            What the user's optimizer returns.
+            What the ``step`` of the user's optimizer returns.
         """
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
@@ -346,7 +371,7 @@ class _DistributedDelta(_Distributed):
         backward.delay -= 1
 
     def synchronize(self) -> None:
-        """Do nothing: with Adasum ``step`` combines the ranks' changes of the parameters; gradients are not reduced."""
+        """Do nothing: with Adasum ``step`` combines the ranks' changes of the parameters, and reduces no gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -370,25 +395,29 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optimizer so that it all-reduces gradients over the ranks during backward, before ``step`` uses them.
 
-    The result is of a subclass of the optimizer's own class. With ``Adasum``, each rank steps on its own gradients and
-    ``step`` combines the ranks' changes of the parameters. ``step`` is collective over ``process_set``.
-
-    It shares options and state with ``optimizer``.
+    With ``Adasum``, each rank steps on its own gradients, and ``step`` combines the ranks' changes of the parameters.
+    ``step`` is collective over ``process_set``. Every gradient is set to zeros if several ranks take part.
 
     Args:
         optimizer: an optimizer of PyTorch's interface.
-        named_parameters: pairs (name, parameter), which match gradients between ranks; default: names by position.
+        named_parameters: pairs (name, parameter), by which gradients are matched between ranks; None: names by
+            position.
         compression: form in which gradients are sent: ``Compression.none`` or ``Compression.fp16``.
-        backward_passes_per_step: backward passes whose gradients add up before they are reduced.
+        backward_passes_per_step: number of backward passes whose gradients are added up before they are reduced.
         op: ``Average``, ``Sum`` or ``Adasum``.
-        gradient_predivide_factor: with ``Average``, the factor f: divide by f before, by size / f after the sum.
+        gradient_predivide_factor: with ``Average``, factor f: gradients are divided by f before the sum over the ranks,
+            and by the number of ranks / f after it.
         num_groups: deprecated form of ``groups``; 0: buckets by size.
-        groups: number of collectives, or lists of parameters whose gradients travel together.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: ranks that take part.
+        groups: number of collectives into which the parameters are divided evenly, or lists of parameters whose
+            gradients are reduced by one collective; None: buckets by size.
+        sparse_as_dense: whether sparse gradients are converted and reduced as dense gradients.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        New optimizer of a subclass of the class of ``optimizer``, which shares its options and state.
 
     Raises:
-        ValueError: names are missing or not unique, or arguments do not fit together.
+        ValueError: names are missing or not unique, arguments do not fit together, or ``init`` was not called.
     """
     mpi_ops.check_initialized()
     if gradient_predivide_factor != 1.0 and op != Average:
