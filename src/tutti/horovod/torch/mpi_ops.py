@@ -71,7 +71,7 @@ def translated(function: T) -> T:
 
 
 def check_initialized() -> None:
-    """Raise ValueError, with Horovod's message, unless ``init`` was called."""
+    """Raise ValueError, with Horovod's message, if this process has not called ``init`` or has called ``shutdown``."""
     if _session is None:
         raise ValueError(NOT_INITIALIZED)
 
@@ -103,11 +103,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     Collective over all ranks; blocks until all have called it. A second call does nothing.
 
     Args:
-        comm: None, or the list of all ranks. A part of the ranks and MPI communicators are refused.
-        process_sets: sets to add at once; ``"dynamic"`` is accepted: sets can always be added later.
+        comm: None, an empty list, or the list of all ranks. Lists of some ranks and MPI communicators are refused.
+        process_sets: process sets to add at once, as objects or lists of global ranks; the text ``"dynamic"`` has no
+            effect, because sets can always be added later; None: no sets.
 
     Raises:
-        ValueError: two process sets have the same ranks, or ``comm`` is not served.
+        ValueError: two process sets have the same ranks, ``comm`` is refused, or the environment is contradictory.
+        HorovodInternalError: the other ranks did not arrive in time.
     """
     if _session is not None:
         return
@@ -118,16 +120,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 
 def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Leave the present set of ranks of an elastic job, its generation, and join the set that replaces it.
+    """Leave the present set of ranks of an elastic job, and join the set that replaces it.
 
     Blocks until the next set is complete; tries again if ranks are lost meanwhile.
 
     Args:
         failed: whether a collective of the present set failed, so that its other ranks must be interrupted.
-        process_sets: process sets to add at once.
+        process_sets: process sets to add at once, as objects or lists of global ranks; texts and None add none.
 
     Raises:
-        PeerError: the ranks could not join each other after 20 attempts.
+        PeerError: the ranks could not join each other in 21 attempts.
         SystemExit: there is no place for this rank, because its slot was removed.
     """
     member = current_membership()
@@ -185,10 +187,10 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
 
 
 def shutdown() -> None:
-    """Leave the job: pending collectives that not all ranks have called fail, on all ranks.
+    """Leave the job; pending collectives that not all ranks have called then fail on all ranks.
 
-    Does not wait for other ranks to leave. ``init`` may be called again; without a job this does nothing. Called at
-    exit, too.
+    Does not wait for other ranks to leave. ``init`` can join again afterwards. Does nothing before ``init``. Also
+    called at the exit of the process.
     """
     global _session
     stop_timeline()
@@ -291,12 +293,12 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether PyTorch was built with CUDA."""
+    """Return whether PyTorch was built with CUDA."""
     return has_toolkit("cuda")
 
 
 def rocm_built() -> bool:
-    """Whether PyTorch was built with ROCm."""
+    """Return whether PyTorch was built with ROCm."""
     return has_toolkit("rocm")
 
 
@@ -325,6 +327,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set, which collectives can no longer use. Collective over all ranks; blocks.
 
+    Args:
+        process_set: the set; the same on all ranks.
+
     Returns:
         Whether the set was registered.
 
@@ -337,10 +342,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 @translated
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all members of the process set have called it. Collective over ``process_set``.
+    """Block until all ranks of the process set have called this function. Collective over ``process_set``.
 
-    It does not wait for asynchronous collectives that were started before. Raises HorovodInternalError if a rank is
-    lost.
+    The barrier does not wait for asynchronous collectives that were started before.
+
+    Args:
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        HorovodInternalError: a rank is lost.
     """
     check_initialized()
     collectives.barrier(process_set)
@@ -469,14 +479,14 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the reduction of the ranks' tensors: postscale_factor · op(prescale_factor · tensor); differentiable.
+    """All-reduce a tensor and return the result: postscale_factor · op(prescale_factor · tensor); differentiable.
 
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: of equal shape and dtype on all ranks.
+        tensor: tensor of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; the gradient exists for the
             first two.
@@ -507,22 +517,22 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce; return its handle.
+    """Start an all-reduce of a tensor; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: of equal shape and dtype on all ranks.
+        tensor: tensor of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns postscale_factor · op(prescale_factor · tensor) over the
+        Handle for ``poll`` and for ``synchronize``, which returns postscale_factor · op(prescale_factor · tensor) over the
         ranks.
 
     Raises:
@@ -548,9 +558,9 @@ def allreduce_(
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: of equal shape and dtype on all ranks. Overwritten.
+        tensor: tensor of equal shape and dtype on all ranks. Overwritten.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
@@ -575,22 +585,22 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce in place; return its handle.
+    """Start an all-reduce in place; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: of equal shape and dtype on all ranks. Overwritten, and not to be used before ``synchronize``.
+        tensor: tensor of equal shape and dtype on all ranks. Overwritten, and not to be used before ``synchronize``.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns ``tensor``.
+        Handle for ``poll`` and for ``synchronize``, which returns ``tensor``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -612,14 +622,15 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors over the ranks, in the order of ``tensors``; one call, differentiable.
+    """All-reduce several tensors by one call and return the list of results; differentiable.
 
-    Collective over ``process_set``; blocks.
+    Each result is postscale_factor · op(prescale_factor · tensor) over the ranks. Collective over ``process_set``;
+    blocks.
 
     Args:
-        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        tensors: as many on all ranks, each of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; the gradient exists for the
             first two.
@@ -649,22 +660,22 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of several tensors as one call; return its handle.
+    """Start an all-reduce of several tensors as one call; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        tensors: as many on all ranks, each of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the list of reductions.
+        Handle for ``poll`` and for ``synchronize``, which returns the list of reductions.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -690,9 +701,9 @@ def grouped_allreduce_(
     Collective over ``process_set``; blocks.
 
     Args:
-        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten.
+        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
@@ -717,23 +728,23 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of several tensors in place, as one call; return its handle.
+    """Start an all-reduce of several tensors in place, as one call; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be
+        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be
             used before ``synchronize``.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns ``tensors``.
+        Handle for ``poll`` and for ``synchronize``, which returns ``tensors``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -756,7 +767,7 @@ def sparse_allreduce_async(
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``.
         process_set: ranks that take part; default: all ranks.
 
@@ -785,12 +796,12 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (sum of the ranks' rows, …), in rank order.
+        Tensor of shape (sum of the ranks' rows, …): the ranks' tensors in rank order.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -802,18 +813,18 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 @translated
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start an all-gather; return its handle.
+    """Start an all-gather; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the concatenation, as ``allgather``.
+        Handle for ``poll`` and for ``synchronize``, which returns the concatenation, as ``allgather``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -831,12 +842,12 @@ def grouped_allgather(
     Collective over ``process_set``; blocks.
 
     Args:
-        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensors: each of shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (sum of the ranks' rows, …) for each of ``tensors``, in rank order.
+        For each of ``tensors`` the ranks' tensors in rank order, of shape (sum of the ranks' rows, …).
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -850,18 +861,18 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an all-gather of several tensors as one call; return its handle.
+    """Start an all-gather of several tensors as one call; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensors: each of shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the list of concatenations.
+        Handle for ``poll`` and for ``synchronize``, which returns the list of concatenations.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -874,14 +885,14 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return a new tensor with the values of the tensor of global rank ``root_rank``; differentiable.
+    """Broadcast the tensor of global rank ``root_rank`` and return it as a new tensor; differentiable.
 
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count.
         root_rank: global rank of the source.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
@@ -896,19 +907,19 @@ def broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast; return its handle.
+    """Start a broadcast; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count.
         root_rank: global rank of the source.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns a new tensor with the values of ``root_rank``.
+        Handle for ``poll`` and for ``synchronize``, which returns a new tensor with the values of ``root_rank``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -926,9 +937,9 @@ def broadcast_(
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count.
         root_rank: global rank of the source.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
@@ -943,20 +954,20 @@ def broadcast_(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast in place; return its handle.
+    """Start a broadcast in place; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count. Not to be used before
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count. Not to be used before
             ``synchronize``.
         root_rank: global rank of the source.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns ``tensor``.
+        Handle for ``poll`` and for ``synchronize``, which returns ``tensor``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -967,7 +978,7 @@ def broadcast_async_(
 
 
 def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: ProcessSet = global_process_set) -> int:
-    """Start a broadcast of several tensors in place, as one collective; return its handle.
+    """Start a broadcast of several tensors in place, as one collective; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
@@ -978,7 +989,7 @@ def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: Pro
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns ``tensors``.
+        Handle for ``poll`` and for ``synchronize``, which returns ``tensors``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -996,14 +1007,14 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[r]`` rows to rank r, in order, and return the received rows; differentiable.
+    """Send ``splits[r]`` rows of a tensor to each rank r, in order, and return the received rows; differentiable.
 
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
-        splits: int32, rows for each rank, rank 0 first; None: equal parts.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks.
+        splits: int32 tensor, number of rows for each rank, rank 0 first; None: equally many rows.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -1025,19 +1036,19 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-to-all; return its handle.
+    """Start an all-to-all; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
-        splits: int32, rows for each rank, rank 0 first; None: equal parts.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks.
+        splits: int32 tensor, number of rows for each rank, rank 0 first; None: equally many rows.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the result of ``alltoall``.
+        Handle for ``poll`` and for ``synchronize``, which returns the result of ``alltoall``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1066,13 +1077,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce over the ranks and return this rank's part of the first dimension; differentiable.
+    """Reduce a tensor over the ranks and return this rank's slice along the first dimension; differentiable.
 
     Collective over ``process_set``; blocks.
 
     Args:
-        tensor: (rows, …), of equal shape and dtype on all ranks.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensor: shape (rows, …), of equal shape and dtype on all ranks.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
         op: ``Average`` (default) or ``Sum``.
         process_set: ranks that take part; default: all ranks.
@@ -1080,7 +1091,7 @@ def reducescatter(
         postscale_factor: factor on the result after it.
 
     Returns:
-        (rows of this rank, …); earlier ranks have one row more if the number of ranks does not divide the rows.
+        Tensor of shape (rows of this rank, …); earlier ranks have one row more if the number of ranks does not divide the rows.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1103,21 +1114,21 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reduce-scatter; return its handle.
+    """Start a reduce-scatter; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensor: (rows, …), of equal shape and dtype on all ranks.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensor: shape (rows, …), of equal shape and dtype on all ranks.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``.
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the result of ``reducescatter``.
+        Handle for ``poll`` and for ``synchronize``, which returns the result of ``reducescatter``.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1138,13 +1149,13 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks by one call and return this rank's part of each; differentiable.
+    """Reduce several tensors over the ranks by one call and return this rank's slice of each; differentiable.
 
     Collective over ``process_set``; blocks.
 
     Args:
-        tensors: each (rows, …), of equal shape and dtype on all ranks.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensors: each of shape (rows, …), of equal shape and dtype on all ranks.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
         op: ``Average`` (default) or ``Sum``.
         process_set: ranks that take part; default: all ranks.
@@ -1152,8 +1163,8 @@ def grouped_reducescatter(
         postscale_factor: factor on the result after it.
 
     Returns:
-        (rows of this rank, …) for each of ``tensors``; earlier ranks have one row more if the number of ranks does not
-        divide the rows.
+        Tensor of shape (rows of this rank, …) for each of ``tensors``; earlier ranks have one row more if the number of
+        ranks does not divide the rows.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1176,21 +1187,22 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reduce-scatter of several tensors as one call; return its handle.
+    """Start a reduce-scatter of several tensors as one call; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
     differ or a rank is lost.
 
     Args:
-        tensors: each (rows, …), of equal shape and dtype on all ranks.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        tensors: each of shape (rows, …), of equal shape and dtype on all ranks.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``.
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the list of this rank's parts.
+        Handle for ``poll`` and for ``synchronize``, which returns the list of this rank's slices along the
+        first dimension.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
