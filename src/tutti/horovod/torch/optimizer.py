@@ -209,7 +209,7 @@ class _Distributed:
         self._reset_delays()
 
     def synchronize(self) -> None:
-        """Wait until the gradients of all parameters are all-reduced over the ranks; each ``.grad`` then has the result.
+        """Wait until the gradients of all parameters are all-reduced over the ranks; ``.grad`` then has the result.
 
         Starts the all-reduces that backward has not started; a missing gradient counts as zeros. Collective over the
         optimizer's process set; blocks.
