@@ -532,8 +532,8 @@ def allreduce_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns postscale_factor · op(prescale_factor · tensor) over the
-        ranks.
+        Handle for ``poll`` and for ``synchronize``, which returns postscale_factor · op(prescale_factor · tensor) over
+        the ranks.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -842,7 +842,7 @@ def grouped_allgather(
     Collective over ``process_set``; blocks.
 
     Args:
-        tensors: each of shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -867,7 +867,7 @@ def grouped_allgather_async(
     differ or a rank is lost.
 
     Args:
-        tensors: each of shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -1091,7 +1091,8 @@ def reducescatter(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Tensor of shape (rows of this rank, …); earlier ranks have one row more if the number of ranks does not divide the rows.
+        Tensor of shape (rows of this rank, …); earlier ranks have one row more if the number of ranks does not divide
+        the rows.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
