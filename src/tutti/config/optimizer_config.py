@@ -176,13 +176,13 @@ class MuonConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedOptimizerConfig:
-    """An optimizer class of another package, ``package.module:Class:lr=0.001,key=value``.
+    """Options of an optimizer class of another package, ``package.module:Class:lr=0.001,key=value``.
 
     Attributes:
-        module: name of the module.
-        name: name of the class in it.
+        module: dotted name of the module.
+        name: name of the class in this module.
         lr: learning rate.
-        options: its other arguments.
+        options: the other keyword arguments of the class, with their values converted from text.
     """
 
     module: str
@@ -213,7 +213,7 @@ OPTIMIZERS: Mapping[str, type[BuiltInOptimizerConfig]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantSchedule:
-    """Keep the initial learning rate after the warm-up.
+    """Learning-rate schedule that keeps the initial rate after the warm-up; base class of all schedules.
 
     Attributes:
         warmup: length of the linear warm-up (``5ep``, ``500st``, ``20000sa``).
@@ -242,21 +242,24 @@ class ConstantSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSchedule(ConstantSchedule):
-    """Half a cosine from the initial rate to ``final`` times it (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
+    """Learning-rate schedule: half a cosine from the initial rate to ``final`` times the initial rate.
+
+    Loshchilov & Hutter 2017, arXiv 1608.03983.
+    """
 
     final: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSchedule(ConstantSchedule):
-    """A straight line from the initial rate to ``final`` times it."""
+    """Learning-rate schedule: a straight line from the initial rate to ``final`` times the initial rate."""
 
     final: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule(ConstantSchedule):
-    """Multiply the rate by ``gamma`` at each milestone, such as ``milestones=30ep+60ep``."""
+    """Learning-rate schedule: multiply the rate by ``gamma`` at each milestone, such as ``milestones=30ep+60ep``."""
 
     milestones: tuple[str, ...] = ()
     gamma: float = 0.1
@@ -278,7 +281,10 @@ class StepSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialSchedule(ConstantSchedule):
-    """(1 - progress)^power from the initial rate to ``final`` times it; ``torch``'s ``PolynomialLR`` for final 0."""
+    """Learning-rate schedule: (1 - progress)^power from the initial rate to ``final`` times the initial rate.
+
+    With ``final=0`` as ``torch.optim.lr_scheduler.PolynomialLR``.
+    """
 
     power: float = 2.0
     final: float = 0.0
@@ -290,7 +296,10 @@ class PolynomialSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialSchedule(ConstantSchedule):
-    """Multiply the rate by ``gamma`` after each duration ``every``, such as ``1ep``, from the start of the run on."""
+    """Learning-rate schedule: multiply the rate by ``gamma`` after each duration ``every``, such as ``1ep``.
+
+    Durations count from the start of the run.
+    """
 
     gamma: float = 0.95
     every: str = "1ep"
@@ -335,7 +344,7 @@ class WSDSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycleSchedule(ConstantSchedule):
-    """Half a cosine up from ``start`` times the rate, then half a cosine down to ``final`` times it.
+    """Learning-rate schedule: half a cosine up from ``start`` times the rate, then half a cosine down to ``final``.
 
     Smith & Topin 2018, arXiv 1708.07120; the rates of ``torch.optim.lr_scheduler.OneCycleLR``, whose ``max_lr`` is the
     optimizer's rate here, ``start`` 1 / div_factor and ``final`` start / final_div_factor. The momentum stays.
@@ -422,11 +431,11 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer given as text.
+    """Optimizer of a run: the text of ``--optimizer`` and the options parsed from it.
 
     Attributes:
         text: ``--optimizer`` as the user wrote it.
-        options: its parsed options.
+        options: options parsed from ``text``.
     """
 
     text: str
