@@ -14,13 +14,13 @@ _OPTION = "--loss-scale"
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic:
-    """Options of dynamic loss scaling.
+    """Options of dynamic loss scaling, as of ``torch.amp.GradScaler``.
 
     Attributes:
         init: the first scale.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` steps in a row without an overflow.
-        backoff_factor: the scale is multiplied by it after a step with an overflow.
-        growth_interval: number of steps.
+        growth_factor: factor on the scale after ``growth_interval`` steps in a row without an overflow.
+        backoff_factor: factor on the scale after a step with an overflow.
+        growth_interval: number of optimizer steps without an overflow after which the scale grows.
         min: lower bound of the scale; a non-finite gradient at this scale has another cause.
         max: upper bound of the scale, so that sums of squares of scaled gradients stay finite in float32.
     """
@@ -45,7 +45,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class ConstantLossScale:
-    """A loss scale that never changes: ``value``."""
+    """Options of constant loss scaling: the loss is multiplied by ``value`` in every step."""
 
     value: float
 
