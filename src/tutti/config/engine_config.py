@@ -18,15 +18,15 @@ _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s?")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEngineConfig:
-    """``local``: processes of this node; there are no options."""
+    """Options of ``--on local``, which starts the ranks as processes of this node; there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshEngineConfig:
-    """``ssh``: processes on other nodes, started over SSH.
+    """Options of ``--on ssh``, which starts the ranks on other nodes over SSH.
 
     Attributes:
-        hosts: ``NAME:PROCESSES`` of each node, as in ``ssh:hosts=host0:2+host1:2``.
+        hosts: ``NAME:PROCESSES`` of each node, as in ``ssh:hosts=host0:2+host1:2``; PROCESSES is the number of ranks.
     """
 
     hosts: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ class SshEngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RayEngineConfig:
-    """``ray``: processes on a Ray cluster.
+    """Options of ``--on ray``, which starts the ranks on a Ray cluster.
 
     Attributes:
-        address: of a running cluster, or ``local`` for a new one on this node; default: ``RAY_ADDRESS``, else Ray's own
-            choice, the cluster of this node or a new one.
+        address: address of a running cluster, or ``local`` for a new one on this node; default: ``RAY_ADDRESS``, else
+            Ray's own choice, the cluster of this node or a new one.
         cpus: CPUs that Ray reserves for each rank.
         gpus: GPUs that Ray reserves for each rank; with 0, a rank sees no GPU.
         code: ``upload``: Ray copies the working directory to every node; ``shared``: it is at the same path there.
@@ -60,7 +60,7 @@ class RayEngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmEngineConfig:
-    """``slurm``: a job of Slurm; inside of an allocation, steps of that job.
+    """Options of ``--on slurm``, which submits a Slurm job; inside an allocation it starts job steps of the allocation.
 
     Attributes:
         nodes: number of nodes of the job.
