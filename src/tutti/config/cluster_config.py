@@ -9,7 +9,7 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class KubeflowConfig:
-    """``kubeflow``: a TrainJob of Kubeflow Trainer.
+    """Options of ``tutti submit kubeflow``, which makes a TrainJob of Kubeflow Trainer.
 
     Attributes:
         image: container image with Python and tutti.
@@ -39,7 +39,7 @@ class KubeflowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkyPilotConfig:
-    """``skypilot``: a task of SkyPilot.
+    """Options of ``tutti submit skypilot``, which makes a task of SkyPilot.
 
     Attributes:
         nodes: number of nodes of the task.
