@@ -21,12 +21,17 @@ _COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerBatchNorm:
-    """The model's own batch norm: statistics of each logical worker's micro-batch; there are no options."""
+    """Options of ``--batch-norm worker``: the model's own batch norm is kept; there are none.
+
+    Its statistics are those of a logical worker's micro-batch.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ghost:
-    """Ghost batch norm: statistics of ``size`` samples for any batch (Hoffer et al. 2017, arXiv 1705.08741).
+    """Options of ghost batch norm, with statistics of ``size`` samples for any batch size.
+
+    Hoffer et al. 2017, arXiv 1705.08741.
 
     Attributes:
         size: samples that are normalised together.
@@ -41,7 +46,10 @@ class Ghost:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """Synchronised batch norm: statistics of the global batch; a device computes all its workers as one batch."""
+    """Options of ``--batch-norm sync``: statistics of the global batch, over all ranks; there are none.
+
+    A device computes the samples of all its logical workers as one batch.
+    """
 
 
 BatchNormConfig: TypeAlias = WorkerBatchNorm | Ghost | Sync
@@ -187,7 +195,9 @@ class Nothing:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Recompute blocks of the model in backward (Chen et al. 2016, arXiv 1604.06174).
+    """Options of activation checkpointing that recomputes blocks of the model in backward.
+
+    Chen et al. 2016, arXiv 1604.06174.
 
     Attributes:
         every: recompute the first of every ``every`` neighbouring blocks.
