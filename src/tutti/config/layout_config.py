@@ -12,7 +12,7 @@ from tutti.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class WholeConfig(StrategyOptions):
-    """A device holds a whole replica; there are no options."""
+    """Options of strategies in which each device holds a whole replica of the model; there are none."""
 
 
 StageModules: TypeAlias = tuple[tuple[str, ...], ...]
@@ -21,11 +21,13 @@ StageModules: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class StagesConfig(StrategyOptions):
-    """Partition a replica into stages: evenly, before named modules, or as lists of modules by stage.
+    """Options of strategies that partition a replica of the model into stages of consecutive modules.
+
+    The partition is even, or given by the first modules of the stages, or by the modules of each stage.
 
     Attributes:
-        stages: devices a replica; default: all devices of the run. Or the modules of each stage in the order in which
-            the forward calls them: ``embed+block1/block2+head``.
+        stages: number of devices of a replica; default: all devices of the run. Or the modules of each stage, in the
+            order in which the forward calls them: ``embed+block1/block2+head``.
         cuts: ``name+name``: the first module of each stage after the first; default: an even partition.
     """
 
@@ -97,20 +99,20 @@ class StagesConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig(StagesConfig):
-    """Partition a replica into stages, one a device; the devices compute in turn."""
+    """Options of a strategy that partitions a replica into stages, one on each device; the devices compute in turn."""
 
     schedule: ClassVar[str] = "one_by_one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(StagesConfig):
-    """Partition a replica into pipeline stages, through which micro-batches pass one after the other.
+    """Options of a pipeline: a replica is partitioned into stages, through which micro-batches pass in turn.
 
     Attributes:
         schedule: pipeline schedule: the order of forwards and backwards on each device.
         micro_batches: number of micro-batches into which a logical worker's share of a full global batch is divided;
             default: from ``--micro-batch``.
-        virtual: virtual stages a device, for ``interleaved`` only; default: 2.
+        virtual: number of virtual stages on each device, for ``interleaved`` only; default: 2.
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -164,10 +166,10 @@ TP_STYLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig(StrategyOptions):
-    """Split each layer of a replica over devices that compute it together (tensor parallelism).
+    """Options of tensor parallelism: each layer of a replica is split over devices that compute the layer together.
 
     Attributes:
-        tensor: devices a replica; default: all devices of the run.
+        tensor: number of devices of a replica; default: all devices of the run.
         least: a layer whose output must be gathered, which saves memory and not time, is split only if it has at least
             this many parameters.
         whole: name patterns of modules that are not split, submodules included, such as ``whole=embed+head*``.
@@ -237,12 +239,12 @@ class TensorConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(TensorConfig, PipelineConfig):
-    """Partition a replica into stages as ``pipeline`` does, and split each stage's layers as ``tensor`` does.
+    """Options of pipeline and tensor parallelism together: a replica has stages, whose layers are split over devices.
 
     Attributes:
-        replicas: copies of the model; default: follows from the number of devices and the other two.
-        stages: pipeline stages of a replica.
-        tensor: devices that compute each layer of a stage together.
+        replicas: number of copies of the model; default: the number of devices, divided by ``stages`` and ``tensor``.
+        stages: number of devices that the pipeline stages of a replica take, or the modules of each stage.
+        tensor: number of devices that compute each layer of a stage together.
     """
 
     replicas: int | None = None
