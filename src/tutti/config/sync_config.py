@@ -13,7 +13,7 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceConfig(StrategyOptions):
-    """All-reduce gradients; every data rank holds the whole parameters and optimizer state.
+    """Options of data parallelism by all-reduced gradients; every data rank holds all parameters and optimizer state.
 
     Attributes:
         algorithm: ``native``: the collective library's all-reduce, overlapped with backward; ``shared_memory``: sums in
@@ -21,8 +21,8 @@ class AllReduceConfig(StrategyOptions):
             ``ring``, ``tree``, ``halving``, ``hierarchical`` (shared memory within nodes, rings between them) and
             ``central``: the schedules of ``tutti.comm.collective_schedules``, after backward.
         wire: dtype in which gradients are communicated.
-        bucket_mb: megabytes of gradients a bucket (25), not for ``shared_memory``; the first bucket is smaller, so that
-            it is sent early.
+        bucket_mb: megabytes of gradients in a bucket (default 25), not for ``shared_memory``; the first bucket is
+            smaller, so that its all-reduce starts early.
     """
 
     algorithm: Literal["auto", "native", "shared_memory", "ring", "tree", "halving", "hierarchical", "central"] = "auto"
@@ -50,12 +50,12 @@ class AllReduceConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig(StrategyOptions):
-    """Shard tensors by rows over devices. ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054.
+    """Options of ZeRO, which shards tensors by rows over devices (Rajbhandari et al. 2019, arXiv 1910.02054).
 
     Attributes:
-        stage: 1: shard optimizer state; 2: gradients too; 3: parameters too.
-        offload: keep parameter shards and optimizer state in host memory, or ``optimizer``: the optimizer state alone,
-            and update there; for accelerators.
+        stage: ZeRO stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
+        offload: whether parameter shards and optimizer state are kept in host memory, and updated there; ``optimizer``:
+            the optimizer state alone. For accelerators.
         units: FSDP wrap policy: ``auto``, or names and classes of the modules to wrap, ``Block+head``.
         param_dtype: dtype in which parameters are gathered and used in forward and backward; default: their own.
     """
@@ -125,10 +125,12 @@ class RowsConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig(RowsConfig, AllReduceConfig):
-    """All-reduce over replicas that span several devices each; groups of replicas may shard their common state.
+    """Options of gradient synchronisation over replicas that span several devices each, in a pipeline or tensor slices.
+
+    Gradients are all-reduced over the replicas; groups of replicas may shard one copy of the state (ZeRO).
 
     Attributes:
-        shards: replicas that shard one copy of the state; the number of replicas is a multiple of it.
+        shards: number of replicas that shard one copy of the state; divides the number of replicas.
     """
 
     shards: int = 1
@@ -180,16 +182,17 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CentralConfig(StrategyOptions):
-    """One copy of parameters and optimizer state a node; there are no options."""
+    """Options of the strategy with one copy of parameters and optimizer state on each node; there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(StrategyOptions):
-    """Local SGD: every logical worker updates its own parameters, which are averaged every ``period`` steps.
+    """Options of local SGD: each logical worker updates its own parameters, which are averaged every ``period`` steps.
 
     Attributes:
-        period: steps between averages (H).
-        post: length of the initial phase with one synchronous update a step, ``2ep``, ``500st`` or a number of steps.
+        period: number of steps between two averages (H).
+        post: length of the initial phase with one synchronous update in each step, as ``2ep``, ``500st`` or a number of
+            steps; default: no such phase.
     """
 
     period: int = 8
@@ -221,10 +224,10 @@ class LocalSGDConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(LocalSGDConfig):
-    """DiLoCo: local SGD whose average parameter change is the gradient of an outer optimizer.
+    """Options of DiLoCo: local SGD in which an outer optimizer takes the workers' average parameter change as gradient.
 
     Attributes:
-        period: steps between outer updates (H); the paper has 500.
+        period: number of steps between two outer updates (H); the paper has 500.
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: momentum of the outer optimizer.
         nesterov: whether the outer momentum is Nesterov's.
@@ -245,7 +248,7 @@ class DiLoCoConfig(LocalSGDConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig(StrategyOptions):
-    """Parameter servers: processes beside the ranks that hold parameters and optimizer state.
+    """Options of parameter servers: processes beside the ranks that hold the parameters and the optimizer state.
 
     Attributes:
         mode: ``sync``: one update a step from the gradients of all logical workers; ``async``: one update from each
@@ -257,8 +260,10 @@ class ParameterServerConfig(StrategyOptions):
             meanwhile, for ``async`` only.
         steps: steps that the run's length counts, for ``async`` only: the steps of ``each`` worker, or of ``all``
             workers together, so that a fast worker makes more steps than a slow one.
-        over_staleness: divide the learning rate of each update by its staleness: the updates since its fetch.
-        snapshot: updates between two snapshots, from which a killed server restarts; 0 for none. Not for ``sync``.
+        over_staleness: whether the learning rate of each update is divided by its staleness, the number of updates
+            since the worker fetched the parameters.
+        snapshot: number of updates between two snapshots, from which a killed server restarts; 0 for none. Not for
+            ``sync``.
         lease: seconds of silence after which a worker is no longer waited for, for ``bounded`` only; default: the
             run's timeout.
         transport: ``shared_memory`` on one node, ``tcp`` anywhere; ``auto``: shared memory if it is available.
@@ -323,10 +328,11 @@ class ParameterServerConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedConfig(RowsConfig):
-    """Shard optimizer state (stage 1), gradients too (2), and parameters too (3) over data ranks.
+    """Options of ZeRO over data ranks: shards optimizer state (stage 1), gradients too (2), and parameters too (3).
 
     Attributes:
-        shards: devices that shard one copy of the state; default: all. Groups of this size are replicas (HSDP).
+        shards: number of devices that shard one copy of the state; default: all. With fewer, each group of so many
+            devices holds a replica (HSDP).
     """
 
     stage: int = 3
