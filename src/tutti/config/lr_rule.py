@@ -14,7 +14,7 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class NoRule:
-    """No scaling: the learning rate as given.
+    """Rule ``none`` of ``--lr-scale``, the learning rate as given; base class of the other rules.
 
     Attributes:
         adaptive: whether every step's rate follows from gradients measured in that step.
@@ -32,7 +32,7 @@ class NoRule:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRule(NoRule):
-    """Linear scaling: κ = batch ÷ base_batch times the rate (Goyal et al. 2017, arXiv 1706.02677, §2.1).
+    """Linear scaling of the learning rate by κ = batch ÷ base_batch (Goyal et al. 2017, arXiv 1706.02677, §2.1).
 
     >>> LinearRule(base_batch=256).factor(8192)
     32.0
@@ -58,7 +58,7 @@ class LinearRule(NoRule):
 
 @dataclass(frozen=True, kw_only=True)
 class SqrtRule(LinearRule):
-    """Square-root scaling: √κ times the rate, κ = batch ÷ base_batch, which keeps the variance of the step's noise.
+    """Square-root scaling of the learning rate by √κ, κ = batch ÷ base_batch: keeps the variance of a step's noise.
 
     Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741.
 
@@ -77,12 +77,18 @@ class SqrtRule(LinearRule):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSqrtRule(SqrtRule):
-    """Adam's square-root rule: √κ times the rate, 1 - β → κ(1 - β), ε/√κ (Malladi et al. 2022, arXiv 2205.10287)."""
+    """Square-root rule for Adam: learning rate times √κ, 1 - β times κ for both decay rates β, and ε divided by √κ.
+
+    κ = batch ÷ base_batch. Malladi et al. 2022, arXiv 2205.10287.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveRule(NoRule):
-    """AdaScale: the rate of one logical worker's batch, times each step's gain (``tutti.optim.adascale``)."""
+    """AdaScale rule: the learning rate of one logical worker's batch is multiplied by a gain measured in each step.
+
+    ``tutti.optim.adascale`` computes the gain from the workers' gradients.
+    """
 
     adaptive: ClassVar[bool] = True
 
