@@ -28,8 +28,14 @@ _PARTS = re.compile(r"([^:]*(?::[^:=,]+(?=:|$))?)(?::(.*))?", re.DOTALL)
 def dotted_words(words: Sequence[str]) -> list[str]:
     """Rewrite ``--FIELD.OPTION VALUE`` in a command line to ``--set FIELD.OPTION=VALUE``, and return all words.
 
-    Words after ``--`` stay as they are. Raises UsageError if the option ``--FIELD`` takes no ``key=value``, naming the
-    nearest option that does, or if a value is missing.
+    Words after ``--`` stay as they are.
+
+    Args:
+        words: the command line, without the name of the program.
+
+    Raises:
+        UsageError: the option ``--FIELD`` takes no ``key=value`` (naming the nearest option that does), or a value is
+            missing.
 
     >>> dotted_words(["train", "digits", "--optimizer.lr", "0.1", "--schedule.warmup=2ep"])
     ['train', 'digits', '--set', 'optimizer.lr=0.1', '--set', 'schedule.warmup=2ep']
