@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LineConfig:
-    """y = w·x + b: two parameters."""
+    """Options of the model y = w·x + b, which has two parameters; there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CnnConfig:
-    """Three 3×3 convolutions and two linear layers.
+    """Options of a small CNN: three 3×3 convolutions and two linear layers.
 
     Attributes:
-        batch_norm: normalise after each convolution.
+        batch_norm: whether batch norm follows each convolution.
         dropout: probability that a feature is dropped before the last layer.
     """
 
@@ -28,10 +28,10 @@ class CnnConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpConfig:
-    """Two linear layers.
+    """Options of an MLP with two linear layers.
 
     Attributes:
-        hidden: hidden features between the two layers.
+        hidden: number of hidden features between the two layers.
         dropout: probability that a hidden feature is dropped.
     """
 
@@ -45,10 +45,10 @@ class MlpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CourseConfig:
-    """The small residual network of a distributed-training course: two bottleneck blocks.
+    """Options of the small residual network of a distributed-training course, with two bottleneck blocks.
 
     Attributes:
-        batch_norm: normalise after each convolution.
+        batch_norm: whether batch norm follows each convolution.
     """
 
     batch_norm: bool = False
@@ -56,18 +56,18 @@ class CourseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Resnet18Config:
-    """ResNet-18 for 32×32 images: 3×3 stem, no max-pool, batch norm."""
+    """Options of ResNet-18 for 32×32 images, with a 3×3 stem, no max-pool and batch norm; there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptConfig:
-    """A decoder-only transformer over characters.
+    """Options of a decoder-only transformer over characters.
 
     Attributes:
-        layers: blocks of attention and feed-forward.
-        heads: attention heads in each block.
-        width: features of a character; a multiple of ``heads``.
-        block: characters in a window.
+        layers: number of blocks of attention and feed-forward.
+        heads: number of attention heads in each block.
+        width: number of features of a character; a multiple of ``heads``.
+        block: context length, in characters.
         dropout: probability that a feature, or the attention to one position, is dropped.
     """
 
@@ -87,12 +87,12 @@ class GptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class UnetConfig:
-    """A U-Net of 3×3 convolutions.
+    """Options of a U-Net of 3×3 convolutions.
 
     Attributes:
         depth: number of downsampling scales; an image's height and width are multiples of 2^depth.
-        width: channels at full resolution; they double at each scale.
-        batch_norm: normalise after each convolution.
+        width: number of channels at full resolution; doubles at each scale.
+        batch_norm: whether batch norm follows each convolution.
     """
 
     depth: int = 4
