@@ -17,10 +17,10 @@ CHANGEABLE = (*BETWEEN_EPOCHS, "schedule", "clip", "lr_scale")
 
 @dataclass(frozen=True)
 class NamedChanges:
-    """Settings that may differ between a checkpoint and the run that resumes it.
+    """Settings that may differ between a checkpoint and the run that resumes it, from ``--change``.
 
     Attributes:
-        names: their names, such as ``lr`` and ``batch_size``.
+        names: names of these settings, such as ``lr`` and ``batch_size``.
     """
 
     names: frozenset[str] = frozenset()
@@ -65,11 +65,12 @@ class NamedChanges:
 
 @dataclass(frozen=True)
 class SettingDifference:
-    """One setting in which a run differs from its checkpoint.
+    """One setting in which a run differs from the checkpoint that it resumes.
 
     Attributes:
-        name: as it is named in ``--change``.
-        saved, now: its value in the checkpoint, and in the run.
+        name: name of the setting, as in ``--change``.
+        saved: value of the setting in the checkpoint.
+        now: value of the setting in the run.
     """
 
     name: str
