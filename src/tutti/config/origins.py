@@ -15,13 +15,13 @@ from tutti.config.train_config import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class OriginOfField:
-    """One field of the resolved configuration.
+    """One option of a run's resolved configuration, with the place where its value was set.
 
     Attributes:
-        name: of the field, as in TOML.
-        value: its value.
-        origin: ``default``, a flag such as ``--seed``, a variable such as ``TUTTI_SEED``, or ``FILE:LINE``, followed by
-            ``and --optimizer.lr`` for a key that was changed alone, and after ``follows from`` for a derived value.
+        name: name of the option, as in TOML.
+        value: value of the option.
+        origin: ``default``, a flag such as ``--seed``, a variable such as ``TUTTI_SEED``, or ``FILE:LINE``. A key that
+            was changed alone is added as ``and --optimizer.lr``; a derived value has ``follows from`` in front.
     """
 
     name: str
@@ -79,7 +79,7 @@ def field_origins(
 def line_of(file: Path, name: str) -> int:
     """Return the number of the line, from 1, on which a TOML file sets a top-level key.
 
-    Dashes and underscores in keys are equivalent. Of a value over several lines it is the first.
+    Dashes and underscores in keys are equivalent. For a value over several lines, the first line is returned.
 
     Args:
         file: the file, which is TOML.
