@@ -78,6 +78,9 @@ def read_file(file: Path) -> dict[str, Any]:
 
     Dashes and underscores in keys are equivalent.
 
+    Args:
+        file: the TOML file.
+
     Raises:
         UsageError: the file cannot be read, is not TOML, or has an unknown or repeated key or a value of a wrong type.
     """
@@ -182,7 +185,8 @@ def flag_table(without: Collection[str] = (), variables: str | None = "TUTTI_") 
 
     Args:
         without: fields of ``TrainConfig`` that the type leaves out.
-        variables: beginning of the names of the variables that are read where a flag is not given; None for none.
+        variables: prefix of the names of the environment variables that are read where a flag is not given; None: no
+            variable is read.
     """
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     texts = descriptions()
