@@ -158,7 +158,10 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Base class of strategy options. Subclasses override the methods with another result than the default."""
+    """Base class of the options of ``--strategy``; a dataclass for each strategy overrides what differs from defaults.
+
+    The methods and properties say what follows from the options, such as sizes of the device mesh's dimensions.
+    """
 
     def capabilities(self) -> dict[str, Any]:
         """Return capabilities of the strategy that depend on its options, by name, such as ``{"reproducible": False}``.
