@@ -62,17 +62,19 @@ def folder() -> Path:
     if cached is None or compiler is None:
         raise RuntimeError("the simulated accelerator needs a C++ compiler and a cache folder of the user's own")
     made = cached / f"simgpu-{_digest()}"
-    with (cached / "simgpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (made / "_simgpu.so").exists():
-            _build(compiler, made)
+    if not (made / "_simgpu.so").exists():
+        with made.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (made / "_simgpu.so").exists():
+                _build(compiler, made)
     return made
 
 
 def _torch() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+    # Environments that link to one folder of packages share one build.
+    return Path(spec.origin).resolve().parent
 
 
 def _digest() -> str:
