@@ -223,6 +223,7 @@ class AllReduceSync:
             self._reducer.scale(factor)
         rows = [self._reducer.squares(), *([sums.own[:-1]] if sums.own else [])]
         (square, *own), stop = self._across_stages(rows, sums.stop)
+        self._buffers.verify()
         spread = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         finite = math.isfinite(norm) or self._all_finite()

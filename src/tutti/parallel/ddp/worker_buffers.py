@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import sharers, workers_of
-from tutti.device import widest_float
+from tutti.device import current_stream, is_accelerator, numbers_for, widest_float
 from tutti.errors import UsageError
 from tutti.nn.swap import BufferRef, buffers
 from tutti.parallel.ddp.buffer_handover import BufferHandover
-from tutti.torch_compat import BatchNormBase, foreach_norm, tensor_version
+from tutti.torch_compat import BatchNormBase, foreach_norm, foreach_sub, tensor_version
 from tutti.types import RunContext, SavedState
 
 
@@ -24,6 +26,13 @@ class _Writer(Enum):
     FORWARDS = "the forwards of a worker, or its bodies of a custom loop"
     LAST_BODY = "a custom loop's last body of a global batch, after the update; its writes are the last worker's own"
     SCRIPT = "the script, between global batches; its writes are meant for every worker"
+
+
+class _Copied(NamedTuple):
+    """Flags on their way from the device to the host, and an event behind the copy."""
+
+    flags: Tensor
+    event: torch.Event
 
 
 class WorkerBuffers:
@@ -55,6 +64,7 @@ class WorkerBuffers:
             self._own[run_context.mine[0]] = [slot.get() for slot in self._slots]
         self._inside = run_context.mine[0] if len(run_context.mine) else -1
         self._learned, self._writer, self._custom = set[int](), _Writer.SCRIPT, False
+        self._pending: _Copied | None = None
         self._look()
         self._handover: BufferHandover | None = None
         if run_context.sharers is not None:
@@ -65,6 +75,7 @@ class WorkerBuffers:
 
         A logical worker is one of N fixed shares of the global batch. Where several ranks share the worker's
         micro-batches, the call blocks until the rank before this one has sent the buffers that its forwards have left.
+        The host does not wait for the device: on an accelerator ``verify`` raises the error below.
 
         Args:
             worker: index of the worker, one of those that this rank computes.
@@ -75,9 +86,9 @@ class WorkerBuffers:
         """
         if self._handover is not None:
             self._handover.begin(step)
-        self._follow_writes()
+        self._follow_writes_in_step()
         if worker != self._inside and self._slots:
-            self._take_out()
+            self._keep()
             for slot, tensor in zip(self._slots, self._own[worker], strict=True):
                 slot.put(tensor)
             self._inside = worker
@@ -102,9 +113,26 @@ class WorkerBuffers:
         """
         if self._handover is not None:
             self._handover.finish()
-        self._follow_writes()
+        self._follow_writes_in_step()
         self._writer = _Writer.LAST_BODY if self._custom else _Writer.SCRIPT
         self._look()
+
+    def verify(self) -> None:
+        """Refuse a write of the script that ``enter`` has found on the device. Not collective.
+
+        Called before the update, after the host has read a result of this step's backward: ``enter`` copied its finding
+        to the host before that, so that the host does not wait here.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker.
+        """
+        if self._pending is None:
+            return
+        (flags, event), self._pending = self._pending, None
+        if not event.query():
+            event.synchronize()
+        if own := flags.nonzero().flatten().tolist():
+            self._refuse(self._slots[own[0]])
 
     def begin_custom_loop(self) -> None:
         """Set the rule for buffers that the script writes in its own training loop after an update (``finish``).
@@ -162,6 +190,7 @@ class WorkerBuffers:
             saved: the checkpoint.
         """
         # What the script has loaded into the model is in the checkpoint, too.
+        self._pending = None
         self._look()
         self._take_out()
         if self._handover is not None:
@@ -176,10 +205,27 @@ class WorkerBuffers:
         self._look()
 
     def _take_out(self) -> None:
-        """Read the current worker's buffers from the model, because a module may have assigned new tensors."""
+        """Read the current worker's buffers from the model, with what the script has written. Waits for the device."""
+        self.verify()
         self._follow_writes()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the current worker's buffers as the model has them, because a module may have assigned new tensors."""
         if self._inside >= 0:
             self._own[self._inside] = [slot.get() for slot in self._slots]
+
+    def _follow_writes_in_step(self) -> None:
+        """Call ``_follow_writes``, or on an accelerator its form that does not wait; there ``verify`` refuses."""
+        if self._writer == _Writer.FORWARDS or not self._on_accelerator():
+            self._follow_writes()
+        else:
+            self.verify()
+            self._follow_writes_on_device()
+
+    def _on_accelerator(self) -> bool:
+        places = {slot.get().device for slot in self._slots}
+        return len(places) == 1 and is_accelerator(places.pop())
 
     def _follow_writes(self) -> None:
         """Give a buffer that the script has written between global batches to all workers of this rank.
@@ -194,15 +240,11 @@ class WorkerBuffers:
         if len(self._own) < 2:
             return
         marks = self._marked()
-        changed = {
-            i
-            for i, ((before, version), (now, newer)) in enumerate(zip(self._marks, marks, strict=True))
-            if before is not now or version != newer
-        }
+        changed = self._visibly_changed(marks)
         if self._writer == _Writer.FORWARDS:
             self._learned |= changed
         else:
-            changed |= self._silently_changed()
+            changed |= {i for i, each in enumerate(self._silently_changed(marks).tolist()) if each}
             own = {i for i in changed & self._learned if not _is_reset(self._slots[i])}
             if own and self._writer == _Writer.SCRIPT:
                 self._refuse(self._slots[min(own)])
@@ -210,6 +252,38 @@ class WorkerBuffers:
                 for worker, row in self._own.items():
                     row[i] = marks[i][0] if worker == self._inside else marks[i][0].clone()
         self._marks = marks
+
+    @torch.no_grad()
+    def _follow_writes_on_device(self) -> None:
+        """Do the same as ``_follow_writes`` with flags on the device, and copy refusals to the host for ``verify``."""
+        if len(self._own) < 2:
+            return
+        marks = self._marked()
+        changed = self._visibly_changed(marks)
+        if any(_form(self._marks[i][0]) != _form(marks[i][0]) for i in changed):
+            # No element of the one tensor can be selected in place of the other's.
+            self._follow_writes()
+            return
+        tensors, device = [tensor for tensor, _ in marks], marks[0][0].device
+        written, every = self._silently_changed(marks), range(len(marks))
+        if changed:
+            written |= numbers_for(device, [i in changed for i in every], torch.bool).to(device, non_blocking=True)
+        learned = numbers_for(device, [i in self._learned for i in every], torch.bool).to(device, non_blocking=True)
+        own = written & learned & ~_resets(self._slots, tensors)
+        if self._writer == _Writer.SCRIPT:
+            self._pending = _Copied(own.to("cpu", non_blocking=True), current_stream(device).record_event())
+        for i, taken in enumerate((written & ~own).unbind()):
+            for worker, row in self._own.items():
+                row[i] = tensors[i] if worker == self._inside else torch.where(taken, tensors[i], row[i])
+        self._marks = marks
+
+    def _visibly_changed(self, marks: Sequence[tuple[Tensor, int]]) -> set[int]:
+        """Return the buffers that are other tensors, or other versions of a tensor, than when last looked at."""
+        return {
+            i
+            for i, ((before, version), (now, newer)) in enumerate(zip(self._marks, marks, strict=True))
+            if before is not now or version != newer
+        }
 
     def _refuse(self, slot: BufferRef) -> None:
         raise UsageError(
@@ -223,13 +297,16 @@ class WorkerBuffers:
     def _look(self) -> None:
         """Remember the buffers in the model as they are now, to see what the script writes."""
         self._marks = self._marked()
-        self._norms = _norms(self._marks)
+        self._norms = _norms([tensor for tensor, _ in self._marks])
 
-    def _silently_changed(self) -> set[int]:
-        """Return the buffers whose values have changed since ``_look``, also those written through ``.data``."""
-        norms = _norms(self._marked())
-        same = (norms == self._norms) | (norms.isnan() & self._norms.isnan())
-        return {i for i, each in enumerate(same.tolist()) if not each}
+    def _silently_changed(self, marks: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return, for each buffer, whether its value has changed since ``_look``; writes through ``.data`` count too.
+
+        Returns:
+            (buffers,) truth values on the buffers' device.
+        """
+        norms = _norms([tensor for tensor, _ in marks])
+        return (norms != self._norms) & ~(norms.isnan() & self._norms.isnan())
 
     def _marked(self) -> list[tuple[Tensor, int]]:
         """Return each buffer in the model with its version counter, where several workers share this rank."""
@@ -304,19 +381,48 @@ class WorkerBuffers:
         return table if self._comm.alive_ranks == there else self._gather()
 
 
-def _norms(marks: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return the norm of each buffer, on the buffers' device, to tell whether their values have changed."""
-    tensors = [t if t.is_floating_point() or t.is_complex() else t.float() for t, _ in marks]
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
+    """Return the norm of each buffer, (buffers,) on their device, with few kernels."""
     if not tensors:
         return torch.empty(0)
-    device = tensors[0].device
-    return torch.stack([norm.to(device, widest_float(device)) for norm in foreach_norm(tensors)])
+    norms, device = foreach_norm(_as_floats(tensors), order), tensors[0].device
+    if len({(norm.device, norm.dtype) for norm in norms}) == 1:
+        return torch.stack(norms).to(widest_float(device))
+    return torch.stack([norm.to(device, widest_float(device)) for norm in norms])
+
+
+def _as_floats(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors with real or complex elements, at least one; scalar counts of one device are cast together."""
+    found = [t if t.is_floating_point() or t.is_complex() or t.dim() == 0 else t.float() for t in tensors]
+    found = [t if t.numel() else t.new_zeros(1) for t in found]
+    counts = [i for i, t in enumerate(found) if not (t.is_floating_point() or t.is_complex())]
+    for device in {found[i].device for i in counts}:
+        here = [i for i in counts if found[i].device == device]
+        for i, cast in zip(here, torch.stack([found[i] for i in here]).float().unbind(), strict=True):
+            found[i] = cast
+    return found
 
 
 def _is_reset(slot: BufferRef) -> bool:
     """Return whether a buffer has the values of a reset: zeros, or ones in a batch norm's variance."""
-    ones = slot.key == "running_var" and isinstance(slot.owner, BatchNormBase)
-    return bool((slot.get() == ones).all())
+    return bool((slot.get() == _reset_value(slot)).all())
+
+
+def _resets(slots: Sequence[BufferRef], tensors: Sequence[Tensor]) -> Tensor:
+    """Return which of all buffers have the values of a reset, (buffers,) truth values on their device."""
+    ones = [i for i, slot in enumerate(slots) if _reset_value(slot)]
+    distances = list(tensors)
+    for i, distance in zip(ones, foreach_sub([tensors[i] for i in ones], 1.0) if ones else (), strict=True):
+        distances[i] = distance
+    return _norms(distances, math.inf) == 0
+
+
+def _reset_value(slot: BufferRef) -> int:
+    return int(slot.key == "running_var" and isinstance(slot.owner, BatchNormBase))
 
 
 def _gather_rows(rows: Sequence[Tensor], comm: Communicator, workers: int) -> Tensor:

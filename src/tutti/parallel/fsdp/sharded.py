@@ -326,6 +326,7 @@ class ShardedSync:
         self._sum_over_copies(step_context)
         sums, square = self._agree(step_context, self._counting.take(), used)
         square, stop = norm_across_model(self._run_context.comms.model, square, sums.stop, step_context)
+        self._buffers.verify()
         for (rows, seen), flag in zip(self._pairs(), sums.used, strict=True):
             if not flag:
                 # FSDP2 sets zeros where no backward reached a parameter; the optimizer would still decay it.

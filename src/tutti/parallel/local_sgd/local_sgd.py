@@ -163,6 +163,7 @@ class LocalSGDSync:
         gradients = [p.grad for _, p in self._trained if p.grad is not None]
         if part is not None:
             norm = own_mean(gradients, part, self._step_context.loss_scale)
+            self._buffers.verify()
             if math.isfinite(norm):
                 factor, left = clipped(norm, self._run_context.clip)
                 if factor != 1.0:
@@ -202,6 +203,7 @@ class LocalSGDSync:
         if (reducer := self._jointly(step_context)) is not None:
             return self._together(reducer, step_context)
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
+        self._buffers.verify()
         if not digests_agree(metrics[METRICS:], digests(step_context), self._run_context.workers):
             refuse_mismatch(self._run_context.comms.replica, step_context)
         if self._due(step_context):
@@ -406,6 +408,7 @@ class LocalSGDSync:
         count = sums.samples or math.nan
         reducer.scale(1 / count)
         norm = math.sqrt(sum(reducer.squares()))
+        self._buffers.verify()
         finite = math.isfinite(norm) or all(is_finite(p.grad) for _, p in self._trained)
         return self._counting.stats(sums, norm, finite, sums.stop)
 

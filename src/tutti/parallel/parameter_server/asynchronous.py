@@ -231,6 +231,7 @@ class AsynchronousServerSync(RemoteGradients):
         """Divide the gradients by the count of their loss and clip them, in place; False where they are non-finite."""
         there = [g for g in gradients if g is not None]
         norm = own_mean(there, part, self._step_context.loss_scale)
+        self._buffers.verify()
         if not math.isfinite(norm):
             self._culprits += nonfinite_names(zip([name for name, _ in self._trained], gradients, strict=True))
             return False
