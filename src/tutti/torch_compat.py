@@ -656,17 +656,18 @@ def flight_recorder() -> Callable[..., Any] | None:
 
 
 def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> None:
-    """Replace the all-gather and reduce-scatter of an FSDP2 module.
+    """Replace the all-gather (unless None) and the reduce-scatter of an FSDP2 module.
 
     The methods are public but may change, as their documentation says; the protocols of their arguments are private and
     need ``allocate`` and ``__call__`` only.
 
     Args:
         unit: an FSDP-wrapped module.
-        all_gather: object that allocates the buffer of, and performs, an all-gather of parameters.
+        all_gather: object that allocates the buffer of, and performs, an all-gather of parameters; None for PyTorch's.
         reduce_scatter: object that allocates the buffer of, and performs, a reduce-scatter of gradients.
     """
-    unit.set_custom_all_gather(all_gather)
+    if all_gather is not None:
+        unit.set_custom_all_gather(all_gather)
     unit.set_custom_reduce_scatter(reduce_scatter)
 
 

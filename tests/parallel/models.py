@@ -48,4 +48,4 @@ def trained(
             if len(said) == steps:
                 break
         epoch += 1
-    return {n: t.double().numpy().copy() for n, t in sorted(run.state().items())}, said, run.weights_sha256()
+    return {n: t.cpu().double().numpy().copy() for n, t in sorted(run.state().items())}, said, run.weights_sha256()

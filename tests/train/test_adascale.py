@@ -73,7 +73,7 @@ def train(loss: Any, strategy: str, **options: Any) -> Any:
     )
     run.lr_schedule = falling
     said = trained(run, STEPS)
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, said, run.weights_sha256()
+    return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, said, run.weights_sha256()
 
 
 def by_hand(loss: Any, clip: float | None) -> tuple[dict[str, Any], list[tuple[float, float]]]:

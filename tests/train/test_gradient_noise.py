@@ -129,7 +129,7 @@ def without_dropout(micro: int | None, own: bool, scale: str | None) -> tuple[di
                 said.append(run.stats.loss)
             if run.clock == 4:
                 break
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, said
+    return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, said
 
 
 @pytest.mark.parametrize(("own", "scale"), [(False, None), (False, "1024"), (True, None), (True, "1024")])

@@ -41,7 +41,7 @@ def train(every: int | None = 2, optimizer: str = "adam:lr=0.01", **options: Any
             found.append({} if run.noise_probe is None else dict(run.noise_probe.values()))
             if run.clock == STEPS:
                 break
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, found
+    return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, found
 
 
 def by_hand(micro: int | None, scaled: bool = False) -> list[tuple[float, float]]:
@@ -112,6 +112,15 @@ def test_equal_to_two_plain_loops(
 ) -> None:
     for _, found in worlds.run(devices, train, strategy=strategy, micro_batch=micro, **options):
         check(found, micro, adam)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("sharded:stage=2", 2), ("sharded:stage=3,units=Linear", 3), ("sharded:offload=true", 2), ("sharded", 1)],
+)
+def test_gradients_that_backward_reduces_on_an_accelerator(strategy: str, devices: int) -> None:
+    for _, found in worlds.run_on(worlds.ACCELERATOR, devices, train, strategy=strategy, micro_batch=2):
+        check(found, 2, adam=False)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline:micro_batches=2", "model_parallel"])

@@ -311,7 +311,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     noise = config.noise
     norm = config.batch_norm_options
     if config.noise_every is not None:
-        parallel.check_noise_scale(choice, devices, contract, noise is not None, accelerated)
+        parallel.check_noise_scale(choice, devices, contract, noise is not None)
     if isinstance(norm, Sync):
         each = per_worker_option(adaptive, noise, config.noise_every)
         parallel.check_sync(choice, devices, config.reproducible, each)

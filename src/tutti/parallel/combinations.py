@@ -182,9 +182,7 @@ def _check_tree(choice: Choice, option: str) -> None:
         )
 
 
-def check_noise_scale(
-    choice: Choice, devices: int, contract: BatchContract, noisy: bool, accelerated: bool, sparse: bool = False
-) -> None:
+def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noisy: bool, sparse: bool = False) -> None:
     """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
     The measurement compares gradients of parts of a batch with their sum, so both must exist at the same parameters.
@@ -194,7 +192,6 @@ def check_noise_scale(
         devices: number of devices.
         contract: division of a global batch into logical workers and micro-batches.
         noisy: whether the run has ``--gradient-noise``.
-        accelerated: whether the devices are accelerators.
         sparse: whether the model has sparse gradients.
 
     Raises:
@@ -214,7 +211,7 @@ def check_noise_scale(
             why="an update leaves out the slowest gradients, and the noise compares the sum with all of them",
             remedy="leave out backup, or --noise-every",
         )
-    if exchange.shards_parameters(shape) and (accelerated or not choice.row.own_backward):
+    if exchange.shards_parameters(shape) and not choice.row.own_backward:
         raise UsageError(
             f"--noise-every cannot be combined with stage 2 or 3 of strategy '{choice.name}' here",
             why="backward itself sums the gradients over the devices, so that no device has its own",

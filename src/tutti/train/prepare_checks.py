@@ -185,8 +185,7 @@ def check_run(
     if o.noise_every is not None:
         if o.noise_every < 1:
             raise UsageError(f"noise_every is {o.noise_every}", remedy="give a whole number of at least 1, or None")
-        accelerated = is_accelerator(world.device)
-        parallel.check_noise_scale(choice, grid.size, contract, noise is not None, accelerated, bool(sparse))
+        parallel.check_noise_scale(choice, grid.size, contract, noise is not None, bool(sparse))
     option = per_worker_option(adaptive, noise, o.noise_every)
     together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
     return CheckedRun(

@@ -36,6 +36,7 @@ from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import (
     TorchFunctionDisabled,
     module_parameters,
+    reduce_scatter_single,
     set_fsdp_collectives,
     storage_key,
     tree_leaves,
@@ -495,6 +496,8 @@ def _shard(
         if device == "cpu":
             place = names[unit] or "the model"
             set_fsdp_collectives(unit, _Gather(comm, place, beginning), _ScatterSum(comm, place, beginning, meter))
+        else:
+            set_fsdp_collectives(unit, None, _MeasuredScatter(meter))
         made.append(unit)
     return made
 
@@ -563,6 +566,20 @@ class _ScatterSum(_Message):
         self._beginning.compare(text := f"reduce_scatter of gradients of {self._place}")
         self._meter.add(input_tensor)
         self._comm.scatter_sum(output_tensor, input_tensor, text)
+
+
+class _MeasuredScatter:
+    """FSDP2's own reduce-scatter over the device's process group, with the gradient meter before it."""
+
+    def __init__(self, meter: _GradientMeter) -> None:
+        self._meter = meter
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._meter.add(input_tensor)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _refuse_functional_call(*_: Any) -> None:
