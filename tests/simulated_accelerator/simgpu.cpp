@@ -13,6 +13,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
@@ -529,6 +530,19 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<ScalarT
                                            dtype_or_default(dtype));
 }
 
+// Derivatives that are zero everywhere, as of sgn: a tensor without memory, with a dispatch key of its own, as on CUDA.
+Tensor efficient_zero_tensor(SymIntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>,
+                             std::optional<Device> device, std::optional<bool>) {
+  static auto* allocators = [] {
+    auto* made = new std::vector<at::native::ZeroTensorAllocator*>;
+    for (int i = 0; i < device_count(); i++) made->push_back(new at::native::ZeroTensorAllocator(Device(kType, i)));
+    return made;
+  }();
+  const DispatchKeySet keys = DispatchKeySet(DispatchKey::PrivateUse1) | DispatchKeySet(DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), (*allocators)[Guard::index(*device)], keys,
+                                   dtype_or_default(dtype), std::nullopt);
+}
+
 Tensor as_strided(const Tensor& self, SymIntArrayRef size, SymIntArrayRef stride, std::optional<SymInt> offset) {
   return at::cpu::as_strided_symint(self, size, stride, offset);
 }
@@ -629,6 +643,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &efficient_zero_tensor);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
   m.impl("resize_", &resize_);

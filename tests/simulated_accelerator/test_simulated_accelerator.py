@@ -72,6 +72,23 @@ def test_its_arithmetic_and_its_draws_are_those_of_the_cpu() -> None:
     assert worlds.run_on(DEVICE, 1, arithmetic) == [{"equal": True, "parameter": DEVICE, "draws": (True, True)}]
 
 
+def second_derivatives() -> list[Any]:
+    """Of a sum with absolute values, and the sum of a view of such a tensor of zeros with another tensor."""
+    found = []
+    for device in (torch.device("cpu"), place()):
+        values = torch.tensor([1.0, -2.0], device=device, requires_grad=True)
+        [first] = torch.autograd.grad((values.abs() + values**3).sum(), values, create_graph=True)
+        found.append(torch.autograd.grad((first * first.detach()).sum(), values)[0].tolist())
+        zeros = torch._efficientzerotensor((2,), device=device)
+        found.append((zeros.view(2, 1) + values).tolist())
+    return found
+
+
+def test_derivatives_that_are_zero_everywhere_have_no_memory() -> None:
+    [(first, zeros, *there)] = worlds.run_on(DEVICE, 1, second_derivatives)
+    assert there == [first, zeros] and zeros == [[1.0, -2.0], [1.0, -2.0]]
+
+
 def misplaced() -> list[str]:
     device, host = torch.ones(3, device=place()), torch.ones(3)
     return [
