@@ -294,6 +294,20 @@ def test_the_loss_of_a_body_that_mixes_samples(loss: Any, fires: int, strategy: 
         assert names(1, partial(by_hand, loss, workers=1)) == []
 
 
+def absolute(net: Any, batch: Any) -> Any:
+    """Its second derivative is a tensor of zeros without memory."""
+    return (net(batch) - batch[:, :1]).abs().mean()
+
+
+@pytest.mark.parametrize(("loss", "fires"), [(absolute, 0), (variance, 1)])
+def test_the_loss_of_a_body_that_mixes_samples_on_an_accelerator(
+    loss: Any, fires: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "DEVICE", worlds.ACCELERATOR)
+    for strategy in ("mirrored", "sharded"):
+        assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * fires
+
+
 def test_a_loss_that_counts_its_calls_is_not_told_to_mix_samples() -> None:
     assert names(2, partial(trained, grows)) == []
 

@@ -26,7 +26,6 @@ from tutti.data.global_generators import own_generators
 from tutti.data.item_source import CollatedSource
 from tutti.data.source import Source
 from tutti.data.stream import Stream
-from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
@@ -276,13 +275,11 @@ class Checks:
         )
 
     def _probes(self, model: nn.Module, samples: int) -> MixingProbe | None:
-        """Return a probe of the loss of the first step; None where code is compiled, or on an accelerator."""
+        """Return a probe of the loss of the first step; None where none is due, or code is compiled."""
         run = self._run
         compiled = run.context.compile is not None or any(map(is_compiled, model.modules()))
         split = run.context.comms.model.size > 1
-        # Not every kernel of an accelerator has a second derivative, and reading it makes the host wait.
-        elsewhere = is_accelerator(run.context.comms.world.device)
-        return None if split or compiled or elsewhere or samples < 2 else MixingProbe(model, samples)
+        return None if split or compiled or samples < 2 else MixingProbe(model, samples)
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Look, in the first body of a custom loop, whether its loss mixes samples; ``end_body`` reports it."""
