@@ -138,3 +138,25 @@ def test_inputs_that_share_memory_are_no_state() -> None:
         run.backward(model(inputs).square().mean())
         optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, run.state().values(), strict=True))
+
+
+def test_the_model_as_a_function_of_its_parameters() -> None:
+    """Gradients of each sample by ``torch.func``, in the bodies of two workers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, TEXT.reshape(-1, 6), workers=2, batch_size=COLUMNS, shuffle=False)
+
+    def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (sample[None],)).square().mean()
+
+    for inputs in run.microbatches(0):
+        optimizer.zero_grad()
+        weights = {name: value.detach() for name, value in model.named_parameters()}
+        slopes = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, inputs)
+        held = [value.grad.clone() if value.grad is not None else 0 for value in model.parameters()]
+        model(inputs).square().mean().backward()
+        for value, before, slope in zip(model.parameters(), held, slopes.values(), strict=True):
+            assert value.grad is not None
+            torch.testing.assert_close(value.grad - before, slope.mean(0))
+        optimizer.step()

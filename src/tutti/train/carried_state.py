@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.errors import UsageError, script_line
-from tutti.torch_compat import tree_leaves, view_base
+from tutti.torch_compat import functorch_level, tree_leaves, view_base
 from tutti.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -87,8 +87,10 @@ class _StateHook:
         self._look = look
 
     def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
-        """Look at a module's arguments, or at its arguments and output."""
-        self._look(module, args, rest)
+        """Look at a module's arguments, or at its arguments and output; but not within ``vmap`` or ``grad``."""
+        # Tensors there wrap others and have no storage; the module is a function, and no state leaves its call.
+        if functorch_level() is None:
+            self._look(module, args, rest)
 
 
 def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
