@@ -193,6 +193,30 @@ def test_a_name_that_is_pending_is_refused() -> None:
         assert "same name as another tensor" in text and total == 3.0
 
 
+def numbers_that_are_not_reduced() -> list[Any]:
+    rows = torch.ones(1).expand(2)
+    found = [
+        refused(tutti.allreduce, torch.tensor([True]), "average", "x"),
+        refused(tutti.reducescatter, torch.ones(2).bool(), "average", "x"),
+        refused(tutti.allreduce, torch.tensor([1j]), "max", "x"),
+        refused(tutti.allreduce_async, rows, "sum", "x", in_place=True),
+        refused(tutti.broadcast_async, rows, 0, "x", in_place=True),
+    ]
+    value = torch.tensor([1 + 2j * tutti.rank()])
+    return [
+        *found,
+        tutti.allreduce(value, "average", prescale=2.0, postscale=3.0).item(),
+        tutti.allreduce(rows).tolist(),
+    ]
+
+
+def test_dtypes_and_places_that_cannot_be_reduced_are_refused_at_the_call() -> None:
+    for rank, found in enumerate(run(2, numbers_that_are_not_reduced)):
+        assert [text for text in found[:5] if f"rank {rank}" not in text or "x'" not in text] == []
+        assert "Tensor type bool is not supported by average" in found[0] and "complex64" in found[2]
+        assert "required to be contiguous" in found[3] and found[5:] == [6 + 6j, [1.0, 1.0]]
+
+
 def sets() -> list[Any]:
     rank = tutti.rank()
     even, odd = tutti.add_process_set([0, 2]), tutti.add_process_set([1, 3])

@@ -40,7 +40,7 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
     """
     if factor == 1.0:
         return tensor
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return (tensor.double() * factor).to(tensor.dtype)
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return (tensor.float() * factor).to(tensor.dtype)
@@ -61,7 +61,7 @@ def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
         The finished reduction, ``total`` itself or a new tensor.
     """
     averaged = call.op == ReduceOperation.AVERAGE
-    if not total.is_floating_point():
+    if not (total.is_floating_point() or total.is_complex()):
         if call.postscale != 1.0:
             return scale(total, call.postscale / size if averaged else call.postscale)
         return total.div_(size, rounding_mode="trunc") if averaged else total

@@ -24,6 +24,15 @@ from tutti.launcher import context
 
 AVERAGE, SUM = ReduceOperation.AVERAGE, ReduceOperation.SUM
 
+_COMPLEX = frozenset(("complex32", "complex64", "complex128"))
+_UNDEFINED = {
+    ReduceOperation.AVERAGE: frozenset(("bool",)),
+    ReduceOperation.MIN: _COMPLEX,
+    ReduceOperation.MAX: _COMPLEX,
+    ReduceOperation.PRODUCT: _COMPLEX,
+}
+"""Dtypes whose numbers an operation cannot reduce, or that no backend reduces by it."""
+
 
 class ProcessSet:
     """An ordered set of ranks that perform collectives among themselves.
@@ -138,6 +147,20 @@ def _submit(
             where=_where(kind, name),
             remedy="move them together",
         )
+    dtypes = tuple([_name_of(tensor.dtype) for tensor in inputs])
+    if (refused := _UNDEFINED.get(given.get("op", ""))) is not None and not refused.isdisjoint(dtypes):
+        raise UsageError(
+            f"Tensor type {next(dtype for dtype in dtypes if dtype in refused)} is not supported by {given['op']}",
+            where=_where(kind, name),
+            remedy="convert the tensor, or use another operation",
+        )
+    # Of several places that are one in memory, a copy into the tensor would leave any one.
+    if outputs is not None and any(not tensor.is_contiguous() and 0 in tensor.stride() for tensor in outputs):
+        raise UsageError(
+            "Tensor is required to be contiguous where the result is written into an expanded tensor",
+            where=_where(kind, name),
+            remedy="clone it first",
+        )
     inputs = _without_graph(inputs)
     call = CollectiveCall(
         kind=kind,
@@ -145,7 +168,7 @@ def _submit(
         unnamed=name is None,
         process_set=number,
         shapes=tuple([tensor.shape for tensor in inputs] if shapes is None else shapes),
-        dtypes=tuple([_name_of(tensor.dtype) for tensor in inputs]),
+        dtypes=dtypes,
         device=next(iter(devices), "cpu"),
         **given,
     )
