@@ -58,6 +58,7 @@ def states() -> list[Any]:
         other.weight.zero_()
     state.restore()
     assert state.model is other and torch.equal(other.weight, weight)
+    assert hvd.elastic.TorchState(batch=0).model is None
     return told
 
 

@@ -150,11 +150,15 @@ def messages() -> list[str]:
     handle = hvd.allreduce_async(torch.ones(1), name="y")
     refused(lambda: hvd.allreduce_async(torch.ones(1), name="y"), ValueError)
     hvd.synchronize(handle)
-    refused(lambda: hvd.synchronize(handle), ValueError)
+    assert hvd.synchronize(handle) is None
+    refused(lambda: hvd.poll(handle), ValueError)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     refused(lambda: hvd.DistributedOptimizer(sgd, [*net.named_parameters()][:1]), ValueError)
     refused(lambda: hvd.DistributedOptimizer(sgd, [("a", p) for p in net.parameters()]), ValueError)
+    for options in ({"backward_passes_per_step": 0}, {"groups": 0}, {"groups": [[1]]}):
+        refused(lambda options=options: hvd.DistributedOptimizer(sgd, **options), ValueError)
     refused(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0), ValueError)
+    refused(lambda: hvd.broadcast_parameters(None, 0), ValueError)
     refused(lambda: hvd.alltoall(torch.ones(3)), ValueError)
     optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
     net(torch.ones(1, 4)).sum().backward()
@@ -174,7 +178,11 @@ MESSAGES = [
     "was not created or has been cleared",
     "named_parameters was specified, but one or more model parameters were not named.",
     "Parameter names in named_parameters must be unique. Found duplicates: a",
+    "backward_passes_per_step must be > 0",
+    "groups should be a non-negative integer or a list of list of torch.Tensor.",
+    "groups must consist of torch.Tensor.",
     "cannot broadcast torch.optim.LBFGS state",
+    "invalid params of type: <class 'NoneType'>",
     "splits not provided, but first dimension of tensor is not an even multiple of the number of workers",
     "optimizer.zero_grad() was called after loss.backward() but before",
     "Horovod has not been initialized; use hvd.init().",
@@ -186,6 +194,95 @@ def test_messages_are_horovod_s() -> None:
     for found in run(2, with_horovod, inside=messages):
         assert len(found) == len(MESSAGES)
         assert [text for text, start in zip(found, MESSAGES, strict=True) if start not in text] == []
+
+
+def scheduled(wrapped: bool) -> list[Any]:
+    """A scheduler, and a state that is loaded, of the optimizer that was given to ``DistributedOptimizer``."""
+    net = model()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    ranks = [hvd.rank()] if wrapped else [0, 1]
+    x, y = data(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(nn.functional.mse_loss(net(x[r]), y[r]) / len(ranks) for r in ranks).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+    return [[p.detach() for p in net.parameters()], optimizer.param_groups[0]["lr"]]
+
+
+def test_a_scheduler_of_the_given_optimizer_changes_no_reduction() -> None:
+    alone = scheduled(wrapped=False)
+    for weights, rate in run(2, with_horovod, inside=partial(scheduled, wrapped=True)):
+        assert rate == alone[1] == 0.025
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, alone[0], strict=True))
+
+
+def changes_of_parameters() -> list[list[float]]:
+    """Gradients of a closure, of an added parameter, and of one that was frozen."""
+    used, frozen, added = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, frozen], lr=1.0))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ((used + frozen + added) * (2 * hvd.rank() + 1)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.add_param_group({"params": [added], "lr": 2.0})
+    frozen.requires_grad_(True)
+    for _ in range(2):
+        optimizer.step(closure)
+    return [p.tolist() for p in (used, frozen, added)]
+
+
+def test_gradients_of_closures_and_of_parameters_that_are_added_or_unfrozen() -> None:
+    assert run(2, with_horovod, inside=changes_of_parameters) == [[[-6.0], [-4.0], [-8.0]]] * 2
+
+
+def orders() -> list[Any]:
+    """Parameters in another order on each rank, with names and without a match."""
+    given = {"a": torch.full((2,), 1.0 + hvd.rank()), "b": torch.full((2,), 10.0 + hvd.rank())}
+    hvd.broadcast_parameters(dict(sorted(given.items(), reverse=hvd.rank() == 1)), 0)
+    net = model()
+    net[0].bias.data.fill_(hvd.rank())
+    hvd.broadcast_parameters(list(net.parameters()), 1)
+    found: list[Any] = [given["a"].tolist(), given["b"].tolist(), net[0].bias.tolist()]
+    parameters = [(name, nn.Parameter(torch.ones(2))) for name in "abc"]
+    mine = parameters if hvd.rank() else [parameters[i] for i in (0, 2, 1)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in mine], lr=0.1), mine)
+    lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()), net.named_parameters())
+
+    def closure() -> torch.Tensor:
+        loss = net(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    for wrong, kind in (
+        (optimizer.step, hvd.HorovodInternalError),
+        (lambda: hvd.broadcast_parameters({f"rank {hvd.rank()}": torch.ones(1)}, 0), hvd.HorovodInternalError),
+        (lambda: lbfgs.step(closure), ValueError),
+    ):
+        with pytest.raises(kind) as caught:
+            wrong()
+        found.append(str(caught.value))
+    return found
+
+
+def test_names_match_parameters_in_any_order_and_other_names_are_refused() -> None:
+    for found in run(2, with_horovod, inside=orders):
+        assert found[:3] == [[1.0] * 2, [10.0] * 2, [1.0] * 8]
+        for text, name in zip(found[3:5], ("gradients.c.3.", "parameters.rank 1.1."), strict=True):
+            assert "Ranks wait for different collectives" in text and name in text
+        assert "LBFGS calls the closure several times" in found[5]
 
 
 def misuses() -> list[str]:
@@ -216,7 +313,7 @@ def misuses() -> list[str]:
 def test_messages_of_misuse_name_rank_and_tensor() -> None:
     for rank, found in enumerate(run(2, with_horovod, inside=misuses)):
         assert [text for text in found if f"rank {rank}" not in text] == []
-        names = ["alltoall.x'", "broadcast.x'", "reducescatter.x'", "allreduce.x'", "'2.bias'", "gradients.2.bias.4"]
+        names = ["alltoall.x'", "broadcast.x'", "reducescatter.x'", "allreduce.x'", "'2.bias'", "'2.bias', '2.weight'"]
         assert [text for text, name in zip(found, names, strict=True) if name not in text] == []
 
 
@@ -249,7 +346,9 @@ def test_shutdown_and_init_again() -> None:
 def batch_norm() -> list[Any]:
     torch.manual_seed(0)
     x = torch.randn(hvd.size(), 5, 4, 2) * 3 + 100
-    whole, own = nn.BatchNorm1d(4), hvd.SyncBatchNorm(4)
+    if hvd.rank() == 0:
+        hvd.SyncBatchNorm(4)
+    whole, own = nn.BatchNorm1d(4), hvd.SyncBatchNorm(4, 1e-5, 0.1, True, True)
     a, b = x.clone().requires_grad_(), x[hvd.rank()].clone().requires_grad_()
     expected = whole(a.view(-1, 4, 2)).view_as(a)
     found = own(b)

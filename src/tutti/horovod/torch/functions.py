@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,38 +17,57 @@ from tutti.horovod.torch import mpi_ops
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[Tensor],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Broadcast tensors in place from ``root_rank``, such as ``model.state_dict()`` or ``model.named_parameters()``.
 
     Collective over ``process_set``; blocks. All tensors travel as one collective for each device type. Names and shapes
-    must be equal on all ranks.
+    must be equal on all ranks; tensors with names may have any order.
 
     Args:
-        params: dict of tensors, or pairs of name and tensor; values that are no tensors are left as they are.
+        params: dict of tensors, pairs of name and tensor, or tensors; values that are no tensors are left as they are.
         root_rank: global rank of the source.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``params`` is neither a dict nor pairs of name and tensor.
-        HorovodInternalError: shapes or dtypes differ between ranks.
+        ValueError: ``params`` is none of these.
+        HorovodInternalError: names, shapes or dtypes differ between ranks.
     """
-    if not isinstance(params, Mapping) and not isinstance(params, Iterable):
+    if not isinstance(params, Iterable):
         raise ValueError(f"invalid params of type: {type(params)}")
-    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
+    given = params.items() if isinstance(params, Mapping) else params
+    pairs = [(None, entry) if isinstance(entry, Tensor) else entry for entry in given]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"invalid params of type: {type(params)}")
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
-    _broadcast_in_place([value for _, value in tensors], root_rank, process_set)
+    names = None
+    if all(name is not None for name, _ in tensors):
+        tensors.sort(key=lambda pair: str(pair[0]))
+        names = [str(name) for name, _ in tensors]
+    _broadcast_in_place([value for _, value in tensors], names, root_rank, process_set)
 
 
-def _broadcast_in_place(tensors: list[Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    by_device: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device.type, []).append(tensor)
-    handles = [mpi_ops.start_broadcasts(by_device[device], root_rank, process_set) for device in sorted(by_device)]
+def names_digest(names: Sequence[str]) -> str:
+    """Return eight hexadecimal digits that differ for other names or another order of ``names``."""
+    return hashlib.sha256("\0".join(names).encode()).hexdigest()[:8]
+
+
+def _broadcast_in_place(
+    tensors: list[Tensor], names: list[str] | None, root_rank: int, process_set: ProcessSet
+) -> None:
+    by_device: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device.type, []).append(index)
+    handles = []
+    for indices in (by_device[device] for device in sorted(by_device)):
+        name = None
+        if names is not None:
+            # Ranks with tensors of other names must not get these.
+            here = [names[index] for index in indices]
+            name = f"parameters.{here[0]}.{len(here)}.{names_digest(here)}"
+        handles.append(mpi_ops.start_broadcasts([tensors[i] for i in indices], root_rank, name, process_set))
     for handle in handles:
         mpi_ops.synchronize(handle)
 
@@ -78,7 +98,7 @@ def broadcast_optimizer_state(
     if not root:
         tensors = tensors_described(plain)
     carried = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    _broadcast_in_place(carried, root_rank, process_set)
+    _broadcast_in_place(carried, None, root_rank, process_set)
     if not root:
         optimizer.load_state_dict(decode_object(plain, carried))
 

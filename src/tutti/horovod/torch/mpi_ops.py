@@ -408,12 +408,6 @@ def _handle(handle: CollectiveHandle) -> int:
     return number
 
 
-def _known(handle: int) -> CollectiveHandle:
-    if handle not in _handles:
-        raise ValueError(f"handle {handle} was not created or has been cleared")
-    return _handles[handle]
-
-
 def poll(handle: int) -> bool:
     """Return whether a collective has ended, so that ``synchronize`` would return at once. Does not block.
 
@@ -423,7 +417,9 @@ def poll(handle: int) -> bool:
     Raises:
         ValueError: the handle is unknown.
     """
-    return _known(handle).done
+    if handle not in _handles:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _handles[handle].done
 
 
 @translated
@@ -433,13 +429,16 @@ def synchronize(handle: Any) -> Any:
     Args:
         handle: result of an asynchronous collective: a number, or the function of ``sparse_allreduce_async``.
 
+    Returns:
+        The result; None, as in Horovod, where the handle was synchronised before.
+
     Raises:
-        ValueError: the handle is unknown.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     if callable(handle):
         return handle()
-    found = _known(handle)
+    if (found := _handles.get(handle)) is None:
+        return None
     try:
         return found.wait()
     finally:
@@ -977,7 +976,9 @@ def broadcast_async_(
     return _handle(collectives.broadcast_async(tensor, root_rank, named, process_set=process_set, in_place=True))
 
 
-def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: ProcessSet = global_process_set) -> int:
+def start_broadcasts(
+    tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Start a broadcast of several tensors in place, as one collective; return a handle for the result.
 
     Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
@@ -986,6 +987,7 @@ def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: Pro
     Args:
         tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` count.
         root_rank: global rank of the source.
+        name: matches the ranks' calls; None: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -995,9 +997,8 @@ def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: Pro
         ValueError: ``init`` was not called, or an argument is wrong.
     """
     check_initialized()
-    return _handle(
-        translated(collectives.grouped_broadcast_async)(tensors, root_rank, process_set=process_set, in_place=True)
-    )
+    start = translated(collectives.grouped_broadcast_async)
+    return _handle(start(tensors, root_rank, _named("broadcast", name), process_set=process_set, in_place=True))
 
 
 @translated

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,9 @@ from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.horovod.torch import mpi_ops
 from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
+from tutti.horovod.torch.functions import names_digest
 from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
+from tutti.torch_compat import is_wrapped_by_scheduler, mark_stepped
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _OVERTAKEN = (
@@ -80,6 +83,7 @@ class _Distributed:
     """What ``DistributedOptimizer`` adds to the class of the user's optimizer."""
 
     param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
 
     def _distribute(
         self,
@@ -93,38 +97,55 @@ class _Distributed:
         process_set: ProcessSet,
     ) -> None:
         self._parameter_names = {parameter: name for name, parameter in named}
-        self._compression, self._op, self._process_set = compression, op, process_set
-        self.backward_passes_per_step = passes
+        self._compression, self.op, self.process_set = compression, op, process_set
+        self.backward_passes_per_step, self.gradient_predivide_factor = passes, predivide
         self._prescale, self._postscale = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
-        self._sparse_as_dense = sparse_as_dense
+        self.sparse_as_dense = sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
         self._backward: dict[Tensor, _Backward] = {}
         self._sparse: dict[Tensor, Any] = {}
+        self._frozen: list[Tensor] = []
         self._buckets: list[_Bucket] = []
         self._hooks: list[Any] = []
-        self._bucket_bytes, self._autotune = BUCKET_BYTES, None
-        if process_set.included() and (process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
-            self._plan(groups)
-            self._register()
-            if op != Adasum and self._buckets:
-                self._groups, self._autotune = groups, make_autotune(named[0][0], process_set)
+        self._groups, self._bucket_bytes, self._autotune = groups, BUCKET_BYTES, None
+        self._reduces = process_set.included() and (process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        self._adopt(groups)
+        if op != Adasum and self._buckets:
+            self._autotune = make_autotune(named[0][0], process_set)
 
     # --- buckets ---------------------------------------------------------------------------------------------------
 
-    def _plan(self, groups: list[list[Tensor]]) -> None:
-        """Put parameters into buckets: the given groups, the others by size in the reverse order of the groups."""
+    def _adopt(self, groups: list[list[Tensor]]) -> None:
+        """Reduce the gradients of all parameters that require them from now on, and keep a list of the others.
+
+        Args:
+            groups: parameters whose gradients travel together; the others are put into buckets by size.
+        """
+        new = []
+        for i, rows in enumerate(self.param_groups):
+            for j, parameter in enumerate(rows["params"]):
+                self._parameter_names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
+                if parameter not in self._backward:
+                    new.append(parameter)
+        if self._reduces:
+            self._frozen = [parameter for parameter in new if not parameter.requires_grad]
+            new = [parameter for parameter in new if parameter.requires_grad]
+            self._plan(new, groups)
+            self._register(new)
+
+    def _plan(self, parameters: Iterable[Tensor], groups: list[list[Tensor]]) -> None:
+        """Put parameters into buckets: the given groups, the others by size in their reverse order."""
         grouped = {parameter for group in groups for parameter in group}
         for group in groups:
             self._add_bucket(group)
         rest: dict[tuple[torch.dtype, str], list[Tensor]] = {}
-        for rows in self.param_groups:
-            for parameter in rows["params"]:
-                if parameter.requires_grad and parameter not in grouped:
-                    rest.setdefault((parameter.dtype, parameter.device.type), []).append(parameter)
-        for parameters in rest.values():
+        for parameter in parameters:
+            if parameter not in grouped:
+                rest.setdefault((parameter.dtype, parameter.device.type), []).append(parameter)
+        for alike in rest.values():
             bucket: list[Tensor] = []
             room = min(_FIRST_BUCKET_BYTES, self._bucket_bytes)
-            for parameter in reversed(parameters):
+            for parameter in reversed(alike):
                 size = parameter.numel() * parameter.element_size()
                 if bucket and size > room:
                     self._add_bucket(bucket)
@@ -134,7 +155,9 @@ class _Distributed:
             self._add_bucket(bucket)
 
     def _add_bucket(self, parameters: list[Tensor]) -> None:
-        bucket = _Bucket(f"gradients.{self._parameter_names[parameters[0]]}.{len(parameters)}", parameters)
+        names = [self._parameter_names[parameter] for parameter in parameters]
+        # The digest tells apart ranks whose parameters are in another order, which would mix their gradients.
+        bucket = _Bucket(f"gradients.{names[0]}.{len(names)}.{names_digest(names)}", parameters)
         self._buckets.append(bucket)
         for parameter in parameters:
             if (backward := self._backward.get(parameter)) is None:
@@ -142,11 +165,13 @@ class _Distributed:
             else:
                 backward.bucket = bucket
 
-    def _register(self) -> None:
-        for parameter, backward in self._backward.items():
-            # Horovod's scripts read .grad before the first backward.
-            parameter.grad = torch.zeros_like(parameter)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, backward)))
+    def _register(self, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                # Horovod's scripts read .grad before the first backward.
+                parameter.grad = torch.zeros_like(parameter)
+            hook = partial(self._on_gradient, self._backward[parameter])
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _on_gradient(self, backward: _Backward, parameter: Tensor) -> None:
         bucket = backward.bucket
@@ -157,7 +182,7 @@ class _Distributed:
             return
         bucket.missing -= 1
         gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
+        if gradient is not None and gradient.is_sparse and not self.sparse_as_dense:
             self._start_sparse(parameter, gradient)
         if bucket.missing == 0:
             self._start(bucket)
@@ -167,7 +192,7 @@ class _Distributed:
 
     def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
         self._sparse[parameter] = mpi_ops.sparse_allreduce_async(
-            gradient, f"gradient.{self._parameter_names[parameter]}", self._op, self._process_set
+            gradient, f"gradient.{self._parameter_names[parameter]}", self.op, self.process_set
         )
 
     def _start(self, bucket: _Bucket) -> None:
@@ -189,11 +214,11 @@ class _Distributed:
             return
         bucket.handle = mpi_ops.translated(collectives.grouped_allreduce_async)(
             tensors,
-            self._op,
+            self.op,
             bucket.name if len(tensors) == len(bucket.parameters) else f"{bucket.name}.{len(tensors)}",
             prescale=self._prescale,
             postscale=self._postscale,
-            process_set=self._process_set,
+            process_set=self.process_set,
             in_place=True,
         )
 
@@ -217,6 +242,8 @@ class _Distributed:
         Raises:
             HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
+        if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
+            self._adopt([])
         for bucket in self._buckets:
             if not bucket.started:
                 self._start(bucket)
@@ -264,33 +291,68 @@ class _Distributed:
         ``synchronize`` was called before outside ``skip_synchronize``, because the gradients are then reduced twice.
 
         Args:
-            closure: argument of the user's optimizer, a function that evaluates the loss again; None: none.
+            closure: computes the gradients and returns the loss of this rank; the gradients are reduced after it.
 
         Returns:
-            What the ``step`` of the user's optimizer returns.
+            What the user's optimizer returns.
+
+        Raises:
+            ValueError: the user's optimizer calls ``closure`` several times, as L-BFGS does.
         """
-        if self._should_synchronize:
+        if self._should_synchronize and closure is not None:
+            closure = self._reduced(closure)
+        elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(_OVERTAKEN, stacklevel=2)
             self.synchronize()
         self._synchronized = False
         result = super().step(closure)  # type: ignore[misc]
+        self._synchronized = False
         if self._autotune is not None and (size := self._autotune.after_step()) is not None:
             self._bucket_bytes, self._buckets = size, []
-            self._plan(self._groups)
+            self._plan(self._backward, self._groups)
         return result
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        calls = 0
+
+        def reduced() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ValueError(
+                    f"{type(self).__name__} calls the closure several times in a step. How often depends on the loss "
+                    "of each rank, and ranks would diverge. Use an optimizer that calls the closure once"
+                )
+            loss = closure()
+            if not self._synchronized:
+                self.synchronize()
+            return loss
+
+        return reduced
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, as ``zero_grad`` of the user's optimizer does with the same arguments.
 
         Raises:
-            AssertionError: all-reduces of gradients are under way, between backward and ``step`` or ``synchronize``.
+            AssertionError: between a backward and ``step`` or ``synchronize``, where its gradients would be lost.
         """
-        names = [self._parameter_names[parameter] for parameter in self._sparse]
-        names += [bucket.name for bucket in self._buckets if bucket.handle is not None]
-        if names:
-            raise AssertionError(f"{_RACE} (rank {mpi_ops.rank()}: {', '.join(names)})")
+        passes = self.backward_passes_per_step
+        computed = [p for p, backward in self._backward.items() if backward.delay != passes]
+        if computed:
+            names = ", ".join(f"'{self._parameter_names[parameter]}'" for parameter in computed[:3])
+            more = f" and {len(computed) - 3} more" if len(computed) > 3 else ""
+            raise AssertionError(f"{_RACE} (rank {mpi_ops.rank()}, parameters {names}{more})")
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, and reduce their gradients, too; call it on every rank.
+
+        Args:
+            param_group: ``params`` and options, as the user's optimizer takes them. Names go by position.
+        """
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._adopt([])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the user's optimizer, and drop all-reduces of gradients that are under way.
@@ -298,7 +360,15 @@ class _Distributed:
         Args:
             state_dict: state that ``state_dict`` of an optimizer over the same parameters has returned.
         """
+        groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        # The given optimizer has the same dicts, and a scheduler may hold that one.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
         self._forget_reductions()
         self._synchronized, self._should_synchronize = False, True
 
@@ -356,7 +426,7 @@ class _DistributedDelta(_Distributed):
             changes = [p.detach() - start for p, start in zip(parameters, before, strict=True)]
             compressed = [self._compression.compress(change) for change in changes]
             reduced = mpi_ops.translated(collectives.grouped_allreduce_async)(
-                [tensor for tensor, _ in compressed], Adasum, "adasum.changes", process_set=self._process_set
+                [tensor for tensor, _ in compressed], Adasum, "adasum.changes", process_set=self.process_set
             )
             combined = mpi_ops.translated(reduced.wait)()
             with torch.no_grad():
@@ -431,12 +501,17 @@ def DistributedOptimizer(
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
     named = _checked_names(optimizer, named_parameters)
     base = _DistributedDelta if op == Adasum and process_set.size() > 1 else _Distributed
     kind: Any = type(type(optimizer).__name__, (base, type(optimizer)), {})
     made = kind.__new__(kind)
-    # Shared, not copied: schedulers and checkpoints that hold the given optimizer stay valid.
-    made.__dict__.update(optimizer.__dict__)
+    # Shared, not copied: schedulers and checkpoints that hold the given optimizer stay valid. A scheduler replaces the
+    # method step of the optimizer that it holds by one that steps this optimizer alone, without a reduction.
+    made.__dict__.update({k: v for k, v in vars(optimizer).items() if not callable(getattr(kind, k, None))})
+    if is_wrapped_by_scheduler(vars(optimizer).get("step")):
+        mark_stepped(optimizer)
     made._distribute(
         named,
         compression,
@@ -486,17 +561,17 @@ def _checked_groups(
     if groups is None:
         return []
     if isinstance(groups, int):
-        if groups < 0:
+        if groups <= 0:
             raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
         count = min(groups, len(parameters))
-        sizes = [len(parameters) // count + (i < len(parameters) % count) for i in range(count)] if count else []
+        sizes = [len(parameters) // count + (i < len(parameters) % count) for i in range(count)]
         at = iter(parameters)
         return [[next(at) for _ in range(size)] for size in sizes]
     seen: set[Tensor] = set()
     for group in groups:
         for parameter in group:
             if not isinstance(parameter, Tensor):
-                raise ValueError("groups should consist of lists of torch.Tensor.")
+                raise ValueError("groups must consist of torch.Tensor.")
             if parameter in seen:
                 raise ValueError("A parameter can only appear once in groups.")
             seen.add(parameter)

@@ -21,16 +21,23 @@ class SyncBatchNorm(BatchNormBase):
     this rank's samples, as for any other layer.
 
     Args:
-        num_features: number of channels C of the input (N, C, …).
-        given: further keyword arguments of ``torch.nn.BatchNorm1d``, such as ``eps`` and ``momentum``.
+        num_features: channels C of the input (N, C, …).
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None: their plain average.
+        affine: whether there are weight and bias.
+        track_running_stats: whether there are running statistics; without, evaluation uses those of the batch.
     """
 
-    _count = 0
-
-    def __init__(self, num_features: int, **given: Any) -> None:
-        super().__init__(num_features, **given)
-        self._label = f"sync_batch_norm.{SyncBatchNorm._count}"
-        SyncBatchNorm._count += 1
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        **given: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **given)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -71,7 +78,7 @@ class SyncBatchNorm(BatchNormBase):
         return result.to(input.dtype)
 
     def _summed(self, tensor: Tensor, what: str) -> Tensor:
-        summed: Tensor = mpi_ops.translated(collectives.allreduce)(tensor, collectives.SUM, f"{self._label}.{what}")
+        summed: Tensor = mpi_ops.translated(collectives.allreduce)(tensor, collectives.SUM, f"sync_batch_norm.{what}")
         return summed
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:

@@ -182,7 +182,7 @@ class TorchState(ObjectState):
     def __init__(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        given = {name: value for name, value in {"model": model, "optimizer": optimizer}.items() if value is not None}
+        given = {"model": model, "optimizer": optimizer}
         handlers: dict[str, StateHandler] = {}
         plain = {}
         for name, value in {**given, **kwargs}.items():
