@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from functools import partial
@@ -340,7 +341,7 @@ def shut_down_elsewhere() -> str:
 
 def test_shutdown_and_init_again() -> None:
     zero, one = run(2, shut_down_elsewhere)
-    assert zero == "" and "Horovod has been shut down" in one
+    assert zero == "" and "Horovod has been shut down" in one and "Rank 0 has left the job" in one
 
 
 def batch_norm() -> list[Any]:
@@ -419,6 +420,10 @@ def test_a_step_in_the_steady_state_of_one_node_is_no_message() -> None:
     # A rank that waits for longer than a moment says so.
     for messages, size in run(2, with_horovod, inside=partial(steady_state, shared=True)):
         assert messages <= 1 and size < 40
+
+
+def test_a_signature_is_shown_before_init() -> None:
+    assert "ProcessSet(process_set_id=0, ranks=" in str(inspect.signature(hvd.allreduce))
 
 
 def queries() -> list[Any]:

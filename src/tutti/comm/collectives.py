@@ -84,7 +84,8 @@ class ProcessSet:
         return self.ranks.index(context.rank())
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        ranks = self.ranks if self._ranks is not None or context.is_initialized() else "all"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
 
 
 all_ranks = ProcessSet.of_all_ranks()

@@ -162,7 +162,7 @@ class _Session:
             if post is not None and not self._revoked(post):
                 return
             # A rank that has ended is the cause; other ranks may have left because of it.
-            lost = min(gone, key=lambda r: self.gone[r] == SHUT_DOWN)
+            lost = min(gone, key=lambda r: self.gone[r].startswith(SHUT_DOWN))
             self._fail([rank], call.key, "lost", self.gone[lost])
             return
         waiting = self.waiting.get(call.key)
@@ -424,7 +424,7 @@ class Coordinator:
         elif kind == "wait":
             session.wait(rank, (rest[0][0], rest[0][1]))
         elif kind == "close":
-            session.leave(rank, "closed", SHUT_DOWN)
+            session.leave(rank, "closed", f"{SHUT_DOWN} Rank {rank} has left the job.")
             session.ready.append((rank, ["closed", number]))
             if len(session.gone) == len(self._ranks):
                 self._last += session.posts()
