@@ -162,6 +162,18 @@ def test_a_rank_joins_in_a_new_slot(tmp_path: Path, faults: list[Any]) -> None:
     assert len(ranks) == 3 and ranks[0]["sizes"][0] == 2, "rank 0 kept its process"
 
 
+def test_slots_that_come_back_keep_the_ranks(tmp_path: Path) -> None:
+    """The script names no slot for a moment: all ranks wait without a place, and none may end with the state."""
+    script = tmp_path / "discover.sh"
+    script.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\n"
+        "if [ ! -e slots ]; then echo localhost:2; elif [ ! -e silent ]; then : > silent; else echo localhost:3; fi\n"
+    )
+    script.chmod(0o755)
+    ranks = told(tmp_path, 2, "--min-np", "2", "--max-np", "3", "--host-discovery-script", str(script), until=3)
+    assert [rank["sizes"][0] for rank in ranks] == [2, 2, 3] and (tmp_path / "silent").exists()
+
+
 def test_without_a_cooldown_the_slot_of_a_failed_rank_stays_empty(tmp_path: Path) -> None:
     ranks = told(tmp_path, 3, "--min-np", "2", faults=[["step", 1, 3]])
     assert len(ranks) == 2

@@ -64,7 +64,9 @@ class _Member:
     rank: int = sys.maxsize
     generation: int = -1
     ready: bool = False
+    # Has no slot at the moment; was told to end.
     leaving: bool = False
+    dismissed: bool = False
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -142,24 +144,30 @@ class ElasticDriver:
     def _fill(self, now: float) -> None:
         """Start ranks in free slots; mark those without a slot."""
         if self._finished:
+            # What is left to do needs no slot.
+            for member in self._alive:
+                member.leaving = member.dismissed
             return
         slots = self._slots.slots(now)
         if not self._started and sum(slots.values()) < self._options.np:
             return
         for host in {member.host for member in self._alive} - slots.keys():
             slots[host] = 0
-        staying = [member for member in self._alive if not member.leaving]
+        staying = 0
         for host, count in slots.items():
-            here = [member for member in staying if member.host == host]
-            for member in here[count:]:
-                member.leaving = True
-                staying.remove(member)
+            # Ranks with the job's state first. A rank that waits without a slot stays if the slot comes back.
+            here = [member for member in self._alive if member.host == host and not member.dismissed]
+            here.sort(key=lambda member: (member.rank, member.number))
+            for index, member in enumerate(here):
+                member.leaving = index >= count
+            staying += min(len(here), count)
         for host, count in slots.items():
             free = count - sum(member.host == host for member in self._alive)
-            for _ in range(min(free, self._options.max_np - len(staying))):
-                staying.append(self._start(host))
+            for _ in range(min(free, self._options.max_np - staying)):
+                self._start(host)
+                staying += 1
 
-    def _start(self, host: str) -> _Member:
+    def _start(self, host: str) -> None:
         mine, theirs = socket.socketpair()
         number = self._started
         self._started += 1
@@ -176,9 +184,7 @@ class ElasticDriver:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child.SIGNALS)
         theirs.close()
         mine.setblocking(False)
-        member = _Member(number, host, pid, mine)
-        self._alive.append(member)
-        return member
+        self._alive.append(_Member(number, host, pid, mine))
 
     def _read(self, member: _Member) -> None:
         try:
@@ -207,7 +213,7 @@ class ElasticDriver:
             member.line.close()
             self._alive.remove(member)
             if code == 0:
-                self._finished += not member.leaving
+                self._finished += not member.dismissed
                 continue
             found = failure.read_failure(self._job.notes, member.number)
             found = found or failure.from_death(member.number, code, time.time())
@@ -224,8 +230,12 @@ class ElasticDriver:
         """End the ranks that have not joined: the others are ending, and hold the state."""
         for member in self._alive:
             if member.generation < 0 and member.ready:
-                member.ready, member.leaving = False, True
-                self._send(member, {"place": {}})
+                self._send_away(member)
+
+    def _send_away(self, member: _Member) -> None:
+        """Tell a rank that waits for a place to end."""
+        member.ready, member.leaving, member.dismissed, member.generation = False, True, True, -1
+        self._send(member, {"place": {}})
 
     def _interrupt(self, generation: int, text: str, cause: _Member) -> None:
         """Fail what the other ranks of a generation wait for."""
@@ -265,8 +275,7 @@ class ElasticDriver:
         self._generation += 1
         self._told = 0.0
         for member in [member for member in self._alive if member.leaving and member.ready]:
-            self._send(member, {"place": {}})
-            member.generation = -1
+            self._send_away(member)
         store = str(self._job.store / f"generation-{self._generation}")
         for rank, member in enumerate(places):
             member.rank, member.generation, member.ready = rank, self._generation, False

@@ -160,7 +160,7 @@ class SlotTable:
             self._hosts, self._warned = parse_slots(output, self._default), False
         except UsageError as error:
             if not self._warned:
-                self._warn(f"{error}; the hosts that it named before still hold")
+                self._warn(f"{str(error).removesuffix('.')}; the hosts that it named before still hold")
             self._warned = True
 
 
