@@ -13,9 +13,10 @@ from tutti.horovod.run_flags import translate_flags
 def test_a_whole_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hosts").write_text("one slots=2\n# comment\ntwo slots=4\n")
     words = ["run", "--horovod", "--num-proc=6", "--hostfile", str(tmp_path / "hosts"), "--mpi", "--cycle-time-ms", "5"]
+    words.append("--log-with-timestamp")
     found = translate_flags([*words, "python3", "train.py", "--gloo", "-p", "1"], {})
     assert found == ["run", "--horovod", "-np", "6", "-H", "one:2,two:4", "train.py", "--gloo", "-p", "1"]
-    assert capsys.readouterr().err == "tutti: without effect: --mpi, --cycle-time-ms\n"
+    assert capsys.readouterr().err == "tutti: without effect: --mpi, --cycle-time-ms, --log-with-timestamp\n"
 
 
 def test_flags_that_stand_for_variables() -> None:
@@ -53,3 +54,5 @@ def test_flags_of_elastic_jobs() -> None:
     found = translate_flags(["run", "--horovod", *words, "1", "10", "x.py"], {})
     kept = ["--min-np", "1", "--max-np", "4", "--host-discovery-script", "./d.sh", "--blacklist-cooldown-range"]
     assert found == ["run", "--horovod", *kept, "1", "10", "x.py"]
+    found = translate_flags(["run", "--horovod", "--slots", "4", "x.py"], {"HOROVOD_ELASTIC_TIMEOUT": "7"})
+    assert found == ["run", "--horovod", "--slots-per-host", "4", "--elastic-timeout", "7", "x.py"]

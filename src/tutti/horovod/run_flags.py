@@ -12,6 +12,8 @@ from tutti.launcher.hosts import parse_host_file
 _RENAMED = {
     "--min-num-proc": "--min-np",
     "--max-num-proc": "--max-np",
+    # Horovod's documentation writes the abbreviation.
+    "--slots": "--slots-per-host",
     "--start-timeout": "--timeout",
     "--output-filename": "--logs",
     "--num-proc": "-np",
@@ -47,6 +49,7 @@ _IDLE = frozenset(
         *("--gloo", "--mpi", "--jsrun", "--tcp", "--verbose", "--disable-cache", "--prefix-output-with-timestamp"),
         *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
         *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp"),
+        *("-prefix-timestamp", "--log-with-timestamp", "--log-without-timestamp", "--no-mpi-threads-disable"),
         *("--no-autotune", "--no-timeline-mark-cycles", "--stall-check", "--no-torus-allreduce", "--torus-allreduce"),
     )
 )
@@ -127,6 +130,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
         raise UsageError(
             f"{', '.join(variables)} cannot be given as a flag with -H", remedy="set the variable on every host"
         )
+    if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and "--elastic-timeout" not in made:
+        made += ["--elastic-timeout", seconds]
     if "HOROVOD_FUSION_THRESHOLD" in variables:
         variables["HOROVOD_FUSION_THRESHOLD"] = _bytes(variables["HOROVOD_FUSION_THRESHOLD"])
     environ.update(variables)
