@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import QuietMode, ScriptMode
+from tutti.nn.script_mode import QuietMode
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor
@@ -43,7 +43,7 @@ _SAMPLES = 2
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
-class SplitReads(ScriptMode):
+class SplitReads(QuietMode):
     """Function mode that refuses what the script computes from parameters of which this rank has only a slice.
 
     With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
@@ -56,18 +56,6 @@ class SplitReads(ScriptMode):
         specs: position of each parameter's slice in the whole tensor, by name.
         blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
     """
-
-    def __init__(
-        self,
-        split: Mapping[str, nn.Parameter],
-        specs: Mapping[str, ShardSpec],
-        blocks: Mapping[nn.Module, nn.Module],
-    ) -> None:
-        super().__init__(_ReadMode(split, specs, blocks))
-
-
-class _ReadMode(QuietMode):
-    """Sees every call of PyTorch by the script."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from tutti.comm.differentiable import TensorRanks
 from tutti.config.layout_config import TensorConfig
 from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import restore_forwards
+from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import buffers, describe_tensors, other_names, parameters
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.tensor.block_call import record_calls
@@ -147,7 +148,8 @@ class TensorParallelizer:
         here = {name: spec for name, spec in self._specs.items() if name in replica.specs}
         replica.summary = {**replica.summary, **self._said}
         split = self.split_parameters()
-        reads = SplitReads(split, {name: self._specs[name] for name in split}, _blocks(self._plain, self.plan))
+        specs = {name: self._specs[name] for name in split}
+        reads = ScriptMode(SplitReads(split, specs, _blocks(self._plain, self.plan)))
         replica.around_fsdp_hooks = seen_as_shares
         replica.script_code, replica.model_code = reads.script_code, reads.model_code
         if self._comm.rank:
