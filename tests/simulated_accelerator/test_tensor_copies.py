@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from tests import worlds
 from tests.contract.table import MODELS
 from tests.simulated_accelerator.build import DEVICE
 from tutti.nn.swap import parameters
+from tutti.parallel.fsdp.sharded import ShardedSync
+from tutti.types import StepContext
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,3 +46,39 @@ def whole_gradients(strategy: str) -> list[dict[str, list[str]]]:
 def test_tensor_ranks_have_the_same_gradients_of_whole_tensors(strategy: str) -> None:
     first, *others = worlds.run_on(DEVICE, 8, whole_gradients, strategy=strategy)
     assert len(first) == 3 and all(map(len, first)) and all(found == first for found in others)
+
+
+def sharded_copies(stage: int, options: str) -> tuple[int, dict[str, list[str]]]:
+    """The shard, and the bits of its rows of parameters that are not split, where tensor rank 1 sums otherwise."""
+    reduced = ShardedSync._sum_over_copies
+
+    def rounded(sync: ShardedSync, step_context: StepContext) -> None:
+        reduced(sync, step_context)
+        for rows in sync._trained if tutti.rank() % 2 else ():
+            if rows.parameter.grad is not None:
+                rows.parameter.grad.mul_(1 + 2**-50)
+
+    chosen = MODELS["odd"]
+    model = chosen.build()
+    strategy = f"hybrid:shards=2,stage={stage},tensor=2,least=1{options}"
+    with patch.object(ShardedSync, "_sum_over_copies", rounded):
+        run = tutti.prepare(
+            *(model, torch.optim.SGD(model.parameters(), lr=0.1), chosen.samples(70), chosen.loss),
+            **{"strategy": strategy, "workers": 4, "batch_size": 25, "precision": "fp64"},
+        )
+        for batch in run.epoch(0):
+            run.step(batch)
+    sync, specs = run.gradient_sync, run.replica.specs
+    assert isinstance(sync, ShardedSync) and run.context.grid.tensor == 2
+    whole = [rows for rows in sync._rows if tuple(rows.local) == tuple(specs[rows.name].shape)]
+    bits = {rows.name: [float(x).hex() for x in rows.parameter.detach().flatten().tolist()] for rows in whole}
+    return run.context.grid.data_rank, bits
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, ""), (2, ""), (3, ",units=Linear"), (3, ",offload=true")])
+def test_tensor_ranks_have_the_same_rows_of_whole_tensors(stage: int, options: str) -> None:
+    found = worlds.run_on(DEVICE, 4, sharded_copies, stage=stage, options=options)
+    assert sorted(shard for shard, _ in found) == [0, 0, 1, 1] and sum(map(len, found[0][1].values()))
+    for shard in (0, 1):
+        one, other = (bits for own, bits in found if own == shard)
+        assert one == other

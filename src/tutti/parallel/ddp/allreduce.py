@@ -656,7 +656,9 @@ class AllReduceSync:
         grid, comms = self._run_context.grid, self._run_context.comms
         alike = self.by_worker or (comms.replica.size == 1 and not is_accelerator(comms.world.device))
         if grid.tensor > 1 and not alike:
-            share_whole_gradients(self._named, self._replica.specs, comms.axis("tensor"))
+            specs = self._replica.specs
+            whole = [p for name, p in self._named if tuple(p.shape) == tuple(specs[name].shape)]
+            share_whole_gradients(whole, comms.axis("tensor"))
 
     def _culprits(self) -> tuple[str, ...]:
         return culprits(self._run_context.comms.model, self._named)

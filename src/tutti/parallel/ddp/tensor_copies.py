@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
-from tutti.parallel.ddp.reducers import Named
-from tutti.types import ShardSpec
 
 
-def share_whole_gradients(named: Named, specs: Mapping[str, ShardSpec], comm: Communicator) -> None:
+def share_whole_gradients(whole: Iterable[nn.Parameter], comm: Communicator) -> None:
     """Set ``.grad`` of each parameter that is not split to that of the first tensor rank, so that copies stay equal.
 
     The order in which a backend adds the gradients of the data ranks depends on their place in the message, which
@@ -20,14 +18,13 @@ def share_whole_gradients(named: Named, specs: Mapping[str, ShardSpec], comm: Co
     would their copies of the parameter, more in each step. Collective over the tensor ranks: one broadcast a dtype.
 
     Args:
-        named: (name, parameter) of this rank's parameters; a parameter is whole or split on all ranks alike.
-        specs: global shape of each parameter, by name.
+        whole: this rank's parameters, or its rows of parameters, that are not split over the tensor ranks.
         comm: the tensor ranks.
     """
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for name, parameter in named:
+    for parameter in whole:
         grad = parameter.grad
-        if parameter.requires_grad and tuple(parameter.shape) == tuple(specs[name].shape):
+        if parameter.requires_grad:
             if grad is None:
                 # A gradient that another rank may have: its place in the message is kept.
                 kinds.setdefault(parameter.dtype, []).append(torch.zeros_like(parameter))
