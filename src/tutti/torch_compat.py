@@ -576,6 +576,27 @@ def mark_wrapped_by_scheduler(step: Any) -> None:
     step._wrapped_by_lr_sched = True
 
 
+def count_writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to in place; views and ``detach()`` count together, ``.data`` apart.
+
+    Autograd's own counter, named in PyTorch's notes; nothing public tells.
+    """
+    return tensor._version
+
+
+def accept_gradient_scale(optimizer: Any) -> bool:
+    """Let ``GradScaler.step`` call ``optimizer.step()`` in every case, with ``found_inf`` and ``grad_scale`` set on it.
+
+    Otherwise a scaler changes the gradients before the optimizer can tell; it has no hook.
+
+    Returns:
+        Whether the optimizer accepted scales before, as fused ones do.
+    """
+    before = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    optimizer._step_supports_amp_scaling = True
+    return before
+
+
 def mark_stepped(optimizer: Any) -> None:
     """Mark an optimizer as stepped, so that learning-rate schedulers do not warn that they were stepped before it."""
     optimizer._opt_called = True

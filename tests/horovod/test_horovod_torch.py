@@ -307,7 +307,8 @@ def misuses() -> list[str]:
         with pytest.raises((ValueError, AssertionError)) as caught:
             wrong()
         found.append(str(caught.value))
-    optimizer.synchronize()
+    with pytest.raises(AssertionError):
+        optimizer.synchronize()
     return found
 
 
@@ -316,6 +317,69 @@ def test_messages_of_misuse_name_rank_and_tensor() -> None:
         assert [text for text in found if f"rank {rank}" not in text] == []
         names = ["alltoall.x'", "broadcast.x'", "reducescatter.x'", "allreduce.x'", "'2.bias'", "'2.bias', '2.weight'"]
         assert [text for text, name in zip(found, names, strict=True) if name not in text] == []
+
+
+def change_gradients(how: str) -> str:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    if how == "clipped":
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    elif how == "replaced":
+        net[2].bias.grad = net[2].bias.grad * 2
+    elif how == "cleared":
+        net.zero_grad()
+    with pytest.raises(AssertionError) as caught:
+        if how == "unscaled":
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(torch.ones(1))
+            scaler.step(optimizer)
+        optimizer.step()
+    assert "optimizer.skip_synchronize()" in str(caught.value)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), model().parameters(), strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["clipped", "replaced", "cleared", "unscaled"])
+def test_a_change_of_gradients_that_are_being_reduced_is_refused(how: str) -> None:
+    for rank, text in enumerate(run(2, with_horovod, inside=partial(change_gradients, how))):
+        assert "Gradients were changed" in text and f"(rank {rank}, parameter '2.bias'" in text
+
+
+def scaled(fused: bool, early: bool) -> list[torch.Tensor]:
+    """Three steps through a scaler; the gradients of the second are infinite on one rank."""
+    net = model()
+    adam = torch.optim.Adam(net.parameters(), lr=0.1, fused=fused)
+    optimizer = hvd.DistributedOptimizer(adam, net.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    x, y = data(2)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x[hvd.rank()]), y[hvd.rank()])
+        scaler.scale(loss * torch.inf if step == 1 and hvd.rank() == 1 else loss).backward()
+        optimizer.synchronize()
+        if early:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1000.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_gradient_scaler_after_synchronize(fused: bool, early: bool) -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    x, y = data(2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(nn.functional.mse_loss(net(x[r]), y[r]) for r in range(2)) / 2).backward()
+        optimizer.step()
+    for weights in run(2, with_horovod, inside=partial(scaled, fused=fused, early=early)):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights, net.parameters(), strict=True))
 
 
 def shut_down_elsewhere() -> str:

@@ -27,7 +27,7 @@ from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
 from tutti.horovod.torch.functions import names_digest
 from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
-from tutti.torch_compat import is_wrapped_by_scheduler, mark_stepped
+from tutti.torch_compat import accept_gradient_scale, count_writes, is_wrapped_by_scheduler, mark_stepped
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _OVERTAKEN = (
@@ -42,6 +42,11 @@ _TOO_MANY = (
 _RACE = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
     "This is prohibited as it can cause a race condition."
+)
+_CHANGED = (
+    "Gradients were changed after loss.backward() but before optimizer.step() or optimizer.synchronize(), while they "
+    "are reduced, so that the change would be lost. Call optimizer.synchronize() before gradients are clipped or "
+    "unscaled, and optimizer.step() in the context optimizer.skip_synchronize()."
 )
 
 
@@ -68,6 +73,8 @@ class _Bucket:
         self.missing, self.started = len(self.parameters), False
         self.handle: CollectiveHandle | None = None
         self.sent: list[_Sent] = []
+        # Parameters, with their gradients and how often these were written to.
+        self.gradients: list[tuple[Tensor, Tensor, int]] = []
 
 
 class _Backward:
@@ -110,6 +117,8 @@ class _Distributed:
         self._groups, self._bucket_bytes, self._autotune = groups, BUCKET_BYTES, None
         self._reduces = process_set.included() and (process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
         self._adopt(groups)
+        # Whether a gradient scaler's factor is left to the user's optimizer, as to a fused one.
+        self._fused = accept_gradient_scale(self) if self._reduces and op != Adasum else True
         if op != Adasum and self._buckets:
             self._autotune = make_autotune(named[0][0], process_set)
 
@@ -167,7 +176,7 @@ class _Distributed:
 
     def _register(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
-            if parameter.grad is None:
+            if parameter.grad is None and self.op == Adasum:
                 # Horovod's scripts read .grad before the first backward.
                 parameter.grad = torch.zeros_like(parameter)
             hook = partial(self._on_gradient, self._backward[parameter])
@@ -207,7 +216,10 @@ class _Distributed:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             compressed, context = self._compression.compress(gradient)
-            tensors.append(compressed)
+            # The collective's own writes count for the alias.
+            tensors.append(compressed.data)
+            if found is not None:
+                bucket.gradients.append((parameter, found, count_writes(found)))
             if compressed is not found:
                 bucket.sent.append(_Sent(parameter, gradient, compressed, context, found is not None))
         if not tensors:
@@ -240,7 +252,8 @@ class _Distributed:
         optimizer's process set; blocks.
 
         Raises:
-            HorovodInternalError: the ranks' calls differ, or a rank is lost.
+            HorovodInternalError: ranks' gradients differ in shape or dtype, or a rank is lost.
+            AssertionError: a gradient was changed since its reduction began, such as by clipping.
         """
         if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
             self._adopt([])
@@ -259,6 +272,11 @@ class _Distributed:
     def _finish(self, bucket: _Bucket) -> None:
         if bucket.handle is None:
             return
+        for parameter, gradient, writes in bucket.gradients:
+            if parameter.grad is not gradient or count_writes(gradient) != writes:
+                raise AssertionError(
+                    f"{_CHANGED} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')"
+                )
         # In place: what was handed over is reduced.
         mpi_ops.translated(bucket.handle.wait)()
         for sent in bucket.sent:
@@ -299,6 +317,14 @@ class _Distributed:
         Raises:
             ValueError: the user's optimizer calls ``closure`` several times, as L-BFGS does.
         """
+        scales: dict[str, Any] = {}
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            if not self._accept_scale(found_inf):
+                self._synchronized = False
+                return None
+            if not self._fused:
+                # Other optimizers refuse them; the scaler deletes them after the step.
+                scales = {name: vars(self).pop(name) for name in ("found_inf", "grad_scale")}
         if self._should_synchronize and closure is not None:
             closure = self._reduced(closure)
         elif self._should_synchronize:
@@ -306,12 +332,36 @@ class _Distributed:
                 warnings.warn(_OVERTAKEN, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        result = super().step(closure)  # type: ignore[misc]
+        try:
+            result = super().step(closure)  # type: ignore[misc]
+        finally:
+            vars(self).update(scales)
         self._synchronized = False
         if self._autotune is not None and (size := self._autotune.after_step()) is not None:
             self._bucket_bytes, self._buckets = size, []
             self._plan(self._backward, self._groups)
         return result
+
+    def _accept_scale(self, found_inf: Tensor) -> bool:
+        """Unscale the gradients for a ``GradScaler``, which has set ``found_inf`` and ``grad_scale``.
+
+        Returns:
+            Whether to step: the gradients are finite.
+        """
+        if computed := self._computed():
+            name = self._parameter_names[computed[0]]
+            raise AssertionError(f"{_CHANGED} (rank {mpi_ops.rank()}, parameter '{name}', GradScaler.step)")
+        if self._fused:
+            return True
+        if found_inf.item():
+            return False
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale.to(parameter.grad.device))
+        return True
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         calls = 0
@@ -337,13 +387,16 @@ class _Distributed:
         Raises:
             AssertionError: between a backward and ``step`` or ``synchronize``, where its gradients would be lost.
         """
-        passes = self.backward_passes_per_step
-        computed = [p for p, backward in self._backward.items() if backward.delay != passes]
-        if computed:
+        if computed := self._computed():
             names = ", ".join(f"'{self._parameter_names[parameter]}'" for parameter in computed[:3])
             more = f" and {len(computed) - 3} more" if len(computed) > 3 else ""
             raise AssertionError(f"{_RACE} (rank {mpi_ops.rank()}, parameters {names}{more})")
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def _computed(self) -> list[Tensor]:
+        """Return the parameters whose gradients were computed since the last ``step`` or ``synchronize``."""
+        passes = self.backward_passes_per_step
+        return [parameter for parameter, backward in self._backward.items() if backward.delay != passes]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, and reduce their gradients, too; call it on every rank.
@@ -388,8 +441,7 @@ class _Distributed:
 
         The state of the job can then be saved without gradients.
         """
-        passes = self.backward_passes_per_step
-        return not self._synchronized and all(backward.delay == passes for backward in self._backward.values())
+        return not self._synchronized and not self._computed()
 
 
 def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
