@@ -128,6 +128,16 @@ def broadcasts() -> list[Any]:
         optimizer.step()
     hvd.broadcast_parameters(net.state_dict(), root_rank=1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert all(p.grad is not None for p in net.parameters())
+    rows = nn.Embedding(4, 2, sparse=True)
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(rows.parameters(), lr=1.0), rows.named_parameters())
+    hvd.broadcast_parameters(rows.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(wrapped, root_rank=0, model=rows)
+    before = rows.weight.detach().clone()
+    rows(torch.tensor([hvd.rank()])).sum().backward()
+    assert rows.weight.grad.is_sparse
+    wrapped.step()
+    assert torch.allclose(rows.weight, before - torch.tensor([[1 / 3]] * 3 + [[0.0]]))
     state = optimizer.state_dict()
     averages = [entry["exp_avg"].tolist() for entry in state["state"].values()]
     return [[v.tolist() for v in net.state_dict().values()], averages, state["param_groups"]]

@@ -79,10 +79,12 @@ def broadcast_optimizer_state(
 
     Collective over ``process_set``: broadcasts the ``state_dict`` without tensors, then its tensors; blocks.
 
+    Gradients of a new optimizer's parameters that are None become zeros, as in Horovod.
+
     Args:
         optimizer: optimizer over the same parameters on all ranks; ranks other than the root may have no state yet.
         root_rank: global rank of the source.
-        model: ignored; accepted for Horovod's signature.
+        model: tells the parameters of sparse embeddings, whose zeros are sparse.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
@@ -90,6 +92,8 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    if not optimizer.state:
+        _make_gradients(optimizer, model)
     root = mpi_ops.rank() == root_rank
     tensors: list[Tensor] = []
     state = optimizer.state_dict()
@@ -101,6 +105,17 @@ def broadcast_optimizer_state(
     _broadcast_in_place(carried, None, root_rank, process_set)
     if not root:
         optimizer.load_state_dict(decode_object(plain, carried))
+
+
+def _make_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.sparse] if model else []
+    sparse = {parameter for module in embeddings for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                zeros = torch.zeros_like(parameter)
+                lists = parameter in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+                parameter.grad = zeros.to_sparse() if lists else zeros
 
 
 @mpi_ops.translated
