@@ -70,7 +70,9 @@ class Words(nn.Module):
 
 def loss(model, batch):
     x, y = batch
-    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    scores = model(x).flatten(0, 1)
+    sums = {"hits": (scores.argmax(-1) == y.flatten()).sum(), "tokens": y.numel()}
+    return functional.cross_entropy(scores, y.flatten(), reduction="sum"), y.numel(), sums
 
 def own():
     x, y = torch.randint(31, (2, 24, 6), generator=torch.Generator().manual_seed(1))
@@ -116,7 +118,7 @@ def prepared(task: str, strategy: str, optimizer: str, **options: Any) -> Any:
 
 def axes_of(comms: Any) -> dict[str, Any]:
     found = {"data": comms.replica, "model": comms.model}
-    return found | {name: comms.axis(name) for name in ("shard", "replica", "tensor")}
+    return found | {name: comms.axis(name) for name in ("shard", "replica", "stage", "tensor")}
 
 
 def counted(
@@ -205,6 +207,18 @@ def on_accelerators(devices: int) -> StepCosts:
     return prices
 
 
+def test_gradients_of_whole_tensors_are_broadcast_where_tensor_ranks_may_round_apart(words: str) -> None:
+    """Backwards of one data rank are deterministic on CPUs alone."""
+    config = run("tensor:least=0", 2, batch_size=BATCH)
+    found = []
+    for prices in (on_cpus(2), on_accelerators(2)):
+        program = program_of(words, config, prices)
+        found.append([each.bytes for each in program.collectives if each.kind == "broadcast"])
+    norms = 4 * 3 * 2 * (12 + 12)
+    assert found[0] == [] and len(found[1]) == 1 and found[1][0] >= norms
+    assert any("broadcast takes as long as" in text for text in prices.guesses)
+
+
 def test_owners_of_accelerators_read_what_the_communicator_counts(task: str) -> None:
     config = run("central_storage", 2, batch_size=BATCH)
     program = program_of(task, config, on_accelerators(2))
@@ -280,7 +294,7 @@ def test_tensor_ranks_make_the_collectives_that_the_communicator_counts(
     )
     for place, found in enumerate(answers):
         stage = place // 2 % 2 if hybrid else 0
-        assert {key: each for key, each in found.items() if key[0] in ("tensor", "model")} == predicted(
+        assert {key: each for key, each in found.items() if key[0] in ("stage", "tensor", "model")} == predicted(
             program, 2 - first, stage
         )
     assert any(axis == "tensor" for axis, _ in predicted(program, 2))

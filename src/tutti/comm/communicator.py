@@ -339,6 +339,7 @@ class Communicator:
             text: names the call in error messages.
         """
         if self.size > 1:
+            self._count_collective("broadcast", tensor)
             self._wait(dist.broadcast(tensor, self.ranks[source], group=self._fast, async_op=True), text)
 
     def _transfer(self, tensor: Tensor, source: int, to: int, kind: str, sending: bool = False) -> Pending:
@@ -395,11 +396,12 @@ class Communicator:
     def collective_traffic(self) -> dict[str, LinkTraffic]:
         """Return the number of calls and bytes of this rank's collectives on the gradient path so far. Local.
 
-        Keys are kinds of collectives: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, and
-        ``shared_memory`` for small tensors that all ranks read in the memory of their node. The bytes are those of the
-        whole tensor: the vector to sum, all rows that a rank sends in an all-to-all, all slices that it has after an
-        all-gather, all ranks' tensors in shared memory. How many of them pass a link depends on the backend's
-        algorithm. Collectives that PyTorch itself makes, such as those of FSDP2 on accelerators, are not counted.
+        Keys are kinds of collectives: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
+        ``broadcast``, and ``shared_memory`` for small tensors that all ranks read in the memory of their node. The
+        bytes are those of the whole tensor: the vector to sum or to broadcast, all rows that a rank sends in an
+        all-to-all, all slices that it has after an all-gather, all ranks' tensors in shared memory. How many of them
+        pass a link depends on the backend's algorithm. Collectives that PyTorch itself makes, such as those of FSDP2 on
+        accelerators, are not counted.
         """
         return dict(self._collectives)
 

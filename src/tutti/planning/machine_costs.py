@@ -133,7 +133,7 @@ class StepCosts(Protocol):
         """Return the seconds of a collective of the communication backend on this machine.
 
         Args:
-            kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone sends nothing, for 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
             apart: stride in devices from one of these ranks to the next. As many such collectives run at once, and
@@ -322,7 +322,7 @@ class MeasuredCosts:
         says so.
 
         Args:
-            kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone takes 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
             apart: stride in devices from one of these ranks to the next; as many such collectives share the links
@@ -446,6 +446,9 @@ class MeasuredCosts:
     def _measured_collective(self, kind: str, ranks: int) -> tuple[str, int]:
         prefix = f"collectives/{kind}/"
         known = sorted(int(name[len(prefix) :]) for name in self.machine.curves if name.startswith(prefix))
+        if not known and kind == "broadcast":
+            self.note("a broadcast takes as long as an all-gather of as many bytes")
+            return self._measured_collective("all_gather", ranks)
         if not known:
             raise self._lacks(f"collectives/{kind}", "collectives")
         nearest = min(known, key=lambda count: abs(math.log(count / ranks)))
@@ -609,7 +612,7 @@ class PublishedCosts:
         """Return the seconds of a collective: the closed form of a ring within a node, plus that of one between nodes.
 
         Args:
-            kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone takes 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
             apart: stride in devices from one of these ranks to the next; as many such collectives share the links

@@ -17,7 +17,7 @@ from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, k
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors
-from tutti.planning.step_program import StepAction, StepProgram
+from tutti.planning.step_program import PeriodicCollective, StepAction, StepProgram
 from tutti.workload.workload_file import LOSS, REST
 
 _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
@@ -110,6 +110,9 @@ class PipelineBuilder(ReplicaBuilder):
             order = make_order(layout.schedule, stages, len(worker), layout.chunks)
             self._play(program, order, facts, worker)
             for device in range(stages):
+                # The last stage's loss, count and metrics: few numbers, for 0 s.
+                sums = 8 * (2 + self.facts.workload.metrics)
+                program.collectives.append(PeriodicCollective("broadcast", sums, axis="stage", stage=device))
                 self.delay(program, [delays[device][number]], device, (self._last(program, device),))
         for device in range(stages):
             held = [i for virtual in range(device, order.stages, stages) for i in facts.tensors[virtual]]
@@ -121,6 +124,7 @@ class PipelineBuilder(ReplicaBuilder):
                 for vector in vectors:
                     seconds = all_reduce_seconds(self.costs, choice.exchange, replicas, vector.bytes, self.apart)
                     needs = [self.message(program, seconds, (needs[-1],), "gradients", device)]
+            needs = self.share_whole(program, replicas, needs, device, held)
             self.update(program, sum(t.elements for t in tensors), needs, device)
         self.count_norm(program)
         return program

@@ -28,6 +28,7 @@ from tutti.planning.step_facts import (
     row_bytes,
     totals_bytes,
     unwrapped_tensors,
+    whole_gradient_bytes,
 )
 from tutti.planning.step_program import COMMUNICATION, IDLE, UPDATE, PeriodicCollective, StepAction, StepProgram
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork
@@ -188,6 +189,7 @@ class ReplicaBuilder:
         if ranks > 1:
             program.vectors += gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
             needs = self._all_reduces(program, exchange, ranks, ends)
+        needs = self.share_whole(program, ranks, needs)
         self.count_norm(program)
         self.update(program, sum(t.elements for t in self.facts.tensors), needs)
         return program
@@ -415,6 +417,38 @@ class ReplicaBuilder:
             program.collectives.append(replace(one, stage=device, calls=times))
         seconds = times * message_seconds(self.prices, sent, self.shape["tensor"])
         return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
+
+    def share_whole(
+        self,
+        program: StepProgram,
+        ranks: int,
+        needs: Sequence[int],
+        device: int = 0,
+        places: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Append to a simulated step the broadcasts that keep whole parameters equal on all tensor ranks.
+
+        One for each dtype of the parameters that every tensor rank holds whole. There are none where the gradients are
+        equal already: without tensor ranks, and on CPUs with one data rank.
+
+        Args:
+            program: the step, to which the broadcasts are added.
+            ranks: number of data ranks.
+            needs: indices of the actions before them.
+            device: index of the device in the program, which is its pipeline stage.
+            places: indices of the device's parameters; None for all.
+
+        Returns:
+            Indices of the actions that the update waits for.
+        """
+        if ranks == 1 and not self.costs.overlaps:
+            return [*needs]
+        for size in whole_gradient_bytes(self.facts, places):
+            each = PeriodicCollective("broadcast", size, axis="tensor", stage=device)
+            program.collectives.append(each)
+            seconds = collective_seconds(self.costs, each, self.shape["tensor"])
+            needs = [self.message(program, seconds, known(*needs), "gradients of whole tensors", device)]
+        return [*needs]
 
     def count_norm(self, program: StepProgram, squares: int | None = None) -> None:
         """Add to a simulated step the all-reduces of the gradient norm over the devices of one replica, for 0 s.

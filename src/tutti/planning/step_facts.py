@@ -109,6 +109,27 @@ class StepFacts:
         return self.whole or self
 
 
+def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None) -> list[int]:
+    """Return the bytes of gradients that every tensor rank holds whole, such as those of norm layers, by dtype.
+
+    Args:
+        facts: what the model computes and sends.
+        places: indices in ``facts.tensors`` of the parameters that count, such as those of a pipeline stage; None for
+            all.
+
+    Returns:
+        One number for each dtype, in the order of the dtypes' names; empty where no layer is split.
+    """
+    if facts.whole is None:
+        return []
+    shapes = {tensor.name: tensor.shape for tensor in facts.whole.tensors}
+    sizes: Counter[str] = Counter()
+    for tensor in facts.tensors if places is None else (facts.tensors[place] for place in places):
+        if shapes[tensor.name] == tensor.shape:
+            sizes[str(tensor.dtype)] += tensor.bytes
+    return [size for _, size in sorted(sizes.items())]
+
+
 def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
     """Return the layout of a strategy whose replicas are cut into stages; None where a replica is not cut.
 

@@ -50,12 +50,12 @@ class PeriodicCollective:
     """A collective over ranks along axes of the device mesh, which recurs every few training steps.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``shared_memory``.
-        bytes: bytes of the whole tensor: the vector to sum, the gathered result, or in shared memory all ranks'
-            tensors.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast`` or ``shared_memory``.
+        bytes: bytes of the whole tensor: the vector to sum or to broadcast, the gathered result, or in shared memory
+            all ranks' tensors.
         period: training steps from one such collective to the next.
-        axis: ranks that take part: ``data``, ``shard``, ``replica``, ``tensor``, or ``model`` (the ranks of one
-            replica).
+        axis: ranks that take part: ``data``, ``shard``, ``replica``, ``stage``, ``tensor``, or ``model`` (the ranks of
+            one replica).
         stage: index of the pipeline stage whose ranks take part.
         calls: number of such collectives, one after the other.
     """

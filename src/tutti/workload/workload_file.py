@@ -114,6 +114,7 @@ class Workload:
         not_affine: descriptions of quantities that are no line in samples, and so must not be extrapolated.
         without_formula: operators whose FLOP are unknown and counted as 0, with their calls at the first trace.
         versions: versions of tutti and torch.
+        metrics: number of metric sums that the loss function returns beside the loss.
     """
 
     task: str
@@ -126,6 +127,7 @@ class Workload:
     not_affine: tuple[str, ...] = ()
     without_formula: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: int = 0
 
     @property
     def parameters(self) -> int:

@@ -102,6 +102,7 @@ class _Counts:
     outputs: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     order: list[str] = field(default_factory=list)
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    metrics: int = 0
 
     def values(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield every number by its key."""
@@ -158,6 +159,7 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
         not_affine=tuple(bent),
         without_formula=dict(first.unknown),
         versions={"tutti": VERSION, "torch": torch.__version__},
+        metrics=first.metrics,
     )
 
 
@@ -236,6 +238,8 @@ def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: st
                 with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
                     result = subject.loss(model, batch)
                 meter.forward_ended()
+                if isinstance(result, tuple | list) and len(result) == 3:
+                    meter.counts.metrics = len(result[2])
                 (result if isinstance(result, Tensor) else result[0]).sum().backward()
     except TuttiError:
         raise
