@@ -114,3 +114,17 @@ def test_contributions_to_different_steps_are_noticed() -> None:
         layouts[1].fill(own, StepContext(clock, 64), None, [])
         balanced += own
     assert not layouts[1].same(balanced.tolist(), right, 3), "6 + 8 + 7 = 3 · 7, but the squares differ"
+
+
+def test_views_stay_views_where_a_module_moves_its_gradients() -> None:
+    """``Module.to`` puts other memory under the ``.grad`` that the bucket has given out."""
+    layer = nn.Linear(3, 2)
+    bucket = Bucket(list(layer.parameters()), torch.float32, CPU, 1)
+    bucket.expose([True, True])
+    layer.double().float()
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert bucket.pack() == [True, True]
+    bucket.gradients.mul_(5)
+    bucket.expose([True, True])
+    assert [p.grad.unique().tolist() for p in layer.parameters() if p.grad is not None] == [[5.0], [5.0]]

@@ -120,6 +120,7 @@ class Bucket:
             self._views.append(
                 piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view_as(parameter)
             )
+        self._addresses = [view.data_ptr() for view in self._views]
 
     def pack(self) -> list[bool]:
         """Copy the ``.grad`` of the bucket's parameters into its flat vector, zeros where ``.grad`` is None.
@@ -130,6 +131,9 @@ class Bucket:
         Raises:
             UsageError: a gradient is sparse.
         """
+        if [view.data_ptr() for view in self._views] != self._addresses:
+            # ``Module.to`` has moved a gradient, and so a view, to other memory: ``model.cpu()`` to save, and back.
+            self.use(self.flat)
         used = [p.grad is not None for p in self.parameters]
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         _check_dense(gradients)
