@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tutti
 from tests import worlds
 from tests.simulated_accelerator.build import DEVICE
+from tutti.errors import UsageError
 from tutti.launcher import context
 
 pytestmark = pytest.mark.timeout(600)
@@ -146,6 +147,58 @@ def by_hand(place: str, moved: str, weigh: str = "") -> Any:
     return torch.stack(losses).cpu(), run.stats.loss, run.weights_sha256()
 
 
+def to_the_host_and_back(strategy: str, ours: bool) -> str:
+    """A model that the script takes to the host to save it, with its gradients, and then back to the device."""
+    model = made()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = tutti.prepare(model, optimizer, data(), loss if ours else None, strategy=strategy, workers=2, batch_size=8)
+    for batch in run.epoch(0) if ours else run.microbatches(0):
+        if ours:
+            run.step(batch)
+        else:
+            optimizer.zero_grad()
+            run.backward(loss(model, batch))
+            optimizer.step()
+        if run.clock == 3 and (ours or run.stepped):
+            model.cpu().double().float().to(here())
+    return run.weights_sha256()
+
+
+def scaled(clip: bool) -> Any:
+    """A loop of mixed precision by hand, with a loss scale; on one device the scaler of several bodies is refused."""
+    model = made()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run, scaler = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8), torch.amp.GradScaler(here().type)
+    try:
+        for inputs, targets in run.microbatches(0):
+            optimizer.zero_grad()
+            with torch.autocast(here().type, dtype=torch.bfloat16):
+                value = nn.functional.cross_entropy(model(inputs).float(), targets)
+            run.backward(scaler.scale(value))
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    except UsageError as error:
+        return error.what
+    return scaler.get_scale(), run.weights_sha256()
+
+
+def own_generator() -> str:
+    """A loop that draws noise from the script's own generator on the device."""
+    model = made()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run, draw = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8), torch.Generator(here())
+    draw.manual_seed(5)
+    for inputs, targets in run.microbatches(0):
+        noise = torch.randn(inputs.shape, generator=draw, device=inputs.device)
+        optimizer.zero_grad()
+        run.backward(nn.functional.cross_entropy(model(inputs + noise), targets))
+        optimizer.step()
+    return run.weights_sha256()
+
+
 def pinned(tensor: Tensor) -> Tensor:
     return tensor if here().type == "cpu" else tensor.pin_memory()
 
@@ -174,6 +227,16 @@ ACTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         for action in (metrics_and_average, predicted, called_back)
         for strategy in ("mirrored", "sharded")
     },
+    **{
+        f"to the host and back, {strategy}, {'steps' if ours else 'loop'}": (
+            to_the_host_and_back,
+            {"strategy": strategy, "ours": ours},
+        )
+        for strategy, ours in (("mirrored", True), ("mirrored", False), ("parameter_server", True))
+    },
+    "loss scale": (scaled, {"clip": False}),
+    "loss scale and clipping": (scaled, {"clip": True}),
+    "own generator": (own_generator, {}),
     "own loader": (own_loader, {"strategy": "mirrored"}),
     **{
         f"moved {place}, batch {moved or 'as it is'}, {weigh or 'plain'}": (

@@ -304,6 +304,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """Copy the received parameters into the model, unless they were received in place."""
         if not self._link.home:
             foreach_copy_([p.data for p in self._parameters], self._link.values)
+        else:
+            for parameter, value in zip(self._parameters, self._link.values, strict=True):
+                # ``Module.to`` puts other memory under a parameter: ``model.double()`` to compute, and back.
+                if parameter.data_ptr() != value.data_ptr():
+                    parameter.data = value
         self._guard.note(self._trained)
 
     @property
