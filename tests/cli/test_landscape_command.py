@@ -28,6 +28,22 @@ def own():
     model = lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     return Task(name="own", model=model, loss=loss, train={train}, eval=data)
 """
+SCRIPT = """
+import sys
+import torch
+import tutti
+from task import own
+
+task, run = own(), None
+if __name__ == "__main__":
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+    run = tutti.prepare(model, optimizer, task.train, task.loss, batch_size=4)
+    for epoch in run.epochs(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    run.save("saved")
+"""
 SMALL = ("--samples=24", "--micro-batch=8", "--probes=2", "--lanczos=4", "--points=3", "--grid=3", "--eigenvalues=2")
 
 
@@ -67,6 +83,29 @@ def test_files_are_equal_on_one_and_two_devices(folder: Path) -> None:
     assert one["sharpness"]["epsilon_sharpness_percent"] > 0 < one["sharpness"]["sam_sharpness"]
 
 
+def test_the_landscape_of_a_script_is_that_of_the_same_task(folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (folder / "loop.py").write_text(SCRIPT.replace("task.loss, ", ""), encoding="utf-8")
+    trained = tutti(folder, "run", "train.py", "0.1")
+    assert trained.code == 0, trained.err
+    found = []
+    for words in (["saved", "--script", "train.py", "--devices", "2"], ["as-task"]):
+        if words == ["as-task"]:
+            (folder / "as-task").mkdir()
+            (folder / "as-task" / "checkpoints").symlink_to(folder / "saved")
+            (folder / "as-task" / "config.toml").write_bytes((folder / "one" / "config.toml").read_bytes())
+        more = ["--", "0.1"] if "--script" in words else []
+        done = tutti(folder, "landscape", *words, *SMALL, "--reproducible", *more)
+        assert done.code == 0, done.err
+        found.append(json.loads((folder / words[0] / "landscape.json").read_text(encoding="utf-8")))
+    script, task = found
+    assert (script["task"], script["run"], list(script["samples"])) == ("train.py", "saved", ["training"])
+    for part in ("training", "eigenvalues", "trace", "sharpness", "plane", "weights_sha256"):
+        assert script[part] == task[part]
+    loop = tutti(folder, "landscape", "saved", "--script", "loop.py", *SMALL, "--", "0.1")
+    assert loop.code == 2 and "gives no loss to tutti.prepare" in loop.err
+
+
 def test_a_loss_that_is_not_finite_ends_with_code_6_and_a_stream_with_2(folder: Path) -> None:
     try:
         write_task(folder, scale=" * float('nan')")
@@ -92,7 +131,10 @@ def test_a_loss_that_is_not_finite_ends_with_code_6_and_a_stream_with_2(folder: 
         (["one", "--devices", "0"], 2, "--devices is 0"),
         (["one", "--ema"], 4, "no average of the weights"),
         (["one", "--to", "other"], 2, "the runs differ in --model"),
-        (["script"], 2, "the run has no config.toml"),
+        (["script"], 2, "--script train.py"),
+        (["task.py"], 2, "tutti landscape FOLDER --script task.py"),
+        (["one", "two"], 2, "there is no argument 'two'"),
+        (["one", "--script", "gone.py"], 2, "there is no script 'gone.py'"),
     ],
 )
 def test_refusals(

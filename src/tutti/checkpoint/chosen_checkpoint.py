@@ -18,7 +18,7 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
     """Return the manifest of a run's checkpoint, with every byte verified.
 
     Args:
-        run: a run directory, or one of its checkpoints.
+        run: a run directory, one of its checkpoints, or a folder that a script's ``run.save`` has filled.
         step: the checkpoint's step as text, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best`` (by
             that of the run's ``--keep-best``).
         warn: called with a line on each checkpoint that cannot be trusted.
@@ -33,11 +33,13 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
         return verify(run)
     folder = run / FOLDER
     if not folder.is_dir():
-        raise UsageError(
-            "there is no run with checkpoints",
-            where=str(run),
-            remedy="give a run directory, or a checkpoint directory step-N",
-        )
+        if not scan(run):
+            raise UsageError(
+                "there is no run with checkpoints",
+                where=str(run),
+                remedy="give a run directory, a checkpoint directory step-N, or the folder of a script's run.save",
+            )
+        folder = run
     if step.isdecimal():
         return _numbered(folder, int(step))
     if step == "newest":

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from cyclopts import Parameter
 from tutti.checkpoint.chosen_checkpoint import chosen_checkpoint
 from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
+from tutti.checkpoint.weights_source import FOLDER
 from tutti.cli.console_tables import print_table
 from tutti.config.settings import resolve_config
 from tutti.config.train_config import TrainConfig
@@ -25,7 +26,7 @@ from tutti.distribution import pip_install
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text
-from tutti.launcher.launch import launch
+from tutti.launcher.launch import check_script, launch
 from tutti.metrics.records import write_json
 from tutti.planning.landscape_options import LANDSCAPE_FILE, PARTS, LandscapeOptions
 from tutti.tasks import task_registry
@@ -35,7 +36,8 @@ from tutti.train.rank_entry import PRELOADED
 def landscape(
     run: Annotated[Path, Parameter(show=False)],
     /,
-    *,
+    *arguments: Annotated[str, Parameter(show=False)],
+    script: Annotated[str | None, Parameter(show_default=False)] = None,
     to: Annotated[Path | None, Parameter(show_default=False)] = None,
     step: Annotated[str, Parameter(show_default=False)] = "newest",
     ema: Annotated[bool, Parameter(negative="", show_default=False)] = False,
@@ -64,11 +66,14 @@ def landscape(
 
     Example: tutti landscape runs/small-batch --to runs/large-batch
 
-    RUN is a run directory of tutti train. Writes landscape.json and
-    landscape.svg into it.
+    RUN is a run directory of tutti train, or with --script the folder of the
+    script's run.save. Writes landscape.json and landscape.svg into it.
 
     Parameters
     ----------
+    script:
+        train.py, which gives model, loss and data to tutti.prepare; its own
+        arguments follow --
     to:
         a second run of the same model: the loss on the line between both
     step:
@@ -122,13 +127,15 @@ def landscape(
     count = (count_accelerators(device, os.environ) or 1) if devices is None else devices
     if count < 1:
         raise UsageError(f"--devices is {count}", remedy="give a whole number of at least 1")
+    _check_script(run, script, arguments)
     manifest = chosen_checkpoint(run, step, _warn)
     other = None if to is None else chosen_checkpoint(to, "newest", _warn)
-    task, config = _configured(_run_directory(manifest))
+    task, config = _configured(_run_directory(manifest)) if script is None else (script, TrainConfig())
     SavedWeights(manifest, ema)
     if other is not None:
         SavedWeights(other, ema)
-        _check_alike(config, _configured(_run_directory(other))[1])
+        if script is None:
+            _check_alike(config, _configured(_run_directory(other))[1])
     options = LandscapeOptions(
         checkpoint=manifest.path,
         to=None if other is None else other.path,
@@ -155,11 +162,12 @@ def landscape(
         precision=precision or ("fp64" if config.precision == "fp64" else "fp32"),
         reproducible=reproducible,
     )
-    task_registry.check_task(task, data=chosen.data, model=chosen.model)
+    if script is None:
+        task_registry.check_task(task, data=chosen.data, model=chosen.model)
     folder = out or _run_directory(manifest)
     facts = {"format": 1, "run": _run_directory(manifest).name, "task": task, "step": manifest.step}
     facts |= {} if to is None else {"to": to.name}
-    code, found = _measured(task, chosen, options, count)
+    code, found = _measured(task, chosen, options, count, arguments)
     if code:
         return code
     found = {**facts, **_told(options, chosen), **found}
@@ -179,7 +187,24 @@ def _warn(text: str) -> None:
 
 
 def _run_directory(manifest: Manifest) -> Path:
-    return manifest.path.parent.parent
+    """Return the directory of a checkpoint's run; of a script's checkpoints, the folder that they are in."""
+    folder = manifest.path.parent
+    return folder.parent if folder.name == FOLDER and (folder.parent / "config.toml").is_file() else folder
+
+
+def _check_script(run: Path, script: str | None, arguments: Sequence[str]) -> None:
+    """Raise UsageError where a script is given as the run, does not exist, or has arguments and is not given."""
+    if run.suffix == ".py":
+        raise UsageError(
+            f"{run} is a script and has no trained weights",
+            remedy=f"give the folder of its run.save: tutti landscape FOLDER --script {run}",
+        )
+    if script is not None:
+        check_script(script)
+    elif arguments:
+        raise UsageError(
+            f"there is no argument '{arguments[0]}'", remedy="give options as --NAME VALUE, a second run by --to"
+        )
 
 
 def _configured(run: Path) -> tuple[str, TrainConfig]:
@@ -189,8 +214,8 @@ def _configured(run: Path) -> tuple[str, TrainConfig]:
         raise UsageError(
             "the run has no config.toml",
             where=str(run),
-            why="its model and data are known to tutti train alone",
-            remedy="give a run of tutti train; for a script write its model, loss and data as a task file.py:function",
+            why="it is not of tutti train, so that its model and data are not known",
+            remedy="name the script that gives them to tutti.prepare: --script train.py",
         )
     return resolve_config({}, (path,), None)
 
@@ -223,13 +248,15 @@ def _told(options: LandscapeOptions, config: TrainConfig) -> dict[str, Any]:
     return {"settings": {**settings, "precision": config.precision, "reproducible": config.reproducible}}
 
 
-def _measured(task: str, config: TrainConfig, options: LandscapeOptions, count: int) -> tuple[int, dict[str, Any]]:
+def _measured(
+    task: str, config: TrainConfig, options: LandscapeOptions, count: int, arguments: Sequence[str]
+) -> tuple[int, dict[str, Any]]:
     """Measure in ``count`` processes; return exit code, and the findings if it is 0."""
     with tempfile.TemporaryDirectory(prefix="tutti-landscape-") as scratch:
         folder = Path(scratch)
         code = launch(
             _rank,
-            (task, config, options, folder),
+            (task, config, options, folder, tuple(arguments)),
             processes=count,
             logs=folder / "logs",
             timeout=config.timeout,
@@ -242,10 +269,10 @@ def _measured(task: str, config: TrainConfig, options: LandscapeOptions, count: 
         return code, found
 
 
-def _rank(task: str, config: TrainConfig, options: LandscapeOptions, folder: Path) -> None:
+def _rank(task: str, config: TrainConfig, options: LandscapeOptions, folder: Path, arguments: tuple[str, ...]) -> None:
     from tutti.planning.landscape import landscape_rank
 
-    landscape_rank(task, config, options, folder)
+    landscape_rank(task, config, options, folder, arguments)
 
 
 def _draw(found: Mapping[str, Any], path: Path) -> str:

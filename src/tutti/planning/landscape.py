@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tutti.comm.grid import Grid
 from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt, adapt_training
 from tutti.data.batches import placer
+from tutti.data.global_generators import seed_generators
 from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import NonFiniteError, UsageError
@@ -32,6 +33,7 @@ from tutti.planning.hessian_spectrum import largest_eigenvalues, smooth_density,
 from tutti.planning.landscape_options import LANDSCAPE_FILE, LandscapeOptions
 from tutti.planning.loss_surface import LossSurface, SampleBlocks, SurfaceValue, for_landscape, sample_blocks
 from tutti.planning.pass_counter import PassCounter
+from tutti.planning.script_task import load_script
 from tutti.planning.sharpness import epsilon_sharpness, sam_sharpness
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
@@ -40,20 +42,24 @@ from tutti.train.main import prepare_process
 _BETWEEN = (-0.5, 1.5)
 
 
-def landscape_rank(task: str, config: TrainConfig, options: LandscapeOptions, folder: Path) -> None:
+def landscape_rank(
+    task: str, config: TrainConfig, options: LandscapeOptions, folder: Path, arguments: Sequence[str] = ()
+) -> None:
     """Measure the loss around a checkpoint, as one of the ranks: lines, planes, sharpness and Hessian spectrum.
 
     Collective: it is the main function of every rank of the launch; it initialises and ends the process group. Rank 0
     directs the measurement and writes ``landscape.json`` into ``folder``.
 
     Args:
-        task: name of a built-in task, or ``file.py:function``.
+        task: name of a built-in task, ``file.py:function``, or path of a script that calls ``tutti.prepare``.
         config: the run's configuration, with this measurement's device, precision and reproducible mode.
         options: what to measure, at which checkpoints.
         folder: folder of the file.
+        arguments: command-line arguments of a script.
 
     Raises:
-        UsageError: the data are a stream, no parameter is trained, or an operator has no second derivative.
+        UsageError: the data are a stream, no parameter is trained, an operator has no second derivative, or a script
+            does not give its loss to ``tutti.prepare``.
         CheckpointError: a checkpoint is of another model.
         NonFiniteError: the loss at the checkpoint is NaN or infinite.
     """
@@ -61,7 +67,10 @@ def landscape_rank(task: str, config: TrainConfig, options: LandscapeOptions, fo
     prepare_process(config, world)
     rank, ranks = world.identity.rank, world.identity.size
     comm = Communicators(world, Grid(replica=ranks, rank=rank)).replica
-    chosen = task_registry.load_task(task, data=config.data, model=config.model)
+    if task.endswith(".py"):
+        chosen = _task_of_script(task, arguments)
+    else:
+        chosen = task_registry.load_task(task, data=config.data, model=config.model)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     model, other = (_loaded(chosen, path, options.ema, dtype) for path in (options.checkpoint, options.to))
     if model is None or not any(p.requires_grad for p in model.parameters()):
@@ -89,6 +98,20 @@ def _loaded(task: Task, checkpoint: Path | None, ema: bool, dtype: torch.dtype) 
     model = restore_norms(task.model()).to(dtype)
     load_plain_model(model, load_manifest(checkpoint), ema)
     return model
+
+
+def _task_of_script(script: str, arguments: Sequence[str]) -> Task:
+    """Return what a script gives to ``tutti.prepare``; all ranks run it with the same seed."""
+    seed_generators(0)
+    loaded = load_script(script, arguments)
+    if loaded.own_loop:
+        raise UsageError(
+            "the script gives no loss to tutti.prepare",
+            where=script,
+            why="a loop of its own may train the model, and draw samples, between two losses",
+            remedy="give it: tutti.prepare(model, optimizer, data, loss_fn)",
+        )
+    return loaded.task
 
 
 def _sets(
