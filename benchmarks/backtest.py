@@ -93,6 +93,14 @@ BARS = (
         -0.9,
     ),
     (
+        "time to a target: median error on 4 × the largest fitted number of devices",
+        "data to target",
+        "time, from at most 1/4 of the devices",
+        "near",
+        "median",
+        0.12,
+    ),
+    (
         "data to a level of a metric: share of predictions within a factor of 2, from gradient noise alone",
         "metric by epoch",
         "anchored",
@@ -114,7 +122,7 @@ BARS = (
 PAGE_HEAD = """\
 # Predictions against published measurements
 
-This page says how far tutti's predictions of step times, collectives, throughput and data to a target are from
+This page says how far predictions of step times, collectives, throughput, and data and time to a target are from
 published measurements. `make backtest` writes it, from the measurements in a folder of CSV files:
 
 ```console
@@ -138,7 +146,7 @@ these measurements in sight. Only measurements that are not in these sets can co
 | small cluster | seconds of a training step, by replicas, nodes and samples per replica |
 | iteration by grid | seconds of a GPT iteration on one host, by tensor, data and pipeline ranks |
 | published jobs | device-seconds per sample of training jobs: the inverse of throughput |
-| data to target | samples or epochs to a benchmark's target, by batch size |
+| data to target | samples or epochs to a benchmark's target, by batch size; time, by batch size and devices |
 | metric by epoch | samples to a level of a metric, by batch size |
 | scaling law | loss, by parameters and FLOP |
 
@@ -156,6 +164,7 @@ these measurements in sight. Only measurements that are not in these sets can co
 | anchored | the smallest batch size of a round; for a metric, with the gradient noise at it | larger batch sizes |
 | extrapolated | batch sizes of at most 1/2 of the predicted one; for a metric one, and the noise | each batch size |
 | extrapolated, at least 8 × | batch sizes of at most 1/8 of the predicted one | each batch size |
+| time, from at most 1/4 of the devices | a round's trainings on at most N/4 devices of the kind | time on N devices |
 
 *Extrapolated* predicts a published job from the nearest job of its series on at most half as many devices, and the
 tenth of the scaling law's runs with most FLOP from all other runs. A series of published jobs has one set, model,

@@ -294,6 +294,27 @@ def test_extrapolated_never_sees_more_than_half_the_devices(tmp_path: Path) -> N
     assert before and extrapolated(folder) == before
 
 
+def test_time_to_a_target_is_predicted_from_a_quarter_of_the_devices(tmp_path: Path) -> None:
+    header = ["bench", "version", "acc", "nodes", "per_node", "batch", "last_eval", "mean_min"]
+
+    def predicted(spoilt: int | None = None) -> dict[float, float]:
+        rows = []
+        for devices in (2, 4, 8, 16):
+            local = 16 if devices == 16 else 64
+            data = 1e6 * (1 + local * devices / 20000)
+            minutes = data / devices * (1 + 0.05 * 64 / local) / 6e4 * (9 if devices == spoilt else 1)
+            rows.append(["u", "1", "X", 1, devices, local * devices, data, minutes])
+        write(tmp_path / "runs.csv", header, rows)
+        checked = [one for asked, one in backtest.run_backtest(tmp_path).checked if "1/4" in asked.protocol]
+        assert [one.distance for one in checked] == [4, 4]
+        return {round(float(rows[2 + place][-1]), 6): one.predicted for place, one in enumerate(checked)}
+
+    truth = predicted()
+    assert [value / measured for measured, value in truth.items()] == pytest.approx([1, 1], abs=0.05)
+    assert [*predicted(spoilt=8).values()] == [*truth.values()]
+    assert [*predicted(spoilt=4).values()][1] > 1.5 * [*truth.values()][1]
+
+
 def test_hyperbola_is_found_from_three_batches() -> None:
     batches = np.array([100.0, 1000.0, 4000.0])
     posterior = fit_target(batches, 1e6 * (1 + batches / 2000), np.full(3, 5.0))

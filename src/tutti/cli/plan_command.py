@@ -459,7 +459,7 @@ def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> lis
             file.write_text(config_toml(config, answer.task), encoding="utf-8")
             words = [sys.executable, "-m", "tutti", "train", "--config", str(file)]
             done = subprocess.run(words, env=without_settings(os.environ), capture_output=True, text=True)
-            label = f"{plan.devices} devices, batch {plan.step.batch}, {plan.step.label}"
+            label = _choice(plan)
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
                 answer.notes.append(f"verify: {label} failed: {last}")
@@ -477,7 +477,13 @@ def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> lis
 def _short(plan: DevicePlan) -> str:
     from tutti.planning.plan_file import plan_seconds
 
-    return f"{plan.devices} devices, batch {plan.step.batch}, {plan.step.label}, {plan_seconds(plan.seconds)}"
+    return f"{_choice(plan)}, {plan_seconds(plan.seconds)}"
+
+
+def _choice(plan: DevicePlan) -> str:
+    """Return a plan's devices, batch and strategy in words."""
+    count = f"{plan.devices} device" + "s" * (plan.devices > 1)
+    return f"{count}, batch {plan.step.batch}, {plan.step.label}"
 
 
 @dataclass(frozen=True)

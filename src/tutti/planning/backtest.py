@@ -10,11 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from tutti.planning.backtest_data import data_to_target, metric_by_epoch
+from tutti.planning.backtest_target import time_to_target
 from tutti.planning.backtest_time import all_reduce, iteration_by_grid, published_jobs, scaling_law, small_cluster
 from tutti.planning.conformal_band import (
     LEAST_SERIES,
@@ -30,14 +32,14 @@ from tutti.planning.conformal_band import (
 from tutti.planning.measurement_table import MeasurementTable, TableRow, read_tables
 from tutti.planning.protocol import Asked
 
-_PROTOCOLS: dict[str, Callable[[Sequence[TableRow]], Iterator[Asked]]] = {
-    "all-reduce": all_reduce,
-    "small cluster": small_cluster,
-    "iteration by grid": iteration_by_grid,
-    "published jobs": published_jobs,
-    "data to target": data_to_target,
-    "metric by epoch": metric_by_epoch,
-    "scaling law": scaling_law,
+_PROTOCOLS: dict[str, tuple[Callable[[Sequence[TableRow]], Iterator[Asked]], ...]] = {
+    "all-reduce": (all_reduce,),
+    "small cluster": (small_cluster,),
+    "iteration by grid": (iteration_by_grid,),
+    "published jobs": (published_jobs,),
+    "data to target": (data_to_target, time_to_target),
+    "metric by epoch": (metric_by_epoch,),
+    "scaling law": (scaling_law,),
 }
 
 _TINY = 1e-30
@@ -117,7 +119,7 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
         for kind, same in by_kind.items():
             rows = [row for table in same for row in table.rows]
             try:
-                for each in _PROTOCOLS[kind](rows):
+                for each in chain.from_iterable(protocol(rows) for protocol in _PROTOCOLS[kind]):
                     each.table = kind
                     asked.append(each)
             except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:
