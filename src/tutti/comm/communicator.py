@@ -391,7 +391,8 @@ class Communicator:
         """Count one collective of the gradient path over several ranks, and ``times`` the bytes of a tensor."""
         if self.size > 1:
             calls, size = self._collectives.get(kind, (0, 0))
-            self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.nbytes)
+            # torch.compile traces this line in a forward that gathers; it does not know ``nbytes``.
+            self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.numel() * tensor.element_size())
 
     def collective_traffic(self) -> dict[str, LinkTraffic]:
         """Return the number of calls and bytes of this rank's collectives on the gradient path so far. Local.
