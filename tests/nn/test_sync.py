@@ -293,3 +293,10 @@ def test_a_batch_norm_with_a_forward_of_its_own_keeps_it(batch_norm: str, ranks:
 def test_a_batch_norm_that_normalises_by_hand_is_refused(batch_norm: str) -> None:
     for said in worlds.run(2, fused, kind="by hand", strategy="mirrored", batch_norm=batch_norm):
         assert "cannot be combined with the batch norm ByHand" in said
+
+
+def test_a_batch_norm_with_two_names_is_replaced_under_both() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
+    norms.replace_norms(model, lambda plain: nn.Identity())
+    assert isinstance(model[0], nn.Identity) and model[2] is model[0]

@@ -20,7 +20,7 @@ from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.rng_streams import RngStreams
 from tutti.nn.rng_streams import module_draws as draws_by_itself
-from tutti.nn.swap import describe_tensors
+from tutti.nn.swap import describe_tensors, registered_children
 from tutti.nn.sync import SyncBatchNorm
 from tutti.torch_compat import has_forward_hook, inductor_mode_options
 from tutti.types import RunContext
@@ -138,7 +138,7 @@ class _Transformation:
             if not inner:
                 return self._compiler.module(module) if root or not _is_layer(module) else None
             if is_sequence(module):
-                return _chain(self._pieces(module, [name for name, _ in module.named_children()]))
+                return _chain(self._pieces(module, [name for name, _ in registered_children(module)]))
             if all(map(_stays_out, inner)) and not any(_holds(m, inner) for m in module.modules()):
                 for each in inner:
                     self._become(each, "__call__", self._compiler.never)

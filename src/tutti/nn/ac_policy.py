@@ -9,6 +9,7 @@ from torch import nn
 
 from tutti.config.module_config import Blocks, Checkpointing, Selective
 from tutti.errors import UsageError, did_you_mean
+from tutti.nn.swap import registered_children
 
 _LONG = 8
 """Length from which a sequence of plain layers is cut into runs; a shorter one is one block."""
@@ -114,7 +115,7 @@ def _split(module: nn.Module, most: float, units: CheckpointUnits) -> None:
 
 def _runs(sequence: nn.Module) -> list[tuple[str, ...]]:
     """Cut n layers into √n runs, which minimises peak activation memory (Chen et al. 2016, arXiv 1604.06174)."""
-    names = [name for name, _ in sequence.named_children()]
+    names = [name for name, _ in registered_children(sequence)]
     length = math.ceil(math.sqrt(len(names)))
     return [tuple(names[start : start + length]) for start in range(0, len(names), length)]
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError
+from tutti.nn.swap import registered_children
 from tutti.torch_compat import BatchNormBase, has_backward_hook, has_forward_hook
 
 _SIGNATURE = inspect.signature(functional.batch_norm)
@@ -160,7 +161,7 @@ def replace_norms(model: nn.Module, other: Callable[[BatchNormBase], nn.Module])
     """
     if isinstance(model, BatchNormBase):
         return other(model)
-    found = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
+    found = [(m, name, child) for m in model.modules() for name, child in registered_children(m)]
     norms = [(m, name, child) for m, name, child in found if isinstance(child, BatchNormBase)]
     if not norms:
         raise UsageError("the model has no batch norm", remedy="leave out --batch-norm")

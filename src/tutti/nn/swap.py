@@ -54,6 +54,16 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
+def registered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return name and submodule of each registration directly in a module, in order.
+
+    Unlike ``named_children``, a submodule with two names is returned twice: ``nn.Sequential(a, act, b, act)`` calls
+    ``act`` under both.
+    """
+    entries = module.named_modules(remove_duplicate=False)
+    return [(name, child) for name, child in entries if name and "." not in name]
+
+
 def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferRef]:
     """Return a reference to each buffer of all modules in ``parts``, in the model's order.
 

@@ -519,3 +519,23 @@ def test_layers_whose_weights_the_forward_reads_stay_whole(kind: str, own: bool)
                 assert "the script reads " in got and "tensor:whole=" in got
             else:
                 assert largest_difference(got, want) <= TOLERANCE
+
+
+def sharing_a_softmax(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    softmax = nn.Softmax(-1)
+    model = nn.Sequential(softmax, nn.Linear(8, 16), softmax, nn.Linear(16, 8), nn.Linear(8, 3))
+    inputs, targets = torch.randn(32, 8).double(), torch.randint(0, 3, (32,))
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    options: dict[str, Any] = {"batch_size": 8, "workers": 1, "precision": "fp64"}
+    run = tutti.prepare(model, "sgd:lr=0.5", (inputs, targets), loss, strategy=strategy, **options)
+    return [run.step(batch) for batch in run.epoch(0)]
+
+
+def test_a_layer_that_a_sequence_calls_twice_is_not_left_out_between_split_layers() -> None:
+    [alone] = worlds.run(1, sharing_a_softmax, strategy="mirrored")
+    for losses in worlds.run(2, sharing_a_softmax, strategy="tensor:least=1"):
+        assert losses == pytest.approx(alone, rel=TOLERANCE)

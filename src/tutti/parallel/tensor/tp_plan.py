@@ -20,6 +20,7 @@ from torch import nn
 
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.rng_streams import module_draws
+from tutti.nn.swap import registered_children
 from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
@@ -198,7 +199,7 @@ class PlanFinder:
 
     def _windows(self, name: str, sequence: nn.Module) -> None:
         """Split pairs of linear layers in a sequence that have only functions of single features between them."""
-        children = [(f"{name}.{key}" if name else key, child) for key, child in sequence.named_children()]
+        children = [(f"{name}.{key}" if name else key, child) for key, child in registered_children(sequence)]
         places = [i for i, (n, m) in enumerate(children) if n in self._paired and self._free(n, m, once=True)]
         taken = -1
         for begin, end in pairwise(places):
