@@ -241,11 +241,12 @@ def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:
 
 
 def split(step: StepFacts, per_sample: float) -> StepFacts:
-    """Let every block make one all-reduce forward and one backward over the tensor ranks."""
+    """Let every block all-reduce once in forward and once in backward, over two tensor ranks with half of each tensor."""
     blocks = [group.name for group in step.workload.groups if group.name not in (REST, LOSS)]
     each = Affine(0.0, per_sample)
     sent = [GroupMessage(name, passed, "all_reduce", each) for passed in ("forward", "backward") for name in blocks]
-    return replace(step, messages={"none": tuple(sent)}, whole=step.workload)
+    doubled = tuple(replace(each, shape=(2 * each.shape[0], *each.shape[1:])) for each in step.tensors)
+    return replace(step, messages={"none": tuple(sent)}, whole=replace(step, tensors=doubled))
 
 
 def test_collectives_of_tensor_ranks_are_exposed_in_both_passes() -> None:
