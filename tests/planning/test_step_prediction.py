@@ -241,7 +241,7 @@ def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:
 
 
 def split(step: StepFacts, per_sample: float) -> StepFacts:
-    """Let every block all-reduce once in forward and once in backward, over two tensor ranks with half of each tensor."""
+    """Let every block all-reduce once in each pass, over two tensor ranks with half of each tensor."""
     blocks = [group.name for group in step.workload.groups if group.name not in (REST, LOSS)]
     each = Affine(0.0, per_sample)
     sent = [GroupMessage(name, passed, "all_reduce", each) for passed in ("forward", "backward") for name in blocks]
