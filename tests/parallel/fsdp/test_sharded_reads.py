@@ -160,3 +160,28 @@ def mistaken(strategy: str) -> str:
 def test_an_error_of_the_script_stays_its_own() -> None:
     assert worlds.run(2, mistaken, strategy="sharded") == ["RuntimeError"] * 2
     worlds.forget(2)
+
+
+def listed_before(strategy: str) -> str:
+    """A penalty on parameters of which the script made a list before ``tutti.prepare``, and what it gets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    listed = list(model.parameters())
+
+    def loss(called: Any, batch: Tensor) -> Tensor:
+        return called(batch).square().mean() + 0.05 * sum(p.square().sum() for p in listed)
+
+    run = tutti.prepare(model, "sgd:lr=0.1", torch.randn(12, 4), loss, strategy=strategy, batch_size=6, workers=3)
+    try:
+        return f"{run.step(next(iter(run.epoch(0)))):.6f}"
+    except tutti.errors.UsageError as error:
+        return str(error) if run.clock == 0 else "after the update"
+
+
+@pytest.mark.parametrize("strategy", ["sharded:stage=1", "sharded:stage=2", "sharded"])
+def test_a_list_of_parameters_from_before_is_refused_in_the_loss(strategy: str) -> None:
+    for said in worlds.run(3, listed_before, strategy=strategy):
+        assert said.startswith("the loss reads the object that was the parameter ") and "model.parameters()" in said
+    [alone] = worlds.run(1, listed_before, strategy=strategy)
+    assert [alone] == worlds.run(1, listed_before, strategy="mirrored")
+    worlds.forget(3)

@@ -13,7 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from tutti.checkpoint.state_shards import cut_state, mine_of, read_local, written
 from tutti.config.sync_config import RowsConfig
 from tutti.device import is_accelerator
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import acting, members_of, stepping
@@ -127,6 +128,10 @@ class ShardedSync:
             parameter.data = parameter.data.contiguous()
         self._replica, self._slices = replica, replica.specs
         self._engines = self._share_out(replica, named)
+        held = {id(parameter) for part in replica.parts for parameter in part.parameters()}
+        for name, rows in named:
+            if rows.requires_grad and id(rows) not in held:
+                rows.register_post_accumulate_grad_hook(partial(_refuse_gradient_of_rows, name))
         self._named = list(named)
         self._index()
         self._optimizer = self._make(make_optimizer)
@@ -792,6 +797,17 @@ class ShardedSync:
         bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
         return not bool(bad)
+
+
+def _refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
+    """Raise UsageError: autograd has computed a gradient of this rank's rows themselves, which no forward reads."""
+    raise UsageError(
+        f"the loss reads the object that was the parameter {name} of the model before tutti.prepare",
+        where=script_line(),
+        why="since tutti.prepare that object holds the rows of this rank alone, so that each rank adds another term",
+        remedy="read the parameters from the model each time (model.parameters(), or model.named_parameters()), or take"
+        " --strategy mirrored",
+    )
 
 
 def _refusal(what: str, remedy: str) -> UsageError:
