@@ -62,7 +62,7 @@ class Pair:
         config = ParameterServerConfig(mode="async", snapshot=0, transport=transport)  # type: ignore[arg-type]
         self.link = ServerSession(
             *(config, run_context, named, lambda given: Still([p for _, p in given], lr=0.1), handle),
-            lambda shelf: AsyncHandler(shelf, StalenessTracker(2), len(shelf.keys), over_staleness=False),
+            lambda shard: AsyncHandler(shard, StalenessTracker(2), len(shard.keys), over_staleness=False),
             lambda settings: {PUSH: settings + 1 + 2},
         )
         self._numbers, self._clock = [*self.link.settings(None), 1.0, 1.0, 0.0], 0

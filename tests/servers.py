@@ -123,10 +123,10 @@ def served(
 
     def make() -> tuple[ParameterShard, RequestHandler]:
         torch.set_num_threads(1)
-        shelf = ParameterShard(
+        shard = ParameterShard(
             shared_out, 0, named, initial, lambda n: torch.optim.SGD([p for _, p in n], 1.0), handle, chosen
         )
-        return shelf, AsyncHandler(shelf, StalenessTracker(clients, bound, lease), len(chosen), over_staleness=False)
+        return shard, AsyncHandler(shard, StalenessTracker(clients, bound, lease), len(chosen), over_staleness=False)
 
     own, pairs, kept = curve_keys.make_keys(), [curve_keys.make_keys() for _ in range(clients)], Snapshots()
     job = ServerJob(terms, own, [pair.public for pair in pairs], endpoint, listener.fileno(), [], make, kept, snapshot)

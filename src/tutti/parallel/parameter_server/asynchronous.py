@@ -109,7 +109,7 @@ class AsynchronousServerSync(RemoteGradients):
             raise ValueError("nothing is trained")
         self.optimizers: tuple[Optimizer, ...] = (handle,)
         self._link = ServerSession(
-            self._config, run_context, self._trained, make_optimizer, handle, self._desk, self._extras
+            self._config, run_context, self._trained, make_optimizer, handle, self._make_handler, self._extras
         )
         self._alone = self._link.home and len(run_context.mine) == 1
         first = self._link.values if self._alone else [p.data for _, p in self._trained]
@@ -126,14 +126,14 @@ class AsynchronousServerSync(RemoteGradients):
     def _new_guards(self) -> dict[int, WriteGuard]:
         return {w: WriteGuard("the servers' parameters replace those of every worker") for w in self._run_context.mine}
 
-    def _desk(self, shelf: ParameterShard) -> AsyncHandler:
+    def _make_handler(self, shard: ParameterShard) -> AsyncHandler:
         """Make the request handler, in a server's process."""
         lease = (self._config.lease or context.current().timeout) if self._config.mode == "bounded" else math.inf
         together = self._config.steps == "all"
         core = StalenessTracker(
             self._run_context.workers, self._config.staleness, lease, gone=self._gone, together=together
         )
-        return AsyncHandler(shelf, core, len(shelf.keys), self._config.over_staleness)
+        return AsyncHandler(shard, core, len(shard.keys), self._config.over_staleness)
 
     def _gone(self) -> Collection[int]:
         """Return the workers of lost ranks, in a server's process."""

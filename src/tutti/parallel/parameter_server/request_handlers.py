@@ -113,7 +113,7 @@ class SyncHandler:
     The sum is over all pushes or, with backup workers, over the first to arrive.
 
     Args:
-        shelf: parameter shard of this server.
+        shard: parameter shard of this server.
         rounds: barrier and sum of the gradients of a step.
         leaf: for each logical worker the index, in the sum, of the gradient that it pushes.
         parameters: number of trained tensors of the model, on all servers.
@@ -122,9 +122,9 @@ class SyncHandler:
         version: number of updates made.
     """
 
-    def __init__(self, shelf: ParameterShard, rounds: ServerBarrier, leaf: Mapping[int, int], parameters: int) -> None:
-        self._shelf, self._rounds, self._leaf, self._parameters = shelf, rounds, leaf, parameters
-        self._indices = [piece.tensor for piece in shelf.pieces]
+    def __init__(self, shard: ParameterShard, rounds: ServerBarrier, leaf: Mapping[int, int], parameters: int) -> None:
+        self._shard, self._rounds, self._leaf, self._parameters = shard, rounds, leaf, parameters
+        self._indices = [piece.tensor for piece in shard.pieces]
         self._at: dict[int, int] = {}
         self._result: list[float] | None = None
         self._gradients: list[Tensor | None] = []
@@ -179,7 +179,7 @@ class SyncHandler:
                     vector.mul_(factor)
             self._gradients = [
                 view if sums.used[index] else None
-                for index, view in zip(self._indices, self._shelf.views(total.vectors), strict=True)
+                for index, view in zip(self._indices, self._shard.views(total.vectors), strict=True)
             ]
             self._result = [*total.totals.tolist(), *self._looked_at(), *self._mask(len(mask))]
         return Answer(extras=self._result, seen=self.version)
@@ -207,7 +207,7 @@ class SyncHandler:
             if not header.flags & SKIP:
                 if factor != 1.0:
                     scale_all([g for g in self._gradients if g is not None], factor)
-                self._shelf.update(self._gradients, settings, norm)
+                self._shard.update(self._gradients, settings, norm)
                 self.version += 1
             self._rounds.finish(self._result)
             self._result = None
@@ -246,15 +246,15 @@ class AsyncHandler:
     """Request handler of an asynchronous parameter server: every push of a finite gradient is one update.
 
     Args:
-        shelf: parameter shard of this server.
+        shard: parameter shard of this server.
         core: numbers of steps and staleness of the workers.
         settings: number of hyperparameters that a push carries.
         over_staleness: divide the learning rate of an update by its staleness, where this is above 1.
     """
 
-    def __init__(self, shelf: ParameterShard, core: StalenessTracker, settings: int, over_staleness: bool) -> None:
-        self._shelf, self._core, self._settings, self._over = shelf, core, settings, over_staleness
-        self._indices = [piece.tensor for piece in shelf.pieces]
+    def __init__(self, shard: ParameterShard, core: StalenessTracker, settings: int, over_staleness: bool) -> None:
+        self._shard, self._core, self._settings, self._over = shard, core, settings, over_staleness
+        self._indices = [piece.tensor for piece in shard.pieces]
         self._refused = 0
 
     @property
@@ -289,10 +289,10 @@ class AsyncHandler:
         sound = header.flags & SKIP or self._finite(request.vectors, extras)
 
         def update(staleness: int) -> None:
-            views = self._shelf.views(request.vectors)
+            views = self._shard.views(request.vectors)
             gradients = [view if used[i] else None for i, view in zip(self._indices, views, strict=True)]
             rate = 1.0 / max(1, staleness) if self._over else 1.0
-            self._shelf.update(gradients, settings, norm, rate)
+            self._shard.update(gradients, settings, norm, rate)
 
         skip = header.flags & SKIP or not sound
         pushed = self._core.push(header.worker, header.clock, header.seen, None if skip else update)

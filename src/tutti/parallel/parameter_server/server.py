@@ -1,7 +1,8 @@
 """The process of one parameter server: a loop that answers the requests of one ZeroMQ socket.
 
 Malformed requests and connections without a listed key change nothing. Each request is carried out once: a repeated one
-(its reply was lost or slow) gets the stored reply.
+(its reply was lost or slow) gets the stored reply. A server that is started again has no replies stored, and handles a
+repeated request anew: its handler counts a push of a worker's step once.
 """
 
 from __future__ import annotations
@@ -92,20 +93,20 @@ class Server:
 
     def __init__(self, job: ServerJob) -> None:
         self._job, self._terms = job, job.terms
-        self._shelf, self._desk = job.make()
+        self._shard, self._handler = job.make()
         self._last: dict[int, tuple[int, list[bytes] | None]] = {}
         self._waiting: dict[int, tuple[bytes, Request]] = {}
         self._malformed = self._bytes = self._number = self._kept = 0
         # Version and time of the first push.
         self._began: tuple[int, float] | None = None
         self._copy: tuple[int, list[bytes]] = (-1, [])
-        sizes = [value.nbytes for value in self._shelf.values]
+        sizes = [value.nbytes for value in self._shard.values]
         staging = torch.zeros(0 if job.shared else sum(sizes), dtype=torch.uint8)
         self._staged, parts = staging.numpy(), [] if job.shared else staging.split(sizes)
-        self._received = [part.view(v.dtype) for part, v in zip(parts, self._shelf.values, strict=not job.shared)]
+        self._received = [part.view(v.dtype) for part, v in zip(parts, self._shard.values, strict=not job.shared)]
         self._restore()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = ZapAuthenticator(self._context, job.clients)
+        self._authenticator = ZapAuthenticator(self._context, job.clients)
         self._socket = self._context.socket(zmq.ROUTER)
         curve_keys.lock(self._socket, job.keys)
         self._socket.linger = 0
@@ -124,13 +125,13 @@ class Server:
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._door.socket, zmq.POLLIN)
+        poller.register(self._authenticator.socket, zmq.POLLIN)
         while True:
             for socket, _ in poller.poll(_PATIENCE if self._waiting else None):
                 if socket is self._socket:
                     self._receive()
                 else:
-                    self._door.answer()
+                    self._authenticator.answer()
             for client, (address, request) in list(self._waiting.items()):
                 self._try(client, address, request)
 
@@ -161,7 +162,7 @@ class Server:
     def _tensors(self, header: MessageHeader, frames: Sequence[memoryview]) -> Vectors:
         if header.kind != PUSH:
             return []
-        self._began = self._began or (self._desk.version, time.monotonic())
+        self._began = self._began or (self._handler.version, time.monotonic())
         if header.flags & SKIP:
             return []
         self._bytes += sum(self._terms.frames)
@@ -183,7 +184,7 @@ class Server:
         frames = self._values(header) if answer.values else [] if answer.blob is None else [answer.blob]
         told = header._replace(
             flags=answer.status,
-            seen=self._desk.version,
+            seen=self._handler.version,
             extras=len(answer.extras),
             tensors=len(frames),
             size=sum(map(len, frames)),
@@ -191,7 +192,7 @@ class Server:
         reply = [told.pack(), np.asarray(answer.extras, dtype="<f8").tobytes(), *frames]
         self._last[client] = (header.seq, reply)
         self._socket.send_multipart([address, *reply], copy=told.size < server_wire.SMALL)
-        if self._desk.version >= self._kept + self._job.every:
+        if self._handler.version >= self._kept + self._job.every:
             self._keep()
 
     def _answer(self, request: Request) -> Answer | None:
@@ -201,51 +202,51 @@ class Server:
         if kind == READ:
             return Answer(values=True)
         if kind == SAVE:
-            return Answer(blob=self._shelf.save())
+            return Answer(blob=self._shard.save())
         if kind == FACTS:
-            said = {**self._desk.facts(), "malformed": self._malformed, "keys_refused": self._door.refused}
+            said = {**self._handler.facts(), "malformed": self._malformed, "keys_refused": self._authenticator.refused}
             return Answer(blob=json.dumps({**said, "bytes": self._bytes, **self._rate()}).encode())
-        return self._desk.handle(request)
+        return self._handler.handle(request)
 
     def _rate(self) -> dict[str, float]:
         """Return the updates per second since the first push to this process; empty before it."""
         if self._began is None:
             return {}
         version, begin = self._began
-        return {"updates_per_second": (self._desk.version - version) / max(time.monotonic() - begin, 1e-9)}
+        return {"updates_per_second": (self._handler.version - version) / max(time.monotonic() - begin, 1e-9)}
 
     def _values(self, header: MessageHeader) -> list[bytes]:
         """Copy the parameters into the rank's shared receive buffer, or return them as frames without shared memory."""
         self._bytes += sum(self._terms.frames)
         if header.client < len(self._job.shared):
-            for given, value in zip(self._job.shared[header.client].given, self._shelf.values, strict=True):
+            for given, value in zip(self._job.shared[header.client].given, self._shard.values, strict=True):
                 given.copy_(value)
             return []
-        if self._copy[0] != self._desk.version:
-            raw = np.concatenate([value.view(torch.uint8).numpy() for value in self._shelf.values])
+        if self._copy[0] != self._handler.version:
+            raw = np.concatenate([value.view(torch.uint8).numpy() for value in self._shard.values])
             ends = np.cumsum(self._terms.frames).tolist()
             parts = [raw[end - size : end].tobytes() for end, size in zip(ends, self._terms.frames, strict=True)]
-            self._copy = (self._desk.version, parts)
+            self._copy = (self._handler.version, parts)
         return self._copy[1]
 
     # --- state and snapshots ---------------------------------------------------------------------------------------
 
     def _load(self, raw: bytes) -> None:
-        self._shelf.load(raw)
-        self._desk.forget()
+        self._shard.load(raw)
+        self._handler.forget()
         self._copy = (-1, [])
         self._keep()
 
     def _keep(self) -> None:
-        self._kept = self._desk.version
+        self._kept = self._handler.version
         if self._job.snapshots is not None:
             state: dict[str, Any] = {
-                "desk": self._desk.state(),
+                "handler": self._handler.state(),
                 "seqs": [[client, seq] for client, (seq, _) in self._last.items()],
             }
             head = json.dumps(state).encode()
             self._number += 1
-            self._job.snapshots.write(self._number, len(head).to_bytes(8, "little") + head + self._shelf.save())
+            self._job.snapshots.write(self._number, len(head).to_bytes(8, "little") + head + self._shard.save())
 
     def _restore(self) -> None:
         found = None if self._job.snapshots is None else self._job.snapshots.newest()
@@ -253,12 +254,12 @@ class Server:
             self._number, content = found
             length = int.from_bytes(content[:8], "little")
             state = json.loads(content[8 : 8 + length])
-            self._shelf.load(content[8 + length :])
-            self._desk.load(state["desk"])
+            self._shard.load(content[8 + length :])
+            self._handler.load(state["handler"])
             # A rank's latest request may have waited for others, or its reply was lost with the process: the repetition
             # is handled like a new request, which changes nothing where the snapshot has its effect.
             self._last = {client: (seq - 1, None) for client, seq in state["seqs"]}
-            self._kept = self._desk.version
+            self._kept = self._handler.version
 
 
 def serve(job: ServerJob) -> None:

@@ -50,7 +50,7 @@ class ServerSession:
         trained: (name, parameter) pairs of the trained parameters; their values become the servers' initial ones.
         make_optimizer: builds each server's optimizer, in the server's process.
         handle: optimizer over all trained parameters on this rank, whose hyperparameters are sent to the servers.
-        desk: makes the request handler of a server from its parameter shard, in the server's process.
+        make_handler: makes the request handler of a server from its parameter shard, in the server's process.
         extras: takes the number of hyperparameters, and returns how many floats a request carries, by kind of request
             (the numbers of ``server_wire``).
 
@@ -73,7 +73,7 @@ class ServerSession:
         trained: Named,
         make_optimizer: OptimizerFactory,
         handle: Optimizer,
-        desk: Callable[[ParameterShard], RequestHandler],
+        make_handler: Callable[[ParameterShard], RequestHandler],
         extras: Callable[[int], Mapping[int, int]],
     ) -> None:
         self.comm, self._config, self._run_context, self._trained = (
@@ -115,7 +115,7 @@ class ServerSession:
             listening: dict[str, list[str]] = {}
             if self.comm.rank == home:
                 mine = [number for number, other in enumerate(homes) if other == home]
-                listening = self._start(mine, told, public, given, make_optimizer, desk, extras(len(self.keys)))
+                listening = self._start(mine, told, public, given, make_optimizer, make_handler, extras(len(self.keys)))
             places |= self.comm.broadcast_json(listening, home, "addresses of the servers")
         layout = self._layout(whole)
         found = (places[str(number)] for number in range(config.servers))
@@ -167,7 +167,7 @@ class ServerSession:
         clients: Sequence[bytes],
         initial: Tensor,
         make_optimizer: OptimizerFactory,
-        desk: Callable[[ParameterShard], RequestHandler],
+        make_handler: Callable[[ParameterShard], RequestHandler],
         extras: Mapping[int, int],
     ) -> dict[str, list[str]]:
         """Start the servers of this node in child processes; return endpoint and public key by server number.
@@ -177,7 +177,7 @@ class ServerSession:
             told: ``run`` and ``token``, random identifiers of this run.
             clients: public keys of the ranks.
             initial: (plan.size,) uint8, initial parameters.
-            make_optimizer, desk: as in the constructor.
+            make_optimizer, make_handler: as in the constructor.
             extras: floats of each kind of request.
         """
         run, token, config = told["run"], told["token"], self._config
@@ -201,10 +201,10 @@ class ServerSession:
 
             def make(number: int = number) -> tuple[ParameterShard, RequestHandler]:
                 torch.set_num_threads(1)
-                shelf = ParameterShard(
+                shard = ParameterShard(
                     self.plan, number, self._trained, initial, make_optimizer, self._handle, self.keys
                 )
-                return shelf, desk(shelf)
+                return shard, make_handler(shard)
 
             jobs.append(
                 ServerJob(

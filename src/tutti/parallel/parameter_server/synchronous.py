@@ -256,14 +256,14 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         rows = enumerate(workers_by_rank(self._run_context))
         leaf = {w: w if leaves == self._run_context.workers else r for r, mine in rows for w in mine}
 
-        def desk(shelf: ParameterShard) -> SyncHandler:
-            return SyncHandler(shelf, ServerBarrier(leaves, backup), leaf, count)
+        def make_handler(shard: ParameterShard) -> SyncHandler:
+            return SyncHandler(shard, ServerBarrier(leaves, backup), leaf, count)
 
         def extras(settings: int) -> Mapping[int, int]:
             return sync_floats(leaves, count, settings, variance)
 
         self._link = ServerSession(
-            self._servers, self._run_context, trained, make_optimizer, self._optimizer, desk, extras
+            self._servers, self._run_context, trained, make_optimizer, self._optimizer, make_handler, extras
         )
         self._pushes = self._reducer = ServerReducer(trained, self._run_context, self._link, leaves, backup)
         if self._link.home:
