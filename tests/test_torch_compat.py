@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import signal
 import tempfile
 import warnings
@@ -41,11 +42,13 @@ from tutti.torch_compat import (
     BatchNormBase,
     ConvBase,
     ConvTransposeBase,
+    CrossEntropyNode,
     DropoutBase,
     FakeTensorMode,
     NormBase,
     TorchDispatchMode,
     TorchFunctionDisabled,
+    accept_gradient_scale,
     accumulation_hooks,
     all_gather_single,
     assert_async,
@@ -274,7 +277,11 @@ def losses_say_what_they_are_means_over() -> None:
     scores, targets = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
     mean = nn.functional.cross_entropy(scores, targets)
     found = cross_entropy_of(mean.grad_fn)
-    assert found is not None and (found.reduction, float(found.total), found.targets) == ("mean", 2.0, 3)
+    assert isinstance(found, CrossEntropyNode) and (found.reduction, float(found.total), found.targets) == (
+        "mean",
+        2.0,
+        3,
+    )
     total = nn.functional.cross_entropy(scores, targets, reduction="sum")
     assert (cross_entropy_of(total.grad_fn) or found).reduction == "sum"
     assert cross_entropy_of(nn.functional.cross_entropy(scores, targets, reduction="none").grad_fn) is None
@@ -471,6 +478,21 @@ def optimizers_and_schedulers_keep_their_books() -> None:
     assert is_wrapped_by_scheduler(other.step) and is_wrapped_by_scheduler(step) and not is_wrapped_by_scheduler(None)
 
 
+def scalers_call_marked_optimizers_after_an_overflow() -> None:
+    class Told(torch.optim.SGD):
+        found: float | None = None
+
+        def step(self, closure: Any = None) -> None:
+            self.found = float(getattr(self, "found_inf", -1.0))
+
+    optimizer = Told([torch.ones(1, requires_grad=True)], lr=1.0)
+    assert not accept_gradient_scale(optimizer) and accept_gradient_scale(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    (scaler.scale(optimizer.param_groups[0]["params"][0].sum()) * math.inf).backward()
+    scaler.step(optimizer)
+    assert optimizer.found == 1.0
+
+
 def collectives_of_one_rank_pass() -> None:
     # An earlier test of this process may have made the group.
     own = not dist.is_initialized()
@@ -617,9 +639,12 @@ TOUCHED: dict[Callable[[], None], str] = {
     backward_is_noticed: "in_backward",
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
-    losses_say_what_they_are_means_over: "cross_entropy_of divisor_of_node is_scalar_node shape_of_node",
-    modes_are_counted: "FUNCTION_MODE_ENTRIES function_mode_depth dispatch_mode_depth"
-    " TorchDispatchMode version_counting_view",
+    losses_say_what_they_are_means_over: """
+        CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node shape_of_node
+    """,
+    modes_are_counted: """
+        FUNCTION_MODE_ENTRIES function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view
+    """,
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",
     trees_are_walked: "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
@@ -636,6 +661,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     optimizers_and_schedulers_keep_their_books: """
         optimizer_attributes is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
     """,
+    scalers_call_marked_optimizers_after_an_overflow: "accept_gradient_scale",
     collectives_of_one_rank_pass: "all_gather_single reduce_scatter_single default_store flight_recorder",
     groups_are_numbered_anew: "forget_process_groups set_group_timeout",
     options_of_groups_have_a_timeout: "high_priority_options",
@@ -659,4 +685,10 @@ def test_a_private_name_does_what_it_is_used_for(check: Callable[[], None]) -> N
 
 
 def test_every_name_is_touched() -> None:
+    public = {
+        name
+        for name, value in vars(torch_compat).items()
+        if getattr(value, "__module__", "") == torch_compat.__name__ and not name.startswith("_")
+    }
+    assert public <= set(torch_compat.__all__)
     assert sorted(name for names in TOUCHED.values() for name in names.split()) == sorted(torch_compat.__all__)

@@ -44,11 +44,13 @@ __all__ = [
     "BatchNormBase",
     "ConvBase",
     "ConvTransposeBase",
+    "CrossEntropyNode",
     "DropoutBase",
     "FakeTensorMode",
     "NormBase",
     "TorchDispatchMode",
     "TorchFunctionDisabled",
+    "accept_gradient_scale",
     "accumulation_hooks",
     "all_gather_single",
     "assert_async",
@@ -576,18 +578,13 @@ def mark_wrapped_by_scheduler(step: Any) -> None:
     step._wrapped_by_lr_sched = True
 
 
-def count_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place; views and ``detach()`` count together, ``.data`` apart.
-
-    Autograd's own counter, named in PyTorch's notes; nothing public tells.
-    """
-    return tensor._version
-
-
 def accept_gradient_scale(optimizer: Any) -> bool:
     """Let ``GradScaler.step`` call ``optimizer.step()`` in every case, with ``found_inf`` and ``grad_scale`` set on it.
 
-    Otherwise a scaler changes the gradients before the optimizer can tell; it has no hook.
+    Otherwise a scaler divides the gradients before it calls ``step``. No public function sets the mark.
+
+    Args:
+        optimizer: the optimizer, marked in place.
 
     Returns:
         Whether the optimizer accepted scales before, as fused ones do.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from tutti.comm import collectives
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.comm.object_codec import decode_object, encode_object, tensors_described
+from tutti.comm.random_keys import name_key
 from tutti.horovod.torch import mpi_ops
 
 
@@ -49,9 +49,14 @@ def broadcast_parameters(
     _broadcast_in_place([value for _, value in tensors], names, root_rank, process_set)
 
 
-def names_digest(names: Sequence[str]) -> str:
-    """Return eight hexadecimal digits that differ for other names or another order of ``names``."""
-    return hashlib.sha256("\0".join(names).encode()).hexdigest()[:8]
+def group_name(kind: str, names: Sequence[str]) -> str:
+    """Return the name of one collective over several named tensors; other names or another order give another name.
+
+    Args:
+        kind: kind of the tensors, such as ``gradients``, with which the name begins.
+        names: names of the tensors, at least one.
+    """
+    return f"{kind}.{names[0]}.{len(names)}.{name_key(chr(0).join(names)):08x}"
 
 
 def _broadcast_in_place(
@@ -62,11 +67,8 @@ def _broadcast_in_place(
         by_device.setdefault(tensor.device.type, []).append(index)
     handles = []
     for indices in (by_device[device] for device in sorted(by_device)):
-        name = None
-        if names is not None:
-            # Ranks with tensors of other names must not get these.
-            here = [names[index] for index in indices]
-            name = f"parameters.{here[0]}.{len(here)}.{names_digest(here)}"
+        # Ranks with tensors of other names must not get these.
+        name = None if names is None else group_name("parameters", [names[index] for index in indices])
         handles.append(mpi_ops.start_broadcasts([tensors[i] for i in indices], root_rank, name, process_set))
     for handle in handles:
         mpi_ops.synchronize(handle)

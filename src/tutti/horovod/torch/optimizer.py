@@ -25,9 +25,9 @@ from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.horovod.torch import mpi_ops
 from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
-from tutti.horovod.torch.functions import names_digest
+from tutti.horovod.torch.functions import group_name
 from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
-from tutti.torch_compat import accept_gradient_scale, count_writes, is_wrapped_by_scheduler, mark_stepped
+from tutti.torch_compat import accept_gradient_scale, is_wrapped_by_scheduler, mark_stepped, tensor_version
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _OVERTAKEN = (
@@ -166,7 +166,7 @@ class _Distributed:
     def _add_bucket(self, parameters: list[Tensor]) -> None:
         names = [self._parameter_names[parameter] for parameter in parameters]
         # The digest tells apart ranks whose parameters are in another order, which would mix their gradients.
-        bucket = _Bucket(f"gradients.{names[0]}.{len(names)}.{names_digest(names)}", parameters)
+        bucket = _Bucket(group_name("gradients", names), parameters)
         self._buckets.append(bucket)
         for parameter in parameters:
             if (backward := self._backward.get(parameter)) is None:
@@ -219,7 +219,7 @@ class _Distributed:
             # The collective's own writes count for the alias.
             tensors.append(compressed.data)
             if found is not None:
-                bucket.gradients.append((parameter, found, count_writes(found)))
+                bucket.gradients.append((parameter, found, tensor_version(found)))
             if compressed is not found:
                 bucket.sent.append(_Sent(parameter, gradient, compressed, context, found is not None))
         if not tensors:
@@ -273,7 +273,7 @@ class _Distributed:
         if bucket.handle is None:
             return
         for parameter, gradient, writes in bucket.gradients:
-            if parameter.grad is not gradient or count_writes(gradient) != writes:
+            if parameter.grad is not gradient or tensor_version(gradient) != writes:
                 raise AssertionError(
                     f"{_CHANGED} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')"
                 )
@@ -316,6 +316,8 @@ class _Distributed:
 
         Raises:
             ValueError: the user's optimizer calls ``closure`` several times, as L-BFGS does.
+            AssertionError: gradients were changed, such as by ``GradScaler.step``, before they were reduced.
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         scales: dict[str, Any] = {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:
