@@ -219,6 +219,15 @@ def test_gradients_of_whole_tensors_are_broadcast_where_tensor_ranks_may_round_a
     assert any("broadcast takes as long as" in text for text in prices.guesses)
 
 
+@pytest.mark.parametrize(("devices", "prices", "due"), [(4, on_cpus, 0), (4, on_accelerators, 1), (12, on_cpus, 1)])
+def test_shards_broadcast_their_rows_of_whole_gradients(devices: int, prices: Any, due: int, words: str) -> None:
+    """On CPUs only where more than two copies of a shard (HSDP) are summed."""
+    rows = program_of(words, run("hybrid:shards=2,tensor=2,least=0", devices, batch_size=BATCH), prices(devices))
+    whole = program_of(words, run("tensor:least=0", 2, batch_size=BATCH), on_accelerators(2))
+    sizes = [[each.bytes for each in made.collectives if each.kind == "broadcast"] for made in (rows, whole)]
+    assert len(sizes[0]) == due and all(0.5 <= each / sizes[1][0] < 0.6 for each in sizes[0])
+
+
 def test_owners_of_accelerators_read_what_the_communicator_counts(task: str) -> None:
     config = run("central_storage", 2, batch_size=BATCH)
     program = program_of(task, config, on_accelerators(2))

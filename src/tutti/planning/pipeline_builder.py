@@ -124,7 +124,7 @@ class PipelineBuilder(ReplicaBuilder):
                 for vector in vectors:
                     seconds = all_reduce_seconds(self.costs, choice.exchange, replicas, vector.bytes, self.apart)
                     needs = [self.message(program, seconds, (needs[-1],), "gradients", device)]
-            needs = self.share_whole(program, replicas, needs, device, held)
+            needs = self.share_whole(program, needs, uneven=replicas > 1, device=device, places=held)
             self.update(program, sum(t.elements for t in tensors), needs, device)
         self.count_norm(program)
         return program

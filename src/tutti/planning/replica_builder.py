@@ -189,7 +189,7 @@ class ReplicaBuilder:
         if ranks > 1:
             program.vectors += gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
             needs = self._all_reduces(program, exchange, ranks, ends)
-        needs = self.share_whole(program, ranks, needs)
+        needs = self.share_whole(program, needs, uneven=ranks > 1)
         self.count_norm(program)
         self.update(program, sum(t.elements for t in self.facts.tensors), needs)
         return program
@@ -241,6 +241,7 @@ class ReplicaBuilder:
         last = len(program.actions) - 1
         for number, size in enumerate(sizes):
             last = self._rows(program, "reduce_scatter", size, (last,), f"gradients {number}")
+        [last] = self.share_whole(program, [last], uneven=self.shape["replica"] > 2, shards=shards)
         last = self._totals(program, tensors, last)
         # The squares of all rows have been summed: one number is left.
         self.count_norm(program, squares=1)
@@ -421,29 +422,32 @@ class ReplicaBuilder:
     def share_whole(
         self,
         program: StepProgram,
-        ranks: int,
         needs: Sequence[int],
+        *,
+        uneven: bool,
         device: int = 0,
         places: Sequence[int] | None = None,
+        shards: int = 1,
     ) -> list[int]:
         """Append to a simulated step the broadcasts that keep whole parameters equal on all tensor ranks.
 
         One for each dtype of the parameters that every tensor rank holds whole. There are none where the gradients are
-        equal already: without tensor ranks, and on CPUs with one data rank.
+        equal already: without tensor ranks, and on CPUs unless ``uneven``.
 
         Args:
             program: the step, to which the broadcasts are added.
-            ranks: number of data ranks.
             needs: indices of the actions before them.
+            uneven: whether tensor ranks may add the gradients of the data ranks in different orders.
             device: index of the device in the program, which is its pipeline stage.
             places: indices of the device's parameters; None for all.
+            shards: number of ranks over which the rows of gradients are sharded.
 
         Returns:
             Indices of the actions that the update waits for.
         """
-        if ranks == 1 and not self.costs.overlaps:
+        if not uneven and not self.costs.overlaps:
             return [*needs]
-        for size in whole_gradient_bytes(self.facts, places):
+        for size in whole_gradient_bytes(self.facts, places, shards):
             each = PeriodicCollective("broadcast", size, axis="tensor", stage=device)
             program.collectives.append(each)
             seconds = collective_seconds(self.costs, each, self.shape["tensor"])

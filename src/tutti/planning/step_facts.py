@@ -109,13 +109,14 @@ class StepFacts:
         return self.whole or self
 
 
-def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None) -> list[int]:
+def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, shards: int = 1) -> list[int]:
     """Return the bytes of gradients that every tensor rank holds whole, such as those of norm layers, by dtype.
 
     Args:
         facts: what the model computes and sends.
         places: indices in ``facts.tensors`` of the parameters that count, such as those of a pipeline stage; None for
             all.
+        shards: number of ranks that share the rows of each gradient; the first of them counts.
 
     Returns:
         One number for each dtype, in the order of the dtypes' names; empty where no layer is split.
@@ -123,11 +124,8 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None) 
     if facts.whole is None:
         return []
     shapes = {tensor.name: tensor.shape for tensor in facts.whole.tensors}
-    sizes: Counter[str] = Counter()
-    for tensor in facts.tensors if places is None else (facts.tensors[place] for place in places):
-        if shapes[tensor.name] == tensor.shape:
-            sizes[str(tensor.dtype)] += tensor.bytes
-    return [size for _, size in sorted(sizes.items())]
+    here = facts.tensors if places is None else [facts.tensors[place] for place in places]
+    return [*rank_row_bytes([tensor for tensor in here if shapes[tensor.name] == tensor.shape], shards).values()]
 
 
 def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
