@@ -62,7 +62,9 @@ ALIKE: dict[str, Callable[[Tensor], Any]] = {
     "of .data": lambda weight: weight.data.mul_(0.5),
     "of a copy": lambda weight: weight.copy_(weight.detach().clone() * 0.5),
     "of columns": lambda weight: weight.mul_(torch.arange(4.0)),
-    "counted": lambda weight: weight.numel(),
+    "by its number of elements": lambda weight: weight.mul_(1 - 1 / weight.numel()),
+    "by its rows": lambda weight: weight.data.mul_(1 - 0.1 / len(weight)),
+    "by its fans": lambda weight: weight.mul_(1 - 0.1 / sum(nn.init._calculate_fan_in_and_fan_out(weight))),
 }
 
 
@@ -102,6 +104,23 @@ def test_a_write_that_needs_the_whole_parameter_is_refused_outside_of_steps(writ
     for said in worlds.run(2, written, strategy="tensor:least=1", write=write, place=place):
         assert "0.weight, of which each tensor rank has a slice" in said
         assert "test_split_reads.py:" in said and "model.load_state_dict" in said
+
+
+def sizes(strategy: str) -> list[Any]:
+    model = small()
+    run = tutti.prepare(model, "sgd:lr=0.1", torch.randn(12, 4), lambda called, batch: called(batch).square().mean(),
+                        strategy=strategy, batch_size=6)  # fmt: skip
+    run.step(next(iter(run.epoch(0))))
+    weight, last = model[0].weight, model[3].weight
+    return [
+        *(sum(p.numel() for p in model.parameters()), tuple(weight.shape), weight.size(0), last.size(-1), len(weight)),
+        *(torch.numel(last), weight.nelement(), weight.nbytes, tuple(weight.detach().shape), weight.dim()),
+    ]
+
+
+def test_sizes_that_the_script_reads_are_those_of_the_whole_parameter() -> None:
+    [alone] = worlds.run(1, sizes, strategy="single")
+    assert worlds.run(3, sizes, strategy="tensor:least=1") == [alone] * 3
 
 
 @pytest.mark.parametrize("devices", [2, 3])

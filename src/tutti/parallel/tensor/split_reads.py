@@ -23,7 +23,7 @@ from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import current_autograd_node, module_parameters
+from tutti.torch_compat import TorchFunctionDisabled, current_autograd_node, module_parameters
 from tutti.types import ShardSpec
 
 _ELEMENTWISE = frozenset(
@@ -42,14 +42,24 @@ _SAMPLES = 2
 
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
+_SIZES = {
+    *(Tensor.shape.__get__, Tensor.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__),  # type: ignore[attr-defined]
+    torch.numel,
+}
+"""Functions that return a tensor's sizes."""
+
+_PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides"))
+"""Modules of PyTorch between a call of one of ``_SIZES`` and the function mode."""
+
 
 class SplitReads(QuietMode):
     """Function mode that refuses what the script computes from parameters of which this rank has only a slice.
 
     With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
-    ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too. A
-    norm, a sum, a product with a matrix or a write of some rows raises ``UsageError``. A column-parallel layer that the
-    script calls by itself, not through the block around it, returns its slice of the outputs as a ``SplitTensor``.
+    ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too.
+    Shape and number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a
+    matrix or a write of some rows raises ``UsageError``. A column-parallel layer that the script calls by itself, not
+    through the block around it, returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
@@ -70,6 +80,8 @@ class SplitReads(QuietMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.quiet and func in _SIZES and (whole := self._whole_for_script(args)) is not None:
+            return func(whole, *args[1:], **kwargs)
         name = None if self.quiet or func in METADATA else self._name_in(args, kwargs)
         if name is None:
             return func(*args, **kwargs)
@@ -90,6 +102,21 @@ class SplitReads(QuietMode):
             if isinstance(tensor, Tensor):
                 self._names.setdefault(tensor, name)
         return result
+
+    def _whole_for_script(self, args: Any) -> Tensor | None:
+        """Return a tensor of the whole parameter's shape, without memory, if the script asks for a slice's sizes.
+
+        PyTorch and tutti compute with slices and get the sizes of the slice; ``torch.nn.init`` computes fans.
+        """
+        name = self._names.get(args[0]) if args else None
+        if name is None:
+            return None
+        tensor = args[0]
+        here, whole = self._shapes[name]
+        with TorchFunctionDisabled():
+            if tuple(tensor.shape) != here or not _asked_by_script() or _in_layer_or_optimizer():
+                return None
+            return torch.empty(whole, dtype=tensor.dtype, device="meta")
 
     def _name_in(self, args: Any, kwargs: Any) -> str | None:
         """Return the name of the first split parameter among the arguments, or None."""
@@ -216,6 +243,15 @@ def _in_tutti() -> FrameType | None:
         if package not in ("torch", "contextlib"):
             return frame if package == "tutti" else None
     return None
+
+
+def _asked_by_script() -> bool:
+    """Return whether code of the script or of its libraries, or ``torch.nn.init``, calls PyTorch."""
+    for frame in _frames():
+        module = str(frame.f_globals.get("__name__", ""))
+        if module not in _PASSED_BY:
+            return module == "torch.nn.init" or module.partition(".")[0] not in ("torch", "tutti", "contextlib")
+    return False
 
 
 def _in_layer_or_optimizer() -> bool:
