@@ -30,12 +30,12 @@ def whole_gradients(strategy: str) -> list[dict[str, list[str]]]:
     for batch in run.microbatches(0):
         optimizer.zero_grad()
         run.backward(chosen.loss(run.model, batch))
-        named = {name: p for name, p in parameters(run.replica.parts) if p.grad is not None}
-        bits = {
-            name: [float(x).hex() for x in p.grad.flatten().tolist()]  # type: ignore[union-attr]
-            for name, p in named.items()
-            if tuple(p.shape) == tuple(run.replica.specs[name].shape)
-        }
+        with run.replica.model_code():  # the script would be given the sizes of whole parameters
+            bits = {
+                name: [float(x).hex() for x in p.grad.flatten().tolist()]
+                for name, p in parameters(run.replica.parts)
+                if p.grad is not None and tuple(p.shape) == tuple(run.replica.specs[name].shape)
+            }
         optimizer.step()
         if run.stepped:
             found.append(bits)

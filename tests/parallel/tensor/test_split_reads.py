@@ -108,13 +108,25 @@ def test_a_write_that_needs_the_whole_parameter_is_refused_outside_of_steps(writ
 
 def sizes(strategy: str) -> list[Any]:
     model = small()
-    run = tutti.prepare(model, "sgd:lr=0.1", torch.randn(12, 4), lambda called, batch: called(batch).square().mean(),
-                        strategy=strategy, batch_size=6)  # fmt: skip
-    run.step(next(iter(run.epoch(0))))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(12, 4), strategy=strategy, batch_size=6)
     weight, last = model[0].weight, model[3].weight
+    grads = []
+    for batch in run.microbatches(0):
+        optimizer.zero_grad()
+        run.backward(model(batch).square().mean())
+        grads += [weight.grad.numel(), weight.grad.shape == weight.shape]
+        optimizer.step()
     return [
         *(sum(p.numel() for p in model.parameters()), tuple(weight.shape), weight.size(0), last.size(-1), len(weight)),
-        *(torch.numel(last), weight.nelement(), weight.nbytes, tuple(weight.detach().shape), weight.dim()),
+        *(
+            torch.numel(input=last),
+            weight.nelement(),
+            weight.nbytes,
+            tuple(weight.detach().shape),
+            weight.dim(),
+            *grads,
+        ),
     ]
 
 

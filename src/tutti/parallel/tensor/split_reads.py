@@ -42,6 +42,8 @@ _SAMPLES = 2
 
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
+_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+
 _SIZES = {
     *(Tensor.shape.__get__, Tensor.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__),  # type: ignore[attr-defined]
     torch.numel,
@@ -75,13 +77,19 @@ class SplitReads(QuietMode):
     ) -> None:
         super().__init__()
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
+        self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
         self._blocks = WeakKeyDictionary(blocks)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.quiet and func in _SIZES and (whole := self._whole_for_script(args)) is not None:
-            return func(whole, *args[1:], **kwargs)
+        if not self.quiet and func in _SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
+            return func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+        if not self.quiet and func == _GRADIENT:
+            gradient = func(*args)
+            if gradient is not None and (name := self._names.get(args[0])) is not None:
+                self._gradients[gradient] = name
+            return gradient
         name = None if self.quiet or func in METADATA else self._name_in(args, kwargs)
         if name is None:
             return func(*args, **kwargs)
@@ -103,15 +111,17 @@ class SplitReads(QuietMode):
                 self._names.setdefault(tensor, name)
         return result
 
-    def _whole_for_script(self, args: Any) -> Tensor | None:
+    def _whole_for_script(self, args: Any, kwargs: Any) -> Tensor | None:
         """Return a tensor of the whole parameter's shape, without memory, if the script asks for a slice's sizes.
+
+        Also for the sizes of the parameter's gradient. None for other tensors.
 
         PyTorch and tutti compute with slices and get the sizes of the slice; ``torch.nn.init`` computes fans.
         """
-        name = self._names.get(args[0]) if args else None
+        tensor = args[0] if args else kwargs["input"]
+        name = self._names.get(tensor) or self._gradients.get(tensor)
         if name is None:
             return None
-        tensor = args[0]
         here, whole = self._shapes[name]
         with TorchFunctionDisabled():
             if tuple(tensor.shape) != here or not _asked_by_script() or _in_layer_or_optimizer():
