@@ -28,8 +28,8 @@ from tutti.comm.negotiation import SessionOptions
 from tutti.device import collective_library_version, has_toolkit
 from tutti.errors import PeerError, UsageError
 from tutti.horovod.common.exceptions import HorovodInternalError
+from tutti.horovod.torch.collective_timeline import CollectiveTimeline
 from tutti.horovod.torch.compression import Compression
-from tutti.horovod.torch.timeline import Timeline
 from tutti.launcher import context
 from tutti.launcher.membership import current_membership
 
@@ -44,7 +44,7 @@ _ATTEMPTS = 20
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 _session: CollectiveSession | None = None
-_timeline: Timeline | None = None
+_timeline: CollectiveTimeline | None = None
 _handles: dict[int, CollectiveHandle] = {}
 _numbers = itertools.count()
 
@@ -386,7 +386,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     check_initialized()
     stop_timeline()
     if context.rank() == 0:
-        _timeline = Timeline(file_path, mark_cycles)
+        _timeline = CollectiveTimeline(file_path, mark_cycles)
         engine().sink = _timeline.record
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Timeline:
+class CollectiveTimeline:
     """Trace of a rank's collectives in Chrome's trace format, with the activities of Horovod's timeline.
 
     Each event is written at once; the file is complete JSON after ``close``.
