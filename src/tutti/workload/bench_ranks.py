@@ -23,10 +23,10 @@ _SHARED, _SHARED_ROUNDS = 768, 5
 
 
 def bench_links(world: World, found: Findings) -> None:
-    """Measure the seconds of messages between each rank and the next, one each way at the same time.
+    """Measure the seconds of point-to-point messages between each rank and the next, one each way at the same time.
 
-    Rings use links both ways at once, and on some links each way is slower then: acknowledgements share its rate.
-    Collective over all ranks.
+    Ring algorithms use links both ways at once. On some links each direction is slower then, because acknowledgements
+    share its rate. The function is collective over all ranks.
 
     Args:
         world: all ranks.
@@ -71,8 +71,9 @@ def bench_collectives(
 def bench_shared(world: World, found: Findings) -> None:
     """Measure how much longer computing takes when all ranks of a node compute at once. Collective over all ranks.
 
-    Rank 0 computes alone, on a CPU with all of its threads, while the others wait; then all compute, each with the
-    threads of a rank. The ratio of the seconds includes the division of threads, and what ranks take from each other.
+    First rank 0 computes alone while the other ranks wait; on a CPU it uses all cores. Then all ranks compute at the
+    same time, each with the threads it has in training. The ratio of the seconds includes the division of the cores
+    among ranks and the contention between ranks.
 
     Args:
         world: all ranks, on one node.
@@ -104,12 +105,15 @@ def bench_shared(world: World, found: Findings) -> None:
 
 
 def bench_overlap(world: World, found: Findings) -> None:
-    """Measure how much longer an all-reduce and matrix products take when they run at the same time. Collective.
+    """Measure how much longer an all-reduce and matrix products take when they run at the same time.
+
+    The all-reduce is over all ranks and has 16 MiB. The function is collective over all ranks.
 
     Args:
         world: all ranks.
-        found: receives two ratios of seconds: ``overlap/compute/RANKS``, the products over products alone, and
-            ``overlap/both/RANKS``, until both have ended over the longer one alone.
+        found: receives two ratios of this rank's seconds. ``overlap/compute/RANKS`` is the time of the matrix products
+            during the all-reduce divided by their time alone. ``overlap/both/RANKS`` is the time until all-reduce and
+            products have ended divided by the time of the slower of the two alone.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -142,9 +146,9 @@ def bench_overlap(world: World, found: Findings) -> None:
 
 
 def bench_jitter(world: World, found: Findings) -> None:
-    """Measure how the seconds of equal computing vary over time and over ranks. Collective over all ranks.
+    """Measure how the time of the same computation varies from repetition to repetition and from rank to rank.
 
-    All ranks compute the same matrix products at once, 60 times.
+    All ranks compute the same matrix products at once, 60 times. The function is collective over all ranks.
 
     Args:
         world: all ranks.
@@ -171,10 +175,12 @@ def bench_jitter(world: World, found: Findings) -> None:
 
 
 def bench_start(world: World, begin: float, found: Findings) -> None:
-    """Record the seconds from the launcher's call until now, when all ranks have met. Not collective.
+    """Record the seconds from the launcher's call until now as the time that starting this number of ranks takes.
+
+    Call it right after the process group has been initialised. Not collective.
 
     Args:
-        world: all ranks, which have met.
+        world: all ranks.
         begin: ``time.monotonic`` when the launcher was called.
         found: receives the figure ``start/RANKS``.
     """
