@@ -60,10 +60,12 @@ class Findings:
         self._say(f"{name}: {curve.rate:.4g} {unit}/s, {curve.fixed * 1e6:.3g} µs a call")
 
     def draw_link(self, name: str, points: Sequence[CurvePoint]) -> None:
-        """Add a curve of a link's seconds over bytes: the points, and α and β of ``fit_link``.
+        """Add a curve of a link's seconds over bytes to the measurements of a machine: the points, latency and rate.
+
+        ``fit_link`` computes latency and rate: the rate from large messages, the latency from the smallest message.
 
         Args:
-            name: of the curve, such as ``links/0-1``.
+            name: name of the curve, such as ``links/0-1``.
             points: median seconds of messages by bytes.
         """
         curve = self.curves[name] = fit_link(points)
@@ -114,7 +116,7 @@ def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
     """Summarise the measurements of one size as a point of a curve of seconds: median, interquartile range and number.
 
     Args:
-        size: work or bytes of one call.
+        size: size of one call: FLOP, bytes or parameters.
         seconds: seconds of each measurement, at least two.
     """
     return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
@@ -151,13 +153,18 @@ def fit_line(unit: str, points: Sequence[CurvePoint]) -> Curve:
 
 
 def fit_link(points: Sequence[CurvePoint]) -> Curve:
-    """Return latency and rate of a link: the rate of large messages, and what the smallest takes beyond its bytes.
+    """Compute latency (seconds) and rate (bytes a second) of a network link from the times of messages.
 
-    Messages of 256 KiB and more, if there are two, have the rate. A link that limits its rate by a token bucket, as
-    virtual machines have them, lets a burst of smaller ones through free.
+    The rate is fitted to messages of 256 KiB and more, if at least two sizes are that large, and to all messages
+    otherwise. The latency is the time of the smallest message less its bytes over the rate, 0 at least. Small messages
+    do not show the rate: a link that is limited by a token bucket, as in virtual machines, sends a short burst faster.
 
     Args:
         points: measured seconds by bytes of a message.
+
+    Returns:
+        The points sorted by size, with ``rate``, ``fixed`` (the latency), and ``error``, the largest relative error of
+        the line ``fixed + size / rate`` at a point.
 
     >>> burst = [CurvePoint(size, 1e-4 + max(size - 65536, 0) / 1e7, 0.0, 5) for size in (2**10, 2**16, 2**20, 2**24)]
     >>> round(fit_link(burst).rate / 1e7, 2), round(fit_link(burst).fixed, 6)
