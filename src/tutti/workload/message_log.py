@@ -56,7 +56,8 @@ class _Complete:
 class MessageLog:
     """Stand-in for the communicator of the tensor ranks: records the collectives of a traced model and sends nothing.
 
-    Sums are this rank's summand alone and other ranks' slices are zeros, so that only shapes may be used.
+    One process traces the model of one tensor-parallel rank. A sum over ranks then holds this rank's summand alone, and
+    the slices of other ranks are zeros: the shapes of results are right and the values are not.
 
     Args:
         size: number of tensor ranks.
@@ -112,7 +113,7 @@ class MessageLog:
         mine.copy_(whole[: mine.numel()])
 
     def begin(self, place: Callable[[], tuple[str, str]]) -> None:
-        """Start to record the collectives of a new trace: forget those recorded so far that were not kept.
+        """Start recording the collectives of a new trace of a model; collectives not yet passed to ``keep`` are lost.
 
         Args:
             place: called at each collective; returns the name of the module group and the pass (``forward``,
@@ -121,24 +122,28 @@ class MessageLog:
         self.place, self._calls = place, []
 
     def keep(self, choice: str, samples: int) -> None:
-        """Keep the collectives recorded since ``begin`` as those of one traced forward and backward, for ``lines``.
+        """Store the collectives recorded since ``begin`` as those of one traced forward and backward of a model.
+
+        ``lines`` later fits bytes over samples, and needs two stored traces of each ``choice`` with different numbers
+        of samples.
 
         Args:
             choice: kind of activation checkpointing that the trace was made with, such as ``none`` or ``blocks``.
-            samples: number of samples in the traced micro-batch; two traces or more of each choice make a line.
+            samples: number of samples in the traced micro-batch.
         """
         self._traces.setdefault(choice, []).append((samples, self._calls))
 
     def lines(self) -> dict[str, tuple[GroupMessage, ...]]:
         """Return the recorded collectives of a micro-batch, with their bytes as linear functions of its samples.
 
-        The function goes through two traces with different numbers of samples.
+        Each linear function goes through the first two traces, which have different numbers of samples.
 
         Returns:
-            Collectives in order, each with module group, pass, kind and bytes, by choice of activation checkpointing.
+            For each kind of activation checkpointing, such as ``none``, the collectives of a micro-batch in the order
+            of the trace, each with module group, pass, kind and bytes.
 
         Raises:
-            UsageError: the traces made different collectives, or a third trace is not on the line.
+            UsageError: the traces made different collectives, or the bytes of a further trace are not on the line.
         """
         return {choice: _lines(traces) for choice, traces in self._traces.items()}
 
