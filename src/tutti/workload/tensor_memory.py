@@ -12,7 +12,9 @@ from tutti.torch_compat import TorchDispatchMode, storage_key, tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Context manager that counts the bytes of the storages of tensors made in its block, real or fake.
+    """Context manager that counts the bytes of tensor storages that operators create in its block.
+
+    Real and fake tensors count; results that share the storage of an argument, such as views, do not count again.
 
     Attributes:
         peak: the largest number of bytes alive at once so far; may be reset.
