@@ -26,7 +26,11 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 class Native:
-    """The passes for dense tensors of one dtype, each in its parameter's memory format (``dense_format``)."""
+    """Compiled C++ loops that compute norms and optimizer updates of lists of dense CPU tensors of one dtype.
+
+    The methods implement the protocol ``Passes``. Each tensor is read as one vector in the memory format of its
+    parameter: contiguous, ``channels_last`` or ``channels_last_3d``.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -38,7 +42,9 @@ class Native:
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²), sums of squares, of each tensor, with d = gradient·g + decay·w, in one compiled loop.
+        """Return ‖w‖² and ‖d‖² of each tensor, with d = gradient·g + decay·w, in one compiled loop.
+
+        Norms are sums of squares, one pair for each tensor, in the order of ``params``. No tensor is written.
 
         Args:
             params: parameters (w).
@@ -63,7 +69,10 @@ class Native:
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update Adam's moments in place by a compiled loop and return (‖w‖², ‖u‖²) of each tensor; parameters stay.
+        """Update Adam's moments in place by a compiled loop and return ‖w‖² and ‖u‖² of each tensor.
+
+        u is the direction of Adam's update; the parameters are not changed. Norms are sums of squares, one pair for
+        each tensor.
 
         h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
 
@@ -109,9 +118,10 @@ _PASSES = ("squares", "decayed_squares", "momentum", "adam_squares", "adam_step"
 
 
 def passes(parameter: Tensor) -> Native | None:
-    """Return the compiled loops for tensors of this parameter's kind; None if there are none.
+    """Return the compiled loops for norms and optimizer updates of tensors such as ``parameter``; None without them.
 
-    They need a CPU, a dtype of the loops (float32, float64), dense memory and a C++ compiler. The first call compiles.
+    The loops need a plain tensor or parameter on a CPU, of float32 or float64, in dense memory, and a C++ compiler.
+    The first call compiles them.
     """
     plain = type(parameter) in (Tensor, nn.Parameter) and parameter.device.type == "cpu"
     if plain and parameter.dtype in _NAMES and dense_format(parameter) is not None:
@@ -126,7 +136,10 @@ def _all() -> dict[torch.dtype, Native]:
 
 
 def load_kernels() -> ctypes.CDLL | None:
-    """Compile ``kernels.cpp`` or load it from the cache, and return the library; None if it cannot be compiled."""
+    """Load the compiled loops of optimizer updates, ``kernels.cpp``; build them first if the user's cache has none.
+
+    None if the library cannot be compiled, or compiled loops are switched off.
+    """
     library = compiled(_SOURCE)
     if library is not None:
         library.chunk_size.restype = ctypes.c_int64
