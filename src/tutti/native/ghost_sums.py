@@ -22,16 +22,17 @@ def ghost_forward(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, means: Tensor, scales: Tensor,
     first: Sequence[int], eps: float, last: bool,
 ) -> None:  # fmt: skip
-    """Normalise each ghost batch (a run of consecutive samples) by its own statistics, with PyTorch's operations.
+    """Compute the forward of ghost batch norm: normalise each ghost batch by its own mean and variance.
 
-    Writes into ``y``, ``means`` and ``scales``.
+    A ghost batch is a run of consecutive samples of the batch. The function uses PyTorch's operations, and writes into
+    ``y``, ``means`` and ``scales``.
 
     Args:
-        x: (samples, points, channels) if ``last``, else (samples, channels, points).
-        y: output, like ``x``.
+        x: input, (samples, points, channels) if ``last``, else (samples, channels, points).
+        y: output, written, like ``x``.
         weight, bias: (channels,), or None.
         means, scales: (ghosts, channels), written: means and 1/√(variance + eps).
-        first: index of each ghost batch's first sample, and the number of samples.
+        first: (ghosts + 1), index of each ghost batch's first sample, then the number of samples.
         eps: added to the variance.
         last: whether channels are the last dimension.
     """
@@ -59,16 +60,17 @@ def ghost_backward(
 ) -> None:  # fmt: skip
     """Compute the gradients of ghost batch norm's input, weight and bias, with PyTorch's operations.
 
-    A ghost is a part of the batch that is normalised by itself. Writes into ``dx``, ``dweight`` and ``dbias``.
+    A ghost is a run of consecutive samples that is normalised by its own mean and variance. The function writes into
+    ``dx``, ``dweight`` and ``dbias``.
 
     Args:
         x: the forward's input: (samples, points, channels) if ``last``, else (samples, channels, points).
         dy: gradient of the output, like ``x``.
         dx: gradient of the input, written, like ``x``.
         weight: (channels,), or None.
-        means, scales: (ghosts, channels), of the forward.
+        means, scales: (ghosts, channels), means and 1/√(variance + eps), as the forward wrote them.
         dweight, dbias: (ghosts, channels), written: each ghost's part of the gradients of weight and bias.
-        first: index of each ghost's first sample, and the number of samples.
+        first: (ghosts + 1), index of each ghost's first sample, then the number of samples.
         last: whether channels are the last dimension.
     """
     for ghost, (low, high) in enumerate(pairwise(first)):
