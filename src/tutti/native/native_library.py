@@ -55,8 +55,9 @@ def kernels() -> str:
 def library(source: Path) -> ctypes.CDLL | None:
     """Load the shared library of the C++ file ``source`` from the user's cache, or build it in about a second.
 
-    Other processes that need the same file wait for the build. None if compiled loops are off, there is no compiler,
-    or, with a RuntimeWarning, the build fails.
+    A file lock lets other processes that need the same library wait for the build. Returns None if compiled loops are
+    switched off (``TUTTI_KERNELS=off``), if there is no C++ compiler, or if the build fails, which also gives a
+    RuntimeWarning.
     """
     compiler = find_compiler()
     if compiler is None or _off():
@@ -78,7 +79,7 @@ def _off() -> bool:
 
 
 def find_compiler() -> str | None:
-    """Return the path of a C++ compiler: ``CXX``, else the first one found; None if there is none."""
+    """Return the path of the C++ compiler on this machine that builds tutti's loops; None if there is none."""
     return next(filter(None, map(shutil.which, _compilers())), None)
 
 
