@@ -35,14 +35,27 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Decayed(NamedTuple):
-    """d = gradient·g + decay·w."""
+    """Coefficients of one tensor's decayed gradient d = gradient·g + decay·w, with gradient g and weight w.
+
+    Attributes:
+        gradient: factor of g.
+        decay: factor of w: L2 regularisation.
+    """
 
     gradient: float
     decay: float
 
 
 class Momentum(NamedTuple):
-    """d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w)."""
+    """Coefficients of one tensor's update by SGD with momentum, with gradient g, momentum buffer b and weight w.
+
+    d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w).
+
+    Attributes:
+        gradient, decay: factors of g and w in the decayed gradient d.
+        keep, take: factors of b and d in the new buffer.
+        direct, buffered, shrink: factors of d, of the new b and of w in the step; they contain the learning rate.
+    """
 
     gradient: float
     decay: float
@@ -54,7 +67,18 @@ class Momentum(NamedTuple):
 
 
 class AdamCoefficients(NamedTuple):
-    """h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w."""
+    """Coefficients of one tensor's new Adam moments m and v and update direction u, with gradient g and weight w.
+
+    h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
+
+    Attributes:
+        gradient: factor of g.
+        keep1, take1: factors of m and h in the new first moment.
+        keep2, take2: factors of v and h² in the new second moment.
+        scale1, scale2: factors of m and √v in the direction: bias corrections.
+        eps: added to the denominator.
+        decay: factor of w in the direction.
+    """
 
     gradient: float
     keep1: float
@@ -68,7 +92,16 @@ class AdamCoefficients(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w)."""
+    """Coefficients of one tensor's step by Adam's moments m and v, with weight w.
+
+    u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
+
+    Attributes:
+        scale1, scale2: factors of m and √v in the direction u: bias corrections.
+        eps: added to the denominator.
+        decay: factor of w in the direction.
+        rate, shrink: factors of u and of w in the step; ``shrink`` is decoupled weight decay.
+    """
 
     scale1: float
     scale2: float
@@ -79,10 +112,11 @@ class AdamStep(NamedTuple):
 
 
 class Passes(Protocol):
-    """An implementation of the passes. Lists have equal length and order; tensors at one index have one shape.
+    """Loops over lists of tensors that compute the norms and updates of layer-wise optimizers.
 
-    Arguments of its methods: ``params`` (w), ``grads`` (g), ``buffers`` (b), ``firsts`` (m) and ``seconds`` (v), and
-    ``options``, the coefficients of each tensor.
+    Implementations are compiled C++ loops and PyTorch's foreach operators. All lists of a call have equal length and
+    order; tensors at one index have one shape. Arguments of the methods: ``params`` (w), ``grads`` (g), ``buffers``
+    (b), ``firsts`` (m) and ``seconds`` (v), and ``options``, the coefficients of each tensor.
     """
 
     def squares(self, grads: Tensors) -> list[float]:
@@ -138,7 +172,9 @@ class Passes(Protocol):
 
 
 class Foreach:
-    """The passes by PyTorch's multi-tensor operations, for any device, dtype and layout.
+    """Norms and optimizer updates of lists of tensors by PyTorch's foreach operators, for any device, dtype and layout.
+
+    The methods implement the protocol ``Passes``.
 
     On an accelerator the norms of a whole list take one host sync. On a CPU the operations run over pieces of memory
     that fit into its cache, and give bitwise the results of ``kernels.cpp``: the same operations in the same order,
@@ -232,7 +268,8 @@ class Foreach:
 def dense_format(tensor: Tensor) -> torch.memory_format | None:
     """Return the memory format in which the tensor's elements fill memory without gaps; None if there is none.
 
-    In that format it can be read as one vector: contiguous, ``channels_last`` or ``channels_last_3d``.
+    The format is ``torch.contiguous_format``, ``channels_last`` or ``channels_last_3d``. A tensor that has one can be
+    read as one vector.
     """
     if tensor.is_contiguous():
         return torch.contiguous_format
