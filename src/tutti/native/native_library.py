@@ -79,7 +79,11 @@ def _off() -> bool:
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler on this machine that builds tutti's loops; None if there is none."""
+    """Return the path of the C++ compiler on this machine that builds tutti's loops; None if there is none.
+
+    The environment variable ``CXX`` names it; without it, or if that program is missing, the first of ``c++``, ``g++``
+    and ``clang++`` on the ``PATH`` is taken.
+    """
     return next(filter(None, map(shutil.which, _compilers())), None)
 
 
