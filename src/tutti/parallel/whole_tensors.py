@@ -32,13 +32,13 @@ Region = tuple[slice, ...]
 
 
 class GatheredTensor(NamedTuple):
-    """A tensor to gather along one device mesh axis.
+    """A parameter whose slices the ranks of one device mesh axis send to an owner rank for the optimizer's step.
 
     Attributes:
         parameter: this rank's parameter.
         local: shape of this rank's slices, concatenated.
         shape: shape of the gathered tensor.
-        regions: for each rank of the axis the regions of its slices in the gathered tensor.
+        regions: for each rank of the axis the regions of its slices in the gathered tensor, each a slice by dimension.
         alike: whether every rank of the axis holds the whole tensor.
     """
 
@@ -50,7 +50,11 @@ class GatheredTensor(NamedTuple):
 
 
 class WholeTensors:
-    """Steps an optimizer on whole tensors.
+    """Steps an optimizer on whole tensors, of which each rank holds only slices.
+
+    Each tensor has an owner rank, which gathers the slices of parameter and gradient, steps on the whole tensor, sends
+    the slices of the result back, and alone keeps the tensor's optimizer state. It serves optimizers whose update of
+    an element depends on others.
 
     Args:
         axes: mesh axes in the order of gathering, each with its tensors and their owners. This rank owns a tensor of a
@@ -66,9 +70,10 @@ class WholeTensors:
             optimizer.state.pop(parameter, None)
 
     def whole(self, parameter: Tensor) -> bool:
-        """Return whether this rank owns a gathered tensor: it steps the whole tensor and has its optimizer state.
+        """Return whether this rank gathers the slices of this tensor, steps on the whole tensor and has its state.
 
-        False for tensors of other owners, and for tensors that are not gathered.
+        The state is the optimizer's. False for tensors that another rank gathers, and for tensors that are stepped on
+        as slices.
 
         Args:
             parameter: one of this rank's parameters.
@@ -78,7 +83,7 @@ class WholeTensors:
     def slices(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on one owner rank for the optimizer's step.
 
-        Only the owner then has its optimizer state.
+        If so, only the owner has the optimizer state of the tensor. True on every rank that holds a slice.
 
         Args:
             parameter: one of this rank's parameters.
@@ -89,8 +94,9 @@ class WholeTensors:
     def step(self, optimizer: Optimizer) -> None:
         """Run ``optimizer.step()`` on the whole tensors that this rank owns, and on its tensors that are not gathered.
 
-        The slices of parameter and gradient go to the owner, and slices of the result come back; afterwards ``.data``
-        and ``.grad`` are this rank's slices again. Collective: two all-to-alls for each axis and dtype.
+        All ranks send their slices of parameter and gradient to the owner of the tensor and receive slices of the
+        updated parameter; afterwards ``.data`` and ``.grad`` are this rank's slices again. Collective: two all-to-alls
+        for each mesh axis and dtype.
 
         Args:
             optimizer: over this rank's slices of the parameters.
@@ -129,11 +135,13 @@ class WholeTensors:
                 slice_.copy_(values[tensor])
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Return the optimizer state, for a checkpoint, of the gathered parameters that this rank owns. Not collective.
+        """Return the optimizer state, for a checkpoint, of the parameters that this rank gathers whole for the step.
+
+        Not collective.
 
         Args:
             optimizer: the optimizer.
-            named: (name, parameter) pairs; parameters of other owners are left out.
+            named: (name, parameter) pairs; parameters that other ranks gather, or none, are left out.
 
         Returns:
             Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
@@ -147,11 +155,13 @@ class WholeTensors:
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:
-        """Load the optimizer state of the tensors that this rank owns from a checkpoint. Not collective.
+        """Load the optimizer state of the parameters that this rank gathers whole for the step from a checkpoint.
+
+        Not collective. The parameters keep their values.
 
         Args:
             optimizer: the optimizer.
-            named: its parameters by name; tensors of other owners are ignored.
+            named: its parameters by name; parameters that other ranks gather, or none, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
         """
@@ -170,17 +180,17 @@ class WholeTensors:
 
 
 class WholeTensorsOf:
-    """The gatherers of all optimizers of a run that need whole tensors.
+    """The objects that gather whole tensors for the steps of a run's optimizers, by optimizer.
 
     Args:
-        found: pairs of optimizer and gatherer.
+        found: pairs of an optimizer that cannot step on slices of tensors, and the object that steps it on whole ones.
     """
 
     def __init__(self, found: Sequence[tuple[Optimizer, WholeTensors]]) -> None:
         self._found = found
 
     def of(self, optimizer: Optimizer) -> WholeTensors | None:
-        """Return the gatherer of whole tensors for one optimizer's steps; None where it can step on slices.
+        """Return the object that steps ``optimizer`` on whole tensors; None where the optimizer can step on slices.
 
         Args:
             optimizer: one of the run's optimizers.
@@ -188,9 +198,9 @@ class WholeTensorsOf:
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
-        """Return whether the slices of this tensor are gathered on an owner rank for the step of any of the optimizers.
+        """Return whether the slices of this tensor are gathered on an owner rank for the step of any optimizer.
 
-        Only the owner then has its optimizer state.
+        If so, only the owner has the optimizer state of the tensor.
 
         Args:
             parameter: one of this rank's parameters.
@@ -198,13 +208,13 @@ class WholeTensorsOf:
         return any(gathers.slices(parameter) for _, gathers in self._found)
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Return all optimizers' state of the gathered parameters that this rank owns, for a checkpoint.
+        """Return all optimizers' state, for a checkpoint, of the parameters that this rank gathers whole for a step.
 
         Not collective.
 
         Args:
-            optimizer: unused: each optimizer's state is read from itself.
-            named: parameters by name; tensors of other owners are left out.
+            optimizer: unused: the state of each optimizer of the run is returned.
+            named: (name, parameter) pairs; parameters that other ranks gather, or none, are left out.
 
         Returns:
             Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
@@ -220,12 +230,14 @@ class WholeTensorsOf:
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:
-        """Load the state of the tensors that this rank owns into each of the optimizers. Not collective.
+        """Load the state of the parameters that this rank gathers whole for a step into each of the run's optimizers.
+
+        Not collective.
 
         Args:
-            optimizer: unused: each optimizer loads its own state, by ``WholeTensors.load``.
-            named: parameters by name; tensors of other owners are ignored.
-            saved: the checkpoint.
+            optimizer: unused: each optimizer of the run loads the state of its own parameters.
+            named: parameters by name; parameters that other ranks gather, or none, are ignored.
+            saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
         """
         for member, gathers in self._found:
@@ -235,15 +247,15 @@ class WholeTensorsOf:
 def gatherers_of_optimizers(
     optimizer: Optimizer | None, complete: Callable[[Optimizer | None], WholeTensors | None]
 ) -> WholeTensorsOf | None:
-    """Build the objects that gather whole tensors for the steps of all optimizers that need them. Collective.
+    """Build the objects that gather whole tensors for the steps of optimizers that cannot step on slices. Collective.
 
     Args:
         optimizer: the run's optimizer, which may combine several; None without parameters on this rank.
-        complete: prepares one optimizer and returns its gatherer, None if it needs none; called with None for an
-            optimizer without parameters on this rank.
+        complete: prepares one optimizer and returns the object that steps it on whole tensors, None if it can step on
+            slices; collective; called with None for an optimizer without parameters on this rank.
 
     Returns:
-        The gatherers of all optimizers together; None where no optimizer needs one.
+        The objects of all optimizers that have one; None where no optimizer has.
     """
     made = [(member, complete(member)) for member in slots(optimizer)]
     found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]
@@ -251,7 +263,7 @@ def gatherers_of_optimizers(
 
 
 def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
-    """Refuse to train a parameter that was frozen at the start, under an optimizer that needs whole tensors.
+    """Raise the error for a parameter that a script unfreezes during training; the optimizer needs whole tensors.
 
     Args:
         optimizer: the optimizer, named in the error.
@@ -359,7 +371,7 @@ def along_slices(
 ) -> list[GatheredTensor]:
     """List the tensors of which an owner rank must gather the slices that the ranks of ``comm`` hold.
 
-    Collective: a broadcast of the slices' positions from each rank.
+    Collective over ``comm``: each rank broadcasts the positions of its slices.
 
     Args:
         here: for each parameter, the parameter, the shape of this rank's slice, and the slice's regions in the global
@@ -368,7 +380,8 @@ def along_slices(
         every: whether to include tensors that all ranks hold whole, because one rank steps all tensors together.
 
     Returns:
-        The tensors in the order of ``here``, each with the slices' regions of all ranks.
+        The tensors that some rank holds in part, and with ``every`` all others, in the order of ``here``, each with the
+        regions that every rank holds.
     """
     mine = [
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
@@ -418,19 +431,21 @@ def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list
 
 
 def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
-    """Find out by a trial step whether an optimizer can step on slices of tensors; combine all ranks' results.
+    """Find out by trial steps on which slices of tensors an optimizer can step, and combine all ranks' results.
 
-    It cannot if an update mixes rows, columns or pieces of a tensor, or several tensors. A property holds only if it
-    holds on all ranks. Collective: an all-gather over all ranks of the run. A single rank returns the result for an
-    element-wise optimizer without a trial.
+    An update may depend on other rows, columns or elements of a tensor, or on other tensors; a step on slices is then
+    wrong. Collective: an all-gather over all ranks of the run. In a run of one rank there is no trial, and the result
+    is that of an element-wise optimizer.
 
     Args:
-        optimizer: of this rank; None without parameters here.
-        run_context: of the run.
-        elsewhere: whether other processes make the updates, so that a single rank needs the trial too.
+        optimizer: this rank's optimizer; None if this rank has no parameters.
+        run_context: the run, with its communicators.
+        elsewhere: whether other processes make the updates, so that a run of one rank needs the trial too.
 
     Returns:
-        The combined ``Mixing``, equal on all ranks but for the text ``untried``.
+        Flags ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on such slices, or on some of the tensors,
+        is right on all ranks; ``closure``: whether any rank's ``step`` needs a closure; and ``untried``: this rank's
+        reason why the trial failed, or None.
 
     Raises:
         UsageError: on all ranks, where a step draws from PyTorch's global random generator.
@@ -456,10 +471,10 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
     """Raise UsageError where an update depends on several tensors together and no rank has all of them.
 
     Args:
-        optimizer: of this rank.
+        optimizer: this rank's optimizer, named in the error.
         mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``).
         parts: number of stages or ranks among which the tensors are divided; 1 is never refused.
-        what: their name in the error, such as "stages of the model".
+        what: name of the stages or ranks in the error, such as "stages of the model".
     """
     if parts > 1 and not mixing.tensors:
         raise UsageError(
