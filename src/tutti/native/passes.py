@@ -54,7 +54,7 @@ class Momentum(NamedTuple):
     Attributes:
         gradient, decay: factors of g and w in the decayed gradient d.
         keep, take: factors of b and d in the new buffer.
-        direct, buffered, shrink: factors of d, of the new b and of w in the step; they contain the learning rate.
+        direct, buffered, shrink: factors of d, of the new b and of w in what is subtracted from w.
     """
 
     gradient: float
@@ -100,7 +100,7 @@ class AdamStep(NamedTuple):
         scale1, scale2: factors of m and √v in the direction u: bias corrections.
         eps: added to the denominator.
         decay: factor of w in the direction.
-        rate, shrink: factors of u and of w in the step; ``shrink`` is decoupled weight decay.
+        rate, shrink: factors of u and of w in what is subtracted from w; ``shrink`` is decoupled weight decay.
     """
 
     scale1: float
