@@ -190,7 +190,7 @@ def bare_options(words: list[str]) -> list[str]:
 def resolved(
     task: str | None, flags: Mapping[str, Any], config: Sequence[Path], changes: Sequence[str] = ()
 ) -> tuple[str, TrainConfig]:
-    """Merge the arguments of ``tutti train``, TOML files and defaults to the task's name and the run's configuration.
+    """Merge the arguments of ``tutti train``, TOML files and defaults into the run's configuration.
 
     If the command line names a run to resume and no task, the run's own ``config.toml`` is the first file. A resumed
     run without ``--workers`` keeps its number of logical workers.
@@ -200,6 +200,9 @@ def resolved(
         flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.
         config: TOML files; a later one takes precedence over an earlier one, and flags over all.
         changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…``.
+
+    Returns:
+        Name of the task, and the configuration.
 
     Raises:
         UsageError: an option is malformed or unknown, or the run to resume does not exist.
@@ -245,9 +248,10 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
 
 
 def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
-    """Return the run directory: a new one, which is made, or the directory of the run to resume.
+    """Return the directory that holds a run's files: make a new one, or find the directory of the run to resume.
 
-    In a job that another launcher has restarted it is the directory of the previous attempt, if ``--out`` names it.
+    In a job that another launcher, such as torchrun, has restarted, it is the directory of the previous attempt if
+    ``--out`` names one with a ``config.toml``.
 
     Args:
         config: the configuration.
