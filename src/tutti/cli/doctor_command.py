@@ -131,7 +131,7 @@ def lines(finding: Finding, printed: set[str]) -> list[str]:
     """Format a finding of ``tutti doctor`` as lines of at most 100 columns: mark, name and text, then the remedy.
 
     Args:
-        finding: the finding.
+        finding: result of a check: mark (``ok``, ``note`` or ``problem``), name, text and remedy.
         printed: remedies printed so far, which are not repeated; the finding's is added to it.
     """
     indent = " " * 9
@@ -150,7 +150,7 @@ def print_finding(finding: Finding, printed: set[str]) -> None:
     """Print a finding of ``tutti doctor``: mark, name and text, then the remedy; in a terminal the mark is coloured.
 
     Args:
-        finding: the finding.
+        finding: result of a check: mark (``ok``, ``note`` or ``problem``), name, text and remedy.
         printed: remedies printed so far, which are not repeated; the finding's is added to it.
     """
     first, *rest = lines(finding, printed)
