@@ -52,10 +52,11 @@ JsonRow = dict[str, object]
 
 @dataclass
 class BacktestResult:
-    """Predictions of a back-test beside their measurements, and their errors.
+    """Result of predicting published measurements from each other: predictions, measurements, and errors.
 
     A cell is a class of predictions with the same basis and a similar extrapolation distance, named for example ``one
-    measured row, at most 2 ×``. A protocol says which rows of a table a prediction may see (zero-shot: none).
+    measured row, at most 2 ×``. A protocol says which rows of a table a prediction may see: ``zero-shot`` none,
+    ``anchored`` those of the smallest size, ``extrapolated`` those of several smaller sizes.
 
     Attributes:
         rows: one dictionary for each kind of table, group of its rows (such as one hardware) and protocol, with the
@@ -76,12 +77,12 @@ class BacktestResult:
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return the errors of all predictions, divided by units that grow with their predicted standard deviations.
+        """Return the errors of all predictions, each divided by a unit that grows with its stated uncertainty.
 
-        An error is |ln(measured ÷ predicted)|; it is divided by a unit that grows with the standard deviation that the
-        prediction states for the logarithm (``conformal_band.band_unit``). The quantiles of these scores are the widths
-        of the bands of later predictions (split-conformal), and are shipped with the package
-        (``conformal_band.write_residuals``).
+        The error is |ln(measured ÷ predicted)|, and the quotient is called a score. The unit is
+        ``conformal_band.band_unit`` of the standard deviation that the prediction states for its logarithm. Quantiles
+        of these scores are the half widths, in such units, of the bands of later predictions (split-conformal
+        prediction); they ship with the package (``conformal_band.write_residuals``).
 
         Returns:
             Scores by cell (predictions with one basis and a similar extrapolation distance, named for example ``one
