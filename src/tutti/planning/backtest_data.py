@@ -35,8 +35,9 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
             (``last_eval``), as tables of the kind ``data to target`` have them.
 
     Yields:
-        One ``Asked`` for each benchmark and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
-        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
+        For each benchmark and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
+        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
+        says why.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
@@ -146,8 +147,9 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
             tables of the kind ``metric by epoch`` have them.
 
     Yields:
-        One ``Asked`` for each workload and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
-        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
+        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
+        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
+        says why.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
