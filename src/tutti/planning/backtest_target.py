@@ -64,17 +64,17 @@ class _Training:
 def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the time of training to a target on N devices from trainings on at most N/4 devices.
 
-    Both data to the target and the time of a sample are those of the benchmark's round on the same accelerator.
-    Trainings without a number of devices or minutes are left out, and so are data more than 20 times from a round's
-    median, which are in another unit.
+    The time is the number of samples to the target times the seconds of a sample. Both are fitted to trainings of the
+    same benchmark round on the same accelerator. Trainings without a number of devices or minutes are left out, and so
+    are trainings whose data are more than 20 times from the round's median, because they are in another unit.
 
     Args:
         rows: one row for each training run, with benchmark, round, accelerator, nodes and devices a node, global batch,
             data until the target was reached and minutes, as tables of the kind ``data to target`` have them.
 
     Yields:
-        One ``Asked`` for each benchmark: its list of predictions, each with the measurement. Where the list is empty,
-        ``reason`` says why.
+        For each benchmark one ``Asked``: a list of predictions, in minutes, each with its measurement. Where the list is
+        empty, ``reason`` says why.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         asked = Asked(group, QUARTER)

@@ -123,8 +123,9 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
             kind ``all-reduce`` have them.
 
     Yields:
-        One ``Asked`` for each hardware and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
-        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
+        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
+        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
+        says why.
     """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
@@ -161,8 +162,9 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
             nodes and local batch, as tables of the kind ``small cluster`` have them.
 
     Yields:
-        One ``Asked`` for each workload and protocol: its list of predictions, each with the measurement. Where the list
-        is empty, as always for zero-shot, ``reason`` says why.
+        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
+        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
+        says why.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -233,8 +235,9 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
             tables of the kind ``iteration by grid`` have them.
 
     Yields:
-        One ``Asked`` for each hardware and protocol (zero-shot, anchored, extrapolated): its list of predictions, each
-        with the measurement. Where the list is empty, as always for zero-shot, ``reason`` says why.
+        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
+        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
+        says why.
     """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
@@ -420,7 +423,7 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
             ``published jobs`` have them.
 
     Yields:
-        One ``Asked`` for each pair of source and hardware, and each protocol: its list of predictions, each with the
+        For each pair of source and hardware, and each protocol, one ``Asked``: a list of predictions, each with its
         measurement. Where the list is empty, ``reason`` says why; elsewhere ``reason`` may name what was guessed.
     """
     every = list(map(_Job, rows))
@@ -566,8 +569,9 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
             law`` have them.
 
     Yields:
-        One ``Asked`` for each protocol (zero-shot, anchored, extrapolated): its list of predictions, each with the
-        measurement. Where the list is empty, as always for the first two, ``reason`` says why.
+        For each protocol (zero-shot: from no run; anchored: from one run; extrapolated: from the smaller runs) one
+        ``Asked``: a list of predictions, each with its measurement. Where the list is empty, as always for the first
+        two, ``reason`` says why.
     """
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}
