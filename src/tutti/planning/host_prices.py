@@ -19,10 +19,12 @@ _UPDATE_BYTES = 28
 
 
 class HostPrices:
-    """Seconds of the host's part of a training step: copies, sums and updates in host memory.
+    """Predicts the seconds of the host's part of a training step: copies, sums and optimizer updates in host memory.
+
+    On accelerators the rates of host memory and of the link to it are guesses; on CPUs they were measured.
 
     Args:
-        costs: durations on the machine, to whose list of guesses lines on guessed rates are added.
+        costs: durations of operations on the machine; its list of guesses receives a line on each guessed rate.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -36,11 +38,14 @@ class HostPrices:
 
     @property
     def apart(self) -> bool:
-        """Whether devices have memory of their own, so that gradients are copied to the host and parameters back."""
+        """Whether the machine's devices have memory of their own, as accelerators have.
+
+        If so, gradients are copied to host memory and parameters back, and ``moved`` returns seconds above 0.
+        """
         return self._apart
 
     def moved(self, size: float) -> Array:
-        """Return the seconds of a copy between device and host memory; zeros on CPUs, whose memory is the host's.
+        """Predict the seconds of a copy between device and host memory; zeros on CPUs, whose memory is the host's.
 
         Args:
             size: bytes to copy.
@@ -51,7 +56,7 @@ class HostPrices:
         return np.full(SAMPLES, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
 
     def copied(self, size: float, calls: float = 1, kind: str = "copy") -> Array:
-        """Return the seconds in which a process copies or adds up bytes in host memory.
+        """Predict the seconds in which a process copies or adds up bytes in host memory.
 
         Args:
             size: bytes that are copied, or read and written, by all operators together.
@@ -66,7 +71,7 @@ class HostPrices:
         return copy_seconds(self._costs, size, calls, kind)
 
     def updated(self, optimizer: str, elements: float) -> Array:
-        """Return the seconds of an optimizer step on parameters in host memory.
+        """Predict the seconds of an optimizer step on parameters in host memory.
 
         Args:
             optimizer: text of ``--optimizer``.
