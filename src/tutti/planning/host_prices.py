@@ -40,7 +40,7 @@ class HostPrices:
     def apart(self) -> bool:
         """Whether the machine's devices have memory of their own, as accelerators have.
 
-        If so, gradients are copied to host memory and parameters back, and ``moved`` returns seconds above 0.
+        If so, gradients are copied to host memory and parameters back. If not, ``moved`` returns zeros.
         """
         return self._apart
 
