@@ -71,9 +71,10 @@ class Network:
 
 
 class StepCosts(Protocol):
-    """Durations of computing, messages and optimizer updates on a machine.
+    """Predicts how long computing, messages and optimizer updates take on a machine.
 
-    Each is (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+    Most methods return (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants. Implemented
+    by ``MeasuredCosts``, from ``machine.json`` of ``tutti bench``, and ``PublishedCosts``, from published jobs.
 
     Attributes:
         name: name of the machine.
@@ -147,12 +148,12 @@ class StepCosts(Protocol):
         """Return the cost of a transfer within a node: latency in seconds, and bytes a second."""
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
-        """Return the seconds of one message over the slowest link among a run's devices, in the typical draw.
+        """Return the seconds of one message over the slowest link among a run's devices, as one number without draws.
 
         Args:
             size: bytes of the message.
-            ranks: number of devices of the run.
-            together: devices of a node that send such a message at the same time.
+            ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
+            together: devices of a node that send such a message at the same time, over the node's link.
         """
 
     def message(self, size: float, ranks: int) -> Array:
@@ -188,7 +189,8 @@ def schedule_seconds(
 ) -> float:
     """Return the seconds of one all-reduce, by the closed form of its algorithm.
 
-    Equal to the simulated ``Schedule.seconds`` for full nodes, whose ranks have a port each.
+    A message takes latency + bytes ÷ bandwidth, and each rank has a network port of its own. For full nodes the result
+    equals that of the simulated schedule (``Schedule.seconds``).
 
     Args:
         algorithm: ``ring``, ``tree``, ``halving``, ``central`` or ``hierarchical``.
@@ -236,7 +238,7 @@ def _rounds(algorithm: Algorithm, ranks: int) -> list[tuple[int, float]]:
 
 @dataclass
 class MeasuredCosts:
-    """Durations of computing, messages and optimizer updates on a machine that ``tutti bench`` has measured.
+    """Predicts how long computing, messages and optimizer updates take on a machine that ``tutti bench`` has measured.
 
     Args:
         machine: measured curves and figures, the content of the machine's ``machine.json``.
@@ -365,11 +367,11 @@ class MeasuredCosts:
         return LinkCost(copy.fixed, copy.rate)
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
-        """Return the seconds of one message over the slowest link among a run's devices, in the typical draw.
+        """Return the seconds of one message over the slowest link among a run's devices, as one number without draws.
 
         Args:
             size: bytes of the message.
-            ranks: number of devices of the run; where a node has fewer, the slowest link is that of a node.
+            ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
             together: devices of a node that send such a message at the same time, over the node's link.
 
         Raises:
@@ -537,7 +539,9 @@ class MeasuredCosts:
 
 @dataclass
 class PublishedCosts:
-    """Durations on hardware that published jobs ran on: one FLOP/s rate for all computing, and guessed links.
+    """Predicts how long computing and messages take on hardware that published training jobs ran on.
+
+    One FLOP/s rate, reached by these jobs, holds for all computing; links are guessed.
 
     Args:
         hardware: name of the chip, as people write it, such as ``A100-80GB``.
@@ -636,13 +640,13 @@ class PublishedCosts:
         return self._within()
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
-        """Return the seconds of one message over the slowest link among a run's devices.
+        """Return the seconds of one message over the slowest link among a run's devices: latency + size ÷ bandwidth.
 
         Args:
             size: bytes of the message.
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
-            together: devices of a node that send such a message at the same time. They share a stated link, and have a
-                guessed one each.
+            together: devices of a node that send such a message at the same time. They share the link between nodes if
+                its cost was stated; if it is guessed, each device has a link of its own.
         """
         if self.network.nodes(ranks) == 1:
             cost, together = self._within(), 1
@@ -708,7 +712,7 @@ class PublishedCosts:
 
 
 def open_machine(text: str, precision: str, per_node: int | None, between: LinkCost | Path | None) -> StepCosts:
-    """Return the durations of computing, messages and updates on a measured machine or on published hardware.
+    """Make the object that predicts the seconds of computing, messages and updates on a machine or a published chip.
 
     Args:
         text: path of a ``machine.json`` of ``tutti bench``; or CHIPxN, such as ``a100x8``: a chip and the devices of a
