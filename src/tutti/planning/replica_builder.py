@@ -41,7 +41,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
     """Return the seconds of the all-reduce of one vector over the data ranks.
 
     Args:
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         exchange: options of gradient synchronisation; its ``schedule`` names the all-reduce algorithm, None for the
             backend's own.
         ranks: number of data ranks.
@@ -71,7 +71,7 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
     """Return the seconds of one collective, of the backend or through shared memory.
 
     Args:
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         each: the collective, with the kind and bytes that ``step_facts.carried`` gives.
         ranks: number of ranks that take part.
         apart: stride in devices from one of these ranks to the next.
@@ -93,7 +93,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
     """Return the seconds in which a device or host process copies or adds up bytes in memory.
 
     Args:
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         size: bytes that are copied, or read and written, by all operators together.
         calls: number of operators.
         kind: ``copy``, or ``other`` for elementwise operators.
@@ -110,7 +110,7 @@ def pass_messages(
     """Return the collectives over the tensor ranks in a forward or backward of a micro-batch, in order.
 
     Args:
-        facts: what the model computes and sends.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         checkpointing: choice of activation checkpointing, such as ``none``.
         passed: ``forward`` or ``backward``; backward includes recomputation.
         samples: number of samples in the micro-batch.
@@ -155,9 +155,9 @@ class ReplicaBuilder:
     """Build simulated training steps of one configuration: computations and messages with their dependences.
 
     Attributes:
-        facts: what the model computes and sends in a step.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         slow: (256,) ratios by which the slowest device computes longer than a typical one.
         prices: seconds of the passes of the model's module groups on a typical device.
         shape: extents of the device mesh, by axis.
@@ -313,7 +313,7 @@ class ReplicaBuilder:
         Collectives over the tensor ranks are included.
 
         Args:
-            program: the step, to which actions are added.
+            program: the simulated step, to which actions (computations and messages) are added.
             parts: number of samples in each micro-batch, one list for each logical worker.
             delays: (256,) seconds of the delay of each worker; None for those of the most delayed data rank.
 
@@ -436,7 +436,7 @@ class ReplicaBuilder:
 
         Args:
             program: the step, to which the broadcasts are added.
-            needs: indices of the actions before them.
+            needs: indices in ``program.actions`` of the actions that end before they begin.
             uneven: whether tensor ranks may add the gradients of the data ranks in different orders.
             device: index of the device in the program, which is its pipeline stage.
             places: indices of the device's parameters; None for all.
@@ -592,7 +592,7 @@ class ReplicaBuilder:
         Args:
             program: the training step.
             parameters: number of parameters that the optimizer updates on the device.
-            needs: indices of the actions before it.
+            needs: indices in ``program.actions`` of the actions that end before it begins.
             device: index of the device in the program.
         """
         seconds = self.costs.update(self.config.optimizer, parameters)

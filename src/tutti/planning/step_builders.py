@@ -101,9 +101,9 @@ def build_step(
     """List all computations and messages of a training step, with their seconds and dependences.
 
     Args:
-        facts: what the model computes and sends.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         prices: cache of the seconds of the model's passes, shared with plans on as many devices a node; None for a new
             one.
 
@@ -147,7 +147,7 @@ def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
 
     Args:
         config: configuration of the run.
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         computing: (256,) seconds of all passes of a data rank on a typical device.
 
     Returns:

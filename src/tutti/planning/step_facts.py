@@ -113,7 +113,7 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, 
     """Return the bytes of gradients that every tensor rank holds whole, such as those of norm layers, by dtype.
 
     Args:
-        facts: what the model computes and sends.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         places: indices in ``facts.tensors`` of the parameters that count, such as those of a pipeline stage; None for
             all.
         shards: number of ranks that share the rows of each gradient; the first of them counts.
@@ -238,7 +238,7 @@ def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
     tutti shards their optimizer state as in ZeRO stage 1.
 
     Args:
-        facts: what the model computes and sends.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
     """
     counts: Counter[torch.dtype] = Counter()
     for tensor in (*facts.tensors, *facts.frozen):
@@ -251,7 +251,7 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
     """Return the bytes of parameters of each module group, as FSDP gathers them: rows padded to all ranks.
 
     Args:
-        facts: what the model computes and sends.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         ranks: number of ranks over which the rows are sharded.
         frozen: include parameters that are not trained, which are gathered and have no gradient.
 

@@ -56,9 +56,9 @@ def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: 
     """Return a lower bound of a training step's seconds in closed form, without simulating the step.
 
     Args:
-        facts: what the model computes and sends.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         prices: seconds of the model's passes.
 
     Returns:

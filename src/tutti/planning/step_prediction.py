@@ -323,7 +323,7 @@ def predict_step(
         task: the task, or its name.
         sizes: sizes of the task's model, from ``gather_sizes``.
         config: configuration of the run, with a number of devices.
-        costs: durations on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
         residuals: scores of earlier predictions for the 90 % band, by class of prediction and source.
 
     Returns:
