@@ -38,7 +38,7 @@ _SHOWN = 64
 
 
 def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float, apart: int = 1) -> Array:
-    """Return the seconds of the all-reduce of one vector over the data ranks.
+    """Predict the seconds of the all-reduce of one gradient vector over the data ranks.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
@@ -68,11 +68,12 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
 
 
 def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, apart: int = 1) -> Array:
-    """Return the seconds of one collective, of the backend or through shared memory.
+    """Predict the seconds of one collective of a training step, by the communication backend or through shared memory.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        each: the collective, with the kind and bytes that ``step_facts.carried`` gives.
+        each: kind and bytes of the collective as it is really run (``step_facts.carried``), such as an all-to-all in
+            place of a reduce-scatter on CPUs.
         ranks: number of ranks that take part.
         apart: stride in devices from one of these ranks to the next.
 
@@ -90,7 +91,7 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
 
 
 def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy") -> Array:
-    """Return the seconds in which a device or host process copies or adds up bytes in memory.
+    """Predict the seconds in which a device or host process copies or adds up bytes in memory.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
@@ -107,7 +108,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
 def pass_messages(
     facts: StepFacts, checkpointing: str, passed: Pass, samples: int, groups: Sequence[str] | None
 ) -> list[PeriodicCollective]:
-    """Return the collectives over the tensor ranks in a forward or backward of a micro-batch, in order.
+    """Return the collectives that tensor parallelism makes in a forward or backward of a micro-batch, in order.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -127,7 +128,7 @@ def pass_messages(
 
 
 def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], ranks: int) -> Array:
-    """Return the seconds of collectives over the tensor ranks of a replica, which are neighbouring devices.
+    """Predict the seconds of collectives over the tensor ranks of a replica, which are neighbouring devices.
 
     Args:
         prices: seconds of the model's passes, with the durations on the machine.
@@ -152,7 +153,10 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
 
 @dataclass
 class ReplicaBuilder:
-    """Build simulated training steps of one configuration: computations and messages with their dependences.
+    """Builds the simulated training step of one configuration: computations and messages with their dependences.
+
+    A step is a ``StepProgram``. Its actions (computations and messages) belong to one device, which stands for all
+    devices with the same work, or to one device of each pipeline stage.
 
     Attributes:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -171,9 +175,10 @@ class ReplicaBuilder:
     shape: Mapping[str, int]
 
     def whole(self, exchange: Any, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
-        """Build the simulated step of replicas that all-reduce gradients in buckets: passes, sums, update.
+        """Build the simulated step of data parallelism with whole replicas, which all-reduce gradients in buckets.
 
-        All-reduces of the backend overlap backward; others follow it.
+        The step has the passes of all micro-batches, the all-reduces and the update. All-reduces by the communication
+        backend's own algorithm overlap backward; those by another algorithm follow backward.
 
         Args:
             exchange: options of gradient synchronisation: all-reduce algorithm, wire dtype, bucket size.
@@ -181,7 +186,7 @@ class ReplicaBuilder:
             ranks: number of data ranks; 1 makes no all-reduce.
 
         Returns:
-            The step of one replica, which stands for all.
+            Computations and messages of one replica, which stands for all, with their seconds and dependences.
         """
         program = StepProgram()
         ends = self.passes(program, parts)
@@ -195,10 +200,11 @@ class ReplicaBuilder:
         return program
 
     def local_steps(self, exchange: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
-        """Build a simulated step of local SGD: each worker's passes and update, loss sums, share of the averaging.
+        """Build a simulated step of local SGD, in which each worker updates its own copy of the parameters.
 
-        The average of the parameters once in a period, and DiLoCo's outer update after it, take their time divided by
-        the period.
+        The step has each worker's passes and update, and the collectives of the loss sums. The parameters are averaged
+        once in a period, and DiLoCo's outer update follows; each takes its time divided by the period, so that the step
+        is the mean over a period.
 
         Args:
             exchange: options of local SGD, with the period in steps.
@@ -227,13 +233,16 @@ class ReplicaBuilder:
         return program
 
     def sharded_optimizer(self, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build the simulated step of ZeRO stage 1: passes, reduce-scatters, update of rows, all-gathers.
+        """Build the simulated step of ZeRO stage 1, whose ranks each update a shard of the rows of every parameter.
+
+        The step has the passes of all micro-batches, reduce-scatters of the gradient buckets, the update, and
+        all-gathers of the updated rows.
 
         Args:
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
 
         Returns:
-            The step of one rank, which stands for all.
+            Computations and messages of one rank, which stands for all, with their seconds and dependences.
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, parts)
@@ -257,11 +266,11 @@ class ReplicaBuilder:
         before it. Parameters that FSDP2 does not shard are sharded as in stage 1.
 
         Args:
-            stage: ZeRO stage; in 3 modules are gathered again for backward.
+            stage: ZeRO stage, 2 or 3; in stage 3 modules are gathered again for backward.
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
 
         Returns:
-            The step of one rank, which stands for all.
+            Computations and messages of one rank, which stands for all, with their seconds and dependences.
         """
         program, shards = StepProgram(), self.shape["shard"]
         groups = {group.name: group for group in self.facts.workload.groups}
@@ -310,7 +319,7 @@ class ReplicaBuilder:
     ) -> dict[str, int]:
         """Append the forwards and backwards of a rank's micro-batches to a simulated step, and delays of ``--slow``.
 
-        Collectives over the tensor ranks are included.
+        The collectives that tensor parallelism makes in these passes are included.
 
         Args:
             program: the simulated step, to which actions (computations and messages) are added.
@@ -367,13 +376,15 @@ class ReplicaBuilder:
     def delay(
         self, program: StepProgram, delays: Sequence[Array], device: int = 0, needs: tuple[int, ...] | None = None
     ) -> int:
-        """Append delays to a simulated step as one idle action, if there are any.
+        """Append delays of a device to a simulated step as one action in which the device idles.
+
+        Nothing is appended if all delays are zero.
 
         Args:
-            program: the step.
-            delays: (256,) seconds of each delay.
+            program: the simulated step.
+            delays: (256,) seconds of each delay, which are added up.
             device: index of the device in the program.
-            needs: indices of the actions before it; None for the last action of the step.
+            needs: indices of the actions that end before the delay begins; None for the last action of the step.
 
         Returns:
             Index of the last action of the step; -1 for a step without actions.
@@ -394,16 +405,16 @@ class ReplicaBuilder:
         device: int = 0,
         times: int = 1,
     ) -> int:
-        """Append to a simulated step, as one action, a pass's collectives over the tensor ranks.
+        """Append the collectives that tensor parallelism makes in a forward or backward to a simulated step.
 
-        They block: what follows on the device waits for them.
+        All of them are one action. They block: what follows on the device waits for them.
 
         Args:
             program: the step, to which the action is added.
             passed: ``forward`` or ``backward``, over a micro-batch.
             samples: number of samples in the micro-batch.
             groups: names of the module groups whose collectives are made; None for all.
-            needs: indices of the actions before it; the last one is returned where nothing is sent.
+            needs: indices of the actions that end before it begins; the last one is returned where nothing is sent.
             device: index of the device in the program, which is its pipeline stage.
             times: number of micro-batches.
 
@@ -429,10 +440,10 @@ class ReplicaBuilder:
         places: Sequence[int] | None = None,
         shards: int = 1,
     ) -> list[int]:
-        """Append to a simulated step the broadcasts that keep whole parameters equal on all tensor ranks.
+        """Append to a simulated step broadcasts of the gradients of parameters that every tensor rank holds whole.
 
-        One for each dtype of the parameters that every tensor rank holds whole. There are none where the gradients are
-        equal already: without tensor ranks, and on CPUs unless ``uneven``.
+        They keep such parameters, for example of norm layers, equal on all tensor ranks. There is one broadcast for
+        each dtype, and none where the gradients are equal already: without tensor ranks, and on CPUs unless ``uneven``.
 
         Args:
             program: the step, to which the broadcasts are added.
@@ -455,12 +466,13 @@ class ReplicaBuilder:
         return [*needs]
 
     def count_norm(self, program: StepProgram, squares: int | None = None) -> None:
-        """Add to a simulated step the all-reduces of the gradient norm over the devices of one replica, for 0 s.
+        """Count the all-reduces of the gradient norm over the devices of one replica in a simulated step.
 
-        One for each pipeline stage is added to ``program.collectives``, and none for replicas of one device.
+        One for each pipeline stage is added to the list ``program.collectives``, and none for replicas of one device.
+        They are small and take no time in the simulation.
 
         Args:
-            program: the step.
+            program: the simulated step.
             squares: number of squared norms in the message; None: one for each device of the replica.
         """
         ranks = self.shape["stage"] * self.shape["tensor"]
@@ -517,7 +529,7 @@ class ReplicaBuilder:
 
     @staticmethod
     def undelayed(program: StepProgram) -> int:
-        """Return the index of the last action of a step before the delay at its end, if it has one.
+        """Return the index of the last action of a simulated step, not counting a delay (``--slow``) at its end.
 
         Args:
             program: the step up to the end of a rank's passes.
@@ -575,7 +587,7 @@ class ReplicaBuilder:
     def message(self, program: StepProgram, seconds: Array, needs: tuple[int, ...], text: str, device: int = 0) -> int:
         """Append a message or collective of a device to a simulated step, and return its index in ``program.actions``.
 
-        It occupies the device's link.
+        While it runs, the device's link is occupied, and its compute units are free.
 
         Args:
             program: the step, to which the message is added.
