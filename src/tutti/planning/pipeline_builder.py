@@ -26,8 +26,8 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
     """Return the names of the module groups whose tensor-parallel collectives a virtual pipeline stage makes.
 
-    Each stage has its own groups; the last stage also has the groups of the loss, and of parameters and operators
-    outside of all module groups.
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss. Each stage has its own
+    groups; the last stage also has the rest of the model and the loss.
 
     Args:
         facts: module groups of each virtual stage.
@@ -38,7 +38,7 @@ def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
 
 
 def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
-    """Return the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
+    """Predict the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
 
     Work outside of the stages' modules is spread evenly over the stages; the loss belongs to the last stage.
 
@@ -83,15 +83,18 @@ def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int
 
 
 class PipelineBuilder(ReplicaBuilder):
-    """Build simulated training steps of pipelines, whose stages may be split over tensor ranks."""
+    """Builds the simulated training step of a pipeline, whose stages may be split over tensor ranks.
+
+    A simulated step (``StepProgram``) holds the computations and messages of one device of each stage.
+    """
 
     def build(self, choice: Any, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.
 
-        Before the update each stage all-reduces its gradients over the replicas.
+        Before the update each stage all-reduces its gradients over the data-parallel replicas of the pipeline.
 
         Args:
-            choice: the parsed strategy.
+            choice: the parsed strategy, with the pipeline schedule and the options of gradient synchronisation.
             parts: number of samples in each micro-batch, one list for each logical worker.
 
         Returns:
