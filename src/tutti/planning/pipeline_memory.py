@@ -72,6 +72,8 @@ class MicroBatchSizes:
 def timed(config: TrainConfig) -> bool:
     """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
 
+    False for the schedule ``one_by_one``, for reproducible runs, and where the strategy's options fix the cuts.
+
     Args:
         config: configuration of the run; its strategy is a pipeline.
     """
@@ -114,9 +116,10 @@ def alone(config: TrainConfig) -> TrainConfig:
 
 
 def observe_stages(name: str | Task, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
-    """Partition the model into pipeline stages as a run would, and observe the memory of the stages' blocks.
+    """Partition the model into pipeline stages as a run would, and find out how much memory each part needs.
 
-    The model is built and run on fake tensors, or with few real samples if it reads values.
+    The parts are blocks: runs of consecutive calls in the model's graph, between which stages may be cut. The model is
+    built and run on fake tensors, or with few real samples if it reads values.
 
     Args:
         name: the task, or its name.
@@ -124,7 +127,7 @@ def observe_stages(name: str | Task, config: TrainConfig, seconds: Mapping[str, 
         seconds: measured time of each module by its name; empty to partition by parameters.
 
     Returns:
-        Names and memory of the blocks, and the partition into stages.
+        The blocks in the order of the forward, each with its name and memory, and the bounds of the stages among them.
 
     Raises:
         UsageError: the model cannot be partitioned.
@@ -171,7 +174,7 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
 
     Args:
         found: sizes of the model.
-        ahead: blocks and partition of the model, from ``observe_stages``.
+        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
         config: configuration of the run.
 
     Returns:
@@ -184,11 +187,11 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
 
 
 def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> StagePlan | None:
-    """Return the most even partition of a model whose pipeline stages all fit into a device; None if there is none.
+    """Find the most even partition of a model whose pipeline stages all fit into a device; None if there is none.
 
     Args:
         found: sizes of the model.
-        ahead: blocks and partition of the model, from ``observe_stages``.
+        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
         config: configuration of the run.
         room: bytes of a device.
     """
@@ -208,7 +211,7 @@ def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
 
     Args:
         config: configuration of the run.
-        ahead: blocks and partition of the model, from ``observe_stages``.
+        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
     """
     if not all(ahead.names):
         return config
@@ -223,7 +226,7 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room
 
     Args:
         found: sizes of the model.
-        ahead: blocks and partition of the model, from ``observe_stages``.
+        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
         config: configuration of the run.
         room: bytes of a device.
 
