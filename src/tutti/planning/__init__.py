@@ -1,1 +1,1 @@
-"""Predict a run's memory before it starts."""
+"""Predict memory, step times and training times of runs before they start, and analyse finished runs."""
