@@ -1,1 +1,1 @@
-"""Memory that training a model takes on a device, and memory that is available."""
+"""Work and memory that training a model asks of a device, and measured speeds and sizes of a machine."""
