@@ -41,7 +41,8 @@ class ScriptTask:
     Attributes:
         task: model, loss and training data.
         options: values by field of ``TrainConfig``; what the script does not say is absent.
-        own_loop: whether the loss exists in the script's own loop alone.
+        own_loop: whether the script computes the loss in its own training loop, and gives no loss function to
+            ``tutti.prepare``; such a script cannot be simulated in pipeline stages.
     """
 
     task: Task
@@ -97,10 +98,9 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters and buffers are made under the current modes.
+    """Return a deep copy of a model, whose parameters and buffers are fake if called under ``FakeTensorMode``.
 
-    Under ``FakeTensorMode`` they are fake and take no memory; otherwise they are copies of the values. Tied parameters
-    stay tied.
+    Fake tensors take no memory; without the mode, values are copied. Tied parameters stay tied.
 
     Args:
         model: a model with real tensors, which stays as it is.
@@ -115,10 +115,12 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def optimizer_text(optimizer: Any, script: str) -> str | None:
-    """Return an optimizer as text of ``--optimizer``; None where it is not a single one.
+    """Describe an optimizer as text of ``--optimizer``, with learning rate and for SGD momentum.
+
+    None where ``optimizer`` is neither text nor a single PyTorch optimizer, such as a list of several.
 
     Args:
-        optimizer: text, or an instance of an optimizer.
+        optimizer: text, which is returned as it is, or an instance of an optimizer.
         script: path of the script, for messages.
 
     >>> optimizer_text(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9), "train.py")
