@@ -86,7 +86,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @lru_cache(maxsize=64)
 def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
-    """Find out by a trial on small tensors which elements of a tensor an optimizer's update mixes; cached.
+    """Find out by a trial on small tensors whether an optimizer's update mixes elements of its tensors; cached.
 
     An optimizer that mixes none, such as Adam, can update slices of a tensor by themselves.
 
@@ -133,7 +133,10 @@ def _small_optimizer(optimizer: str, named: Shapes) -> torch.optim.Optimizer:
 
 
 class ServerBuilder(ReplicaBuilder):
-    """Build simulated training steps of the strategies ``central_storage`` and ``parameter_server``."""
+    """Builds the simulated training step of the strategies ``central_storage`` and ``parameter_server``.
+
+    A simulated step (``StepProgram``) holds the computations and messages of one rank, which stands for all.
+    """
 
     def central_storage(self, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of the strategy ``central_storage``, which sums gradients in shared memory.
@@ -145,7 +148,7 @@ class ServerBuilder(ReplicaBuilder):
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
 
         Returns:
-            The step of one rank, which stands for all.
+            Computations and messages of one rank, which stands for all, with their seconds and dependences.
 
         Raises:
             UsageError: the devices are on several nodes.
@@ -181,17 +184,17 @@ class ServerBuilder(ReplicaBuilder):
         return program
 
     def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build the simulated step with parameter servers, which sum gradients and update parameters.
+        """Build the simulated step with parameter servers, processes that sum gradients and update parameters.
 
-        In the mode ``sync`` the step is one update of all ranks together; in ``async`` and ``bounded`` it is the mean
-        step of one rank, which waits for a server that is busy with other ranks.
+        In the mode ``sync`` the step is one update of all ranks together. In ``async`` and ``bounded`` it is the mean
+        step of one rank, with the time that the rank waits for a server that is busy with other ranks.
 
         Args:
             exchange: options of the servers: number, mode, transport, steps between pushes and fetches.
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
 
         Returns:
-            The step of one rank, with the seconds that servers spend on all ranks.
+            Computations and messages of one rank, among them the seconds that servers spend on all ranks.
 
         Raises:
             UsageError: there are too few tensors for the servers.
