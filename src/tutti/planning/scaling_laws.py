@@ -19,15 +19,18 @@ Inputs = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A formula for the seconds of measurements over their sizes, with positive constants to be fitted.
+    """A formula that predicts a measured quantity, mostly seconds, from inputs such as ranks and bytes.
+
+    Its constants are positive and fitted to measurements (``law_fit.fit_law``).
 
     Attributes:
         name: name of the law, shown in results.
         constants: names of the constants, in the order of the vector of constants.
         spread: standard deviation of the prior of each constant's natural logarithm.
-        centre: function of the inputs and seconds of the fitted measurements that returns the prior medians
-            (constants,).
-        seconds: function of constants (constants,) and inputs, arrays (n,) by name, that returns seconds (n,).
+        centre: function of the inputs and seconds of the fitted measurements that returns the prior medians of the
+            constants, (constants,).
+        seconds: the formula: function of constants (constants,) and inputs, arrays (n,) by name, that returns seconds,
+            or the other quantity, (n,).
     """
 
     name: str
@@ -185,7 +188,7 @@ def transformer_flops_per_token(
 
 
 def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
-    """Return how much longer training on many devices takes than computing alone: a factor on computing, and a summand.
+    """Predict how much longer training on many devices takes than computing alone, as a factor and a summand.
 
     The factor: a collective waits for the slowest of N devices, 1 + σ√(2 ln N) times as long as a typical one (Gumbel's
     extreme of normal draws), and a forward or backward over w tokens works at a saturating rate r∞·w/(w + w½).
