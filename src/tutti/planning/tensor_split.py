@@ -19,9 +19,10 @@ from tutti.workload.message_log import MessageLog
 
 
 class TensorSplit:
-    """The split of a model's layers over tensor ranks, as a run on CPUs makes it.
+    """Plans how tensor parallelism splits a model's layers over ranks, and builds the model of the first rank.
 
-    The plan is found on real tensors, because splits of blocks are proved by computing.
+    The plan is that of a run on CPUs. It is found on real tensors, because whether a block can be split is proved by
+    computing.
 
     Args:
         task: model and loss.
@@ -32,8 +33,9 @@ class TensorSplit:
 
     Attributes:
         ranks: number of tensor ranks.
-        parted: whether layers return tensors that are split, which fake tensors cannot be.
-        closed: names of blocks that no pipeline cut may go through.
+        parted: whether some layers return tensors that are split over ranks; such a model cannot be traced on fake
+            tensors.
+        closed: names of the modules inside of which the model must not be cut into pipeline stages.
 
     Raises:
         UsageError: a plan that the user has written by hand cannot be carried out.
