@@ -81,7 +81,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What one training step of a model computes and sends, before durations on a machine are known.
+    """Work, parameters and collectives of one training step of a model, before durations on a machine are known.
 
     Attributes:
         workload: FLOP, bytes and calls of the model and its loss, by module group.
@@ -102,15 +102,15 @@ class StepFacts:
     whole: StepFacts | None = None
 
     def alone(self) -> StepFacts:
-        """Return what a training step of the same model computes and sends if no layer is split over tensor ranks.
+        """Return work, parameters and collectives of a step of the same model without tensor parallelism and stages.
 
-        This object itself is returned where no layer is split.
+        Where no layer is split over tensor ranks, the object itself is returned, with its stages.
         """
         return self.whole or self
 
 
 def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, shards: int = 1) -> list[int]:
-    """Return the bytes of gradients that every tensor rank holds whole, such as those of norm layers, by dtype.
+    """Return the bytes of the gradients that every tensor-parallel rank holds whole, such as those of norm layers.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -119,7 +119,7 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, 
         shards: number of ranks that share the rows of each gradient; the first of them counts.
 
     Returns:
-        One number for each dtype, in the order of the dtypes' names; empty where no layer is split.
+        Bytes for each dtype, in the order of the dtypes' names; empty where no layer is split.
     """
     if facts.whole is None:
         return []
@@ -129,9 +129,9 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, 
 
 
 def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
-    """Return the layout of a strategy whose replicas are cut into stages; None where a replica is not cut.
+    """Return the pipeline options of a strategy whose replicas are cut into stages; None where a replica is not cut.
 
-    A hybrid with one stage is not cut.
+    A hybrid strategy with one stage is not cut.
 
     Args:
         choice: the strategy with its options.
@@ -144,10 +144,10 @@ def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig 
 def gradient_vectors(
     tensors: Sequence[TensorFacts], wire: str = "fp32", bucket_mb: float | None = None
 ) -> list[GradientVector]:
-    """Return the flat vectors that data ranks all-reduce in a step: gradient buckets, then loss sums and flags.
+    """List the flat vectors that data ranks all-reduce in a step: gradient buckets, then loss sums and flags.
 
-    Loss sums and flags are appended to the last bucket where its dtype allows it (fp32 or fp64 messages); otherwise
-    they are a float64 vector of their own.
+    Loss sums and flags are appended to the last bucket where its dtype
+    allows it (fp32 or fp64 messages); otherwise they are a float64 vector of their own.
 
     Args:
         tensors: trainable parameters, in the model's order.
@@ -297,7 +297,7 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
 
 
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
-    """Return the bytes of the small all-reduce at the end of a sharded step.
+    """Return the bytes of the small all-reduce at the end of a training step with ZeRO sharding.
 
     The message holds, in float64, digests of the step, loss sums, a flag for each parameter, and the squared gradient
     norm.
