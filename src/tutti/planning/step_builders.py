@@ -98,7 +98,7 @@ def check_buildable(config: TrainConfig) -> None:
 def build_step(
     facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices | None = None
 ) -> tuple[StepProgram, Array]:
-    """List all computations and messages of a training step, with their seconds and dependences.
+    """Build the simulated training step of a run: its computations and messages, with their seconds and dependences.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -108,8 +108,8 @@ def build_step(
             one.
 
     Returns:
-        The program of a device that computes as long as the slowest, or of one pipeline of such devices; and (256,)
-        ratios by which the slowest computes longer than the typical one, one for each Monte Carlo draw.
+        Computations and messages of a device that computes as long as the slowest, or of one pipeline of such devices;
+        and (256,) ratios of the seconds of the slowest device to those of a typical one, one for each Monte Carlo draw.
 
     Raises:
         UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.
@@ -141,9 +141,9 @@ def build_step(
 
 
 def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
-    """Return how many times longer the device that all others wait for computes than a typical one.
+    """Predict how many times longer the slowest device, for which all others wait, computes than a typical one.
 
-    Asynchronous workers wait for nobody, so that all their ratios are 1.
+    Asynchronous workers do not wait for each other, so that all their ratios are 1.
 
     Args:
         config: configuration of the run.
@@ -205,7 +205,7 @@ def check_split(choice: Any, config: TrainConfig) -> None:
 
 
 def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], prices: PassPrices) -> Array:
-    """Return the seconds of forward and backward of all micro-batches of a data rank, on one typical device.
+    """Predict the seconds of forward and backward of all micro-batches of a data rank, on one typical device.
 
     Args:
         config: configuration of the run.
