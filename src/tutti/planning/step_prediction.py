@@ -47,10 +47,10 @@ SIMULATED = "simulated step"
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model that do not change with the number of replicas.
+    """Sizes of a model and its training step that do not change with the number of replicas.
 
     Attributes:
-        step: what the training step computes and sends.
+        step: FLOP, parameters, pipeline stages and tensor-parallel collectives of a training step.
         memory: bytes of parameters, optimizer state and activations before any split.
     """
 
@@ -96,7 +96,9 @@ class StepPrediction:
 
 
 class TaskSizes:
-    """Traces of a task's model and loss on fake tensors, each made once for many plans; nothing is computed.
+    """Traces a task's model and loss on fake tensors for predictions of many plans, each partition of the model once.
+
+    Fake tensors have shapes and no values, so that nothing is computed.
 
     Args:
         task: the task, or its name.
@@ -128,9 +130,9 @@ class TaskSizes:
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
     def step(self, config: TrainConfig) -> StepFacts:
-        """Trace what the training step of a run computes and sends, on fake tensors.
+        """Trace the training step of a run on fake tensors: its work, parameters and tensor-parallel collectives.
 
-        Runs with an equal partition of the model share one trace.
+        Runs with an equal partition of the model into stages and tensor ranks share one trace.
 
         Args:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
@@ -297,7 +299,9 @@ def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[st
 
 
 def gather_sizes(task: str | Task, config: TrainConfig) -> ModelSizes:
-    """Trace what a training step computes, sends and keeps in memory, on fake tensors; nothing is computed.
+    """Trace a training step on fake tensors: its work, tensor-parallel collectives, and the memory of its state.
+
+    Fake tensors have shapes and no values, so that nothing is computed.
 
     Args:
         task: the task, or its name.
@@ -414,7 +418,7 @@ def alone_config(config: TrainConfig) -> TrainConfig:
 def note_partition(choice: Any, costs: StepCosts) -> None:
     """Append the simulation's assumptions about pipeline stages and split layers to the guesses of ``costs``.
 
-    Nothing is appended for whole replicas.
+    Nothing is appended for a strategy that neither cuts nor splits the model.
 
     Args:
         choice: the parsed strategy.
