@@ -98,7 +98,8 @@ class StepPrediction:
 class TaskSizes:
     """Traces a task's model and loss on fake tensors for predictions of many plans, each partition of the model once.
 
-    Fake tensors have shapes and no values, so that nothing is computed.
+    Fake tensors have shapes and no values, so that nothing is computed. An exception are plans with tensor parallelism,
+    for which a few samples are computed on the CPU to find out how the layers can be split.
 
     Args:
         task: the task, or its name.
@@ -130,9 +131,10 @@ class TaskSizes:
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
     def step(self, config: TrainConfig) -> StepFacts:
-        """Trace the training step of a run on fake tensors: its work, parameters and tensor-parallel collectives.
+        """Trace the training step of a run: its work, parameters, pipeline stages and tensor-parallel collectives.
 
-        Runs with an equal partition of the model into stages and tensor ranks share one trace.
+        The trace is made on fake tensors, or on real ones where layers return tensors that are split over ranks. Runs
+        with an equal partition of the model into stages and tensor ranks share one trace.
 
         Args:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
@@ -301,7 +303,8 @@ def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[st
 def gather_sizes(task: str | Task, config: TrainConfig) -> ModelSizes:
     """Trace a training step on fake tensors: its work, tensor-parallel collectives, and the memory of its state.
 
-    Fake tensors have shapes and no values, so that nothing is computed.
+    Fake tensors have shapes and no values, so that nothing is computed. Exceptions, computed with a few samples, are
+    the split of layers over tensor ranks, and the activations of a model that reads values.
 
     Args:
         task: the task, or its name.
