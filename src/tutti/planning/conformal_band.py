@@ -33,7 +33,9 @@ _KEPT = 60
 
 
 def band_unit(sigma: float) -> float:
-    """Return the unit of a prediction's error in its logarithm: (σ² + 0.05²)^¼.
+    """Return the unit by which the error |ln(measured ÷ predicted)| of a prediction is divided: (σ² + 0.05²)^¼.
+
+    An uncertain prediction has a large unit, so that errors of all predictions become comparable (scores).
 
     Args:
         sigma: standard deviation σ of the predicted value's natural logarithm, over draws of the law's constants.
@@ -110,7 +112,10 @@ def distance_class(distance: float) -> str:
 
 @dataclass(frozen=True)
 class CellScores:
-    """Scores (errors divided by ``band_unit``) of one published source among similar predictions.
+    """Scores of checked predictions of one published source, summarised as quantiles.
+
+    A score is the error |ln(measured ÷ predicted)| over its unit, ``band_unit``. The widths of the 90 % bands of later
+    predictions are derived from scores.
 
     Attributes:
         scores: at most 60 quantiles, which stand for all scores.
@@ -154,7 +159,7 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 
 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
-    """Return q of the 90 % bands exp(±q·width) around predictions, from the errors of earlier, similar predictions.
+    """Return the factor q of 90 % bands: predicted · exp(±q·width), from the errors of earlier, similar predictions.
 
     A cell holds predictions of one basis and a similar extrapolation distance. q is the 90 % quantile, corrected for
     few series, of the scores in the cell, those of the named source left out. Sources weigh as the square root of their
@@ -204,8 +209,8 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
     """Parse scores of checked predictions from the JSON text that `write_residuals` returns.
 
     Returns:
-        Scores (errors divided by ``band_unit``) by cell (predictions of one basis and a similar extrapolation
-        distance), then by published source.
+        At most 60 quantiles of scores (errors divided by ``band_unit``) and their number of series, by cell
+        (predictions of one basis and a similar extrapolation distance), then by published source.
     """
     stored = json.loads(text)["cells"]
     return {
