@@ -40,6 +40,8 @@ class Branch:
 class BranchFit:
     """Critical batch size, estimated from branches: trainings continued from one checkpoint at multiples of its batch.
 
+    The critical batch size B_crit is the batch at which training needs twice the least data to a target.
+
     Attributes:
         batch: global batch of the checkpoint's run, in samples.
         start: held-out loss at the checkpoint.
@@ -73,7 +75,9 @@ class BranchFit:
         return {multiple: sum(losses) / len(losses) for multiple, losses in _by_multiple(self.branches).items()}
 
     def loss_at(self, multiple: float) -> float:
-        """Return the fitted held-out loss at the end of a branch, which is a training continued from the checkpoint.
+        """Return the fitted held-out loss at the end of a branch: a training continued from a checkpoint.
+
+        The loss falls by P(1 + B/B_crit)/(1 + kB/B_crit) from the checkpoint's, at k times its batch B.
 
         Args:
             multiple: global batch of the branch over that of the checkpoint.
