@@ -45,6 +45,8 @@ _LINKS_ELSEWHERE = (5e10, 6.25e9)
 class HardwareAnchor:
     """Utilisation that the training jobs of one published source reached on one chip in one class of precision.
 
+    Predictions of the speed of other jobs on the chip start from such anchors.
+
     Attributes:
         chip: the chip's name without maker, memory and form, such as ``A100``.
         memory_gb: memory of the chip in GB, 0 where the source does not say.
@@ -111,10 +113,11 @@ def peak_flops(hardware: str, precision: str) -> float:
 
 
 def usual_links(hardware: str) -> tuple[float, float]:
-    """Return bytes/s of a device within and between the nodes in which a chip is usually sold.
+    """Return the usual link bandwidths of a chip, in bytes/s of a device: within a node, and between nodes.
 
     Args:
-        hardware: name of the hardware as people write it; an unknown one has links of a middling server, a guess.
+        hardware: name of the hardware as people write it; for an unknown chip the result is a guess at a middling
+            server.
 
     >>> usual_links("A100-SXM4-80GB"), usual_links("abacus")
     ((230000000000.0, 25000000000.0), (50000000000.0, 6250000000.0))
