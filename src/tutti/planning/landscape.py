@@ -45,15 +45,16 @@ _BETWEEN = (-0.5, 1.5)
 def landscape_rank(
     task: str, config: TrainConfig, options: LandscapeOptions, folder: Path, arguments: Sequence[str] = ()
 ) -> None:
-    """Measure the loss around a checkpoint, as one of the ranks: lines, planes, sharpness and Hessian spectrum.
+    """Measure the loss around a checkpoint, as one of the launched ranks: lines, plane, sharpness, Hessian spectrum.
 
     Collective: it is the main function of every rank of the launch; it initialises and ends the process group. Rank 0
     directs the measurement and writes ``landscape.json`` into ``folder``.
 
     Args:
         task: name of a built-in task, ``file.py:function``, or path of a script that calls ``tutti.prepare``.
-        config: the run's configuration, with this measurement's device, precision and reproducible mode.
-        options: what to measure, at which checkpoints.
+        config: configuration of the run that made the checkpoint, with device, precision and reproducible mode of this
+            measurement.
+        options: what to measure, at which checkpoints, on how many samples.
         folder: folder of the file.
         arguments: command-line arguments of a script.
 
