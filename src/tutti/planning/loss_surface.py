@@ -95,11 +95,12 @@ def sample_blocks(
 
 
 class LossSurface:
-    """Loss of a model on fixed samples, over all data ranks, in the mode that ``for_landscape`` sets.
+    """Computes the loss of a model on fixed samples, its gradient and Hessian products at points in parameter space.
 
-    Rank 0 calls the methods, and the other ranks take part in ``serve`` until rank 0 calls ``close``. A point is a
-    vector of ``size`` trained parameters, in the order of ``named_parameters``, followed by the model's other
-    floating-point tensors (running statistics of batch norm, frozen parameters), which have no derivatives.
+    The samples are divided over all data ranks. Rank 0 calls the methods, and the other ranks take part in ``serve``
+    until rank 0 calls ``close``. A point is a vector of ``size`` trained parameters, in the order of
+    ``named_parameters``, followed by the model's other floating-point tensors (running statistics of batch norm, frozen
+    parameters), which have no derivatives. The model is in the mode that ``for_landscape`` sets.
 
     Args:
         model: the whole model, on the device.
@@ -138,7 +139,10 @@ class LossSurface:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the sets of samples on which the loss is measured; gradients are of the first set."""
+        """Names of the sets of samples on which the loss is measured, such as ``training`` and ``held-out``.
+
+        Gradients and Hessian products are those of the first set.
+        """
         return tuple(self._sets)
 
     @property
