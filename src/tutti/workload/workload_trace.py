@@ -105,7 +105,11 @@ class _Counts:
     metrics: int = 0
 
     def values(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield every number by its key."""
+        """Yield every counted quantity of a trace as a pair of key and number.
+
+        Keys are (module group, pass, class of operator, quantity), (module group, ``kept activations``) and (module
+        group, ``output``), the latter two in bytes.
+        """
         for key, work in self.work.items():
             for name, value in vars(work).items():
                 yield (*key, name), value
@@ -297,7 +301,10 @@ class _Meter(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow the modules' calls and the completion of gradients within the block."""
+        """Return a context manager in whose block module calls are followed and the order of gradients is recorded.
+
+        Hooks on the modules say which module group an operator belongs to; they are removed at the end.
+        """
         handles: list[Any] = []
         for name, module in ((REST, self._model), *self._groups.items()):
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
@@ -312,7 +319,10 @@ class _Meter(TorchDispatchMode):
                 handle.remove()
 
     def forward_ended(self) -> None:
-        """Count the storages that the forward keeps; what follows is backward."""
+        """Mark the end of the traced forward: count the bytes of tensors that it keeps alive, by module group.
+
+        All operators that follow count as backward or recomputation.
+        """
         for made, name in self._made.values():
             storage = made()
             if storage is not None:
@@ -370,7 +380,10 @@ class _Meter(TorchDispatchMode):
             self.counts.work[name, "recompute", flop.kind].flop += flop.recomputed
 
     def place(self) -> tuple[str, str]:
-        """Return group and pass of the operator that is called now."""
+        """Return name of the module group, and pass, that the operator which is called now belongs to.
+
+        The pass is ``forward``, ``backward`` or ``recompute`` (a forward within backward).
+        """
         node = current_autograd_node() if self._backward else None
         if not self._backward:
             return (self._stack[-1] if self._stack else LOSS), "forward"
