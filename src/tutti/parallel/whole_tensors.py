@@ -296,18 +296,25 @@ class _Axis:
         self._dtypes = sorted({part.parameter.dtype for part in parts}, key=str)
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return whether this rank owns the tensor, or the tensor is not gathered along this axis."""
+        """Return whether this rank gathers the slices of this tensor along the mesh axis, or no rank does.
+
+        Args:
+            parameter: one of this rank's parameters; True if it is not gathered along this axis.
+        """
         return parameter in self._mine or parameter not in self._here
 
     def gather(self, values: dict[Tensor, Tensor], gradients: dict[Tensor, Tensor | None]) -> None:
-        """Replace slices by whole tensors on the owner, and drop them on other ranks.
+        """Gather slices of parameters and gradients to whole tensors on each tensor's owner rank along the mesh axis.
+
+        Other ranks drop their slices from ``values``.
 
         Collective: an all-to-all for each dtype. Ranks without a gradient send zeros; the whole gradient is None only
         where no rank has one.
 
         Args:
-            values: values by parameter, changed in place.
-            gradients: gradients by parameter, changed in place; None on ranks other than the owner.
+            values: this rank's slices by parameter, changed in place to whole tensors; other owners' tensors are
+                removed.
+            gradients: gradients by parameter, changed in place likewise; None on ranks other than the owner.
         """
         for dtype in self._dtypes:
             parts = [(part, owner) for part, owner in zip(self.parts, self._owner, strict=True) if _is(part, dtype)]
@@ -340,7 +347,13 @@ class _Axis:
                 values[part.parameter], gradients[part.parameter] = value, gradient if used else None
 
     def give_back(self, values: dict[Tensor, Tensor]) -> None:
-        """Replace the owners' whole tensors by each rank's slices. Collective: an all-to-all for each dtype."""
+        """Send slices of the updated whole tensors from their owner ranks back to all ranks of the mesh axis.
+
+        Collective: an all-to-all for each dtype.
+
+        Args:
+            values: whole tensors by parameter on their owner, changed in place to this rank's slices.
+        """
         here, ranks = self._comm.rank, range(self._comm.size)
         for dtype in self._dtypes:
             parts = [(part, owner) for part, owner in zip(self.parts, self._owner, strict=True) if _is(part, dtype)]
