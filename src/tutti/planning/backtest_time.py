@@ -323,12 +323,16 @@ class _Job:
         return float(one)
 
     def utilisation(self) -> float:
-        """Return the job's hardware FLOP/s a device, from the model's shape or else as the table prints it, or NaN."""
+        """Return the hardware FLOP/s of each device of a published job, not divided by the chip's peak.
+
+        The number follows from the model's shape and the throughput, or else is the one that the table prints; NaN
+        without both.
+        """
         shape = self.flops / self.seconds
         return shape if math.isfinite(shape) else self.row.number("tflops_per_device") * 1e12
 
     def columns(self, shaped: bool = True) -> dict[str, float]:
-        """Return this job as a row of inputs of the law `ANCHORED_LAW`, by name of the input.
+        """Return a published job as inputs of the law ``ANCHORED_LAW`` of its time, by name of the input.
 
         Args:
             shaped: count FLOP from the model's shape; False: let computing be proportional to the tokens.
