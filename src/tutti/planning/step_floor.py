@@ -101,7 +101,15 @@ class _Floor:
     shape: Mapping[str, int]
 
     def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
-        """Bound a step of replicas that all-reduce gradients: the last all-reduce at least follows backward."""
+        """Return a lower bound of the seconds of a data-parallel step whose replicas all-reduce their gradients.
+
+        At least the last all-reduce follows backward; the others may overlap the last micro-batch's backward.
+
+        Args:
+            exchange: options of gradient synchronisation.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            ranks: number of data ranks.
+        """
         tensors, computed = self.facts.tensors, self.computing * self.slow
         samples = Counter(samples for worker in parts for samples in worker)
         for count, number in samples.items() if self.facts.messages else ():
@@ -143,7 +151,14 @@ class _Floor:
         return self.prices.once(("sums", exchange, ranks, apart), add)
 
     def rows(self, stage: int, parts: Sequence[Sequence[int]]) -> StepFloor:
-        """Bound a sharded step (ZeRO, FSDP2): its collectives follow each other, hidden by computing at most."""
+        """Return a lower bound of the seconds of a step with ZeRO sharding, by tutti (stage 1) or FSDP2 (2 and 3).
+
+        Its collectives follow each other; from stage 2 on they may overlap computing, where the machine allows it.
+
+        Args:
+            stage: ZeRO stage.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+        """
         tensors, micro_batches, shards = self.facts.tensors, sum(map(len, parts)), self.shape["shard"]
         update = self._update(sum(t.padded(shards) for t in tensors) / shards)
         sent = self._rows_sent(stage) * (micro_batches if stage > 1 else 1)
@@ -196,9 +211,14 @@ class _Floor:
         return self.prices.once((each, ranks), lambda: collective_seconds(self.costs, each, ranks))
 
     def pipeline(self, choice: Any, stages: StageFacts, parts: Sequence[Sequence[int]]) -> StepFloor:
-        """Bound the seconds of a pipeline's step.
+        """Return a lower bound of the seconds of a pipeline's step, the largest over its devices.
 
         Each device waits for its first micro-batch, and earlier stages for their last gradient.
+
+        Args:
+            choice: the parsed strategy.
+            stages: module groups and parameters of each virtual stage.
+            parts: number of samples in each micro-batch, one list for each logical worker.
         """
         devices, virtual = self.shape["stage"], len(stages.groups)
         counts = Counter(samples for worker in parts for samples in worker)
