@@ -193,22 +193,29 @@ class _LoopRun:
         )
 
     def epochs(self, *_: Any, **__: Any) -> Iterator[int]:
-        """Yield the first epoch."""
+        """Yield 0, the index of the only epoch of a script's loop that is traced and not trained; ignore arguments."""
         yield 0
 
     def microbatches(self, *_: Any, **__: Any) -> Iterator[Any]:
-        """Yield the micro-batch that is traced."""
+        """Yield the one micro-batch on which the script's own loss is traced; arguments are ignored."""
         yield self._batch
 
     def stopping(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
-        """Return a context in which nothing stops."""
+        """Return a context manager that does nothing, in place of a run's handling of stop signals."""
         return nullcontext()
 
     def restore(self, *_: Any, **__: Any) -> None:
-        """Restore nothing: a run that begins."""
+        """Do nothing: a script's loop that is traced has no checkpoint to load; arguments are ignored."""
 
     def backward(self, loss: Any, *_: Any, **__: Any) -> None:
-        """End the script with its loss."""
+        """End the script, whose loss is all that is wanted, by an exception that carries ``loss``.
+
+        Args:
+            loss: the loss that the script's loop has computed: a tensor or a tuple.
+
+        Raises:
+            UsageError: ``loss`` is neither.
+        """
         if not isinstance(loss, Tensor | tuple):
             raise UsageError(f"run.backward got a {type(loss).__name__}", where=self._script, remedy="give the loss")
         raise _Reached(loss)
