@@ -501,7 +501,18 @@ class _Answer:
     def show(
         self, base: TrainConfig, near: RunEvidence | None, out: Path | None, figure: Path | None, as_json: bool
     ) -> int:
-        """Print the plans, write the files and return the exit code."""
+        """Print the answer of ``tutti plan``, write plan file and figure, and return the exit code.
+
+        Args:
+            base: configuration with the options that all plans share.
+            near: evidence of a run from which the plan file takes the length of training; None without one.
+            out: plan file to write; None for none.
+            figure: SVG or PNG to write; None for none.
+            as_json: print JSON in place of tables.
+
+        Returns:
+            0 if a plan is chosen; ``THRESHOLD`` if no plan is within deadline and budget.
+        """
         from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
         from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure
 
