@@ -62,14 +62,15 @@ class DataDemand:
 
 
 class TargetData:
-    """Number of training samples to a target metric at any batch size.
+    """Predicts the number of training samples to a target metric at any batch size.
 
     At a batch size at which runs have reached the target, the number is the measured one; elsewhere it is that of the
     law E(B) = E_min(1 + B/B_crit).
 
     Args:
         measured: measured samples to the target, one entry for each batch size.
-        recipe: a posterior over E_min and B_crit, which replaces the fit of the law to ``measured``; None fits the law.
+        recipe: a posterior over E_min and B_crit, from ``tutti noise``, which replaces the fit of the law to
+            ``measured``; None fits the law.
         residuals: scores of checked predictions from which bands are derived (``shipped_residuals``).
 
     Raises:
@@ -252,7 +253,7 @@ class DevicePlan:
     def slow_end(self) -> float:
         """Return the seconds of training to compare with a deadline: the high end of the plan's 90 % band.
 
-        Without a band, return the predicted seconds.
+        For a plan without a band, return its predicted seconds.
         """
         return self.seconds if self.band is None else self.band[1]
 
