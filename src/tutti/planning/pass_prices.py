@@ -19,13 +19,14 @@ PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 @dataclass
 class PassPrices:
-    """Seconds of the forwards and backwards of a model's module groups on a typical device, each computed once.
+    """Predicts and caches the seconds of forwards and backwards of a model's module groups on a typical device.
 
-    The seconds hold for one number of devices a node, which `StepCosts.share_node` sets.
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss. The seconds hold for one
+    number of devices of a run, which is set by ``StepCosts.share_node`` before.
 
     Attributes:
         workload: FLOP, bytes and calls of the model and its loss, by module group.
-        costs: durations of computing and communication on the machine.
+        costs: predicts the seconds of computing and communication on the machine.
     """
 
     workload: Workload
@@ -33,10 +34,10 @@ class PassPrices:
     _known: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
     def group(self, group: GroupWork, passed: Pass, samples: int, checkpointing: str) -> Array:
-        """Return the seconds of one module group's forward or backward over a micro-batch, on a typical device.
+        """Predict the seconds of one module group's forward or backward over a micro-batch, on a typical device.
 
         Args:
-            group: module group of the workload.
+            group: work and sizes of the module group.
             passed: ``forward`` or ``backward``; backward includes recomputation.
             samples: number of samples in the micro-batch.
             checkpointing: choice of activation checkpointing, such as ``none``.
@@ -52,7 +53,7 @@ class PassPrices:
         return self.once((group.name, passed, samples, checkpointing if passed == "backward" else ""), price)
 
     def total(self, passed: Pass, samples: int, checkpointing: str) -> Array:
-        """Return the seconds of a forward or backward of the whole model and its loss over a micro-batch.
+        """Predict the seconds of a forward or backward of the whole model and its loss over a micro-batch.
 
         Args:
             passed: ``forward`` or ``backward``; backward includes recomputation.
@@ -86,7 +87,7 @@ def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
     """Return the work of a module group's backward: the pass itself, and what activation checkpointing computes again.
 
     Args:
-        group: module group of the workload.
+        group: work and sizes of the module group.
         checkpointing: choice of activation checkpointing, such as ``none``.
 
     Returns:
