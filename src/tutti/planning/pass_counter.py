@@ -12,7 +12,7 @@ _REFRESH, _QUIET = 0.1, 10.0
 
 
 class PassCounter:
-    """Count passes over samples, and print the progress of a measurement.
+    """Counts passes (forwards, gradients, Hessian products) over samples, and prints the progress of a measurement.
 
     On a terminal one line is rewritten; elsewhere a line is printed at the end of each named part, and every 10 s.
 
@@ -27,7 +27,9 @@ class PassCounter:
 
     @contextmanager
     def part(self, name: str, total: int = 0) -> Iterator[None]:
-        """Return a context manager that reports progress in passes over the samples while its block runs.
+        """Return a context manager that reports the progress of one part of a measurement while its block runs.
+
+        Progress is the number of passes over the samples that ``count`` was called for within the block.
 
         Args:
             name: name of the part of the measurement, shown before the count.
