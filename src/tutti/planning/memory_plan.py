@@ -45,9 +45,9 @@ class Facts:
     Attributes:
         parameters: number of parameters.
         whole, trained: bytes of all parameters, and of trainable parameters.
-        words: number of state elements that the optimizer keeps for each trainable parameter.
+        words: number of state elements that the optimizer keeps for each trainable element, such as 2 for Adam.
         buffers: buffers of one logical worker.
-        unit, rest: parameters of the largest FSDP-wrapped module, and parameters outside of all of them.
+        unit, rest: bytes of the parameters of the largest FSDP-wrapped module, and of those outside of all of them.
         samples: number of samples in the largest forward.
         activations: activations of these samples; None if unknown.
     """
@@ -64,12 +64,10 @@ class Facts:
 
 
 def resolve_task(task: str | Task, config: TrainConfig) -> Task:
-    """Return the task of a run; a name is loaded as a task with the run's data, model and augmentation.
-
-    A task (model, loss and data) that is given as an object is returned unchanged.
+    """Return the task of a run (its model, loss and data): load it by name, or return a task object unchanged.
 
     Args:
-        task: the task, or its name.
+        task: the task; or its name, which is loaded with the run's data, model and augmentation.
         config: configuration of the run.
     """
     if isinstance(task, Task):
@@ -152,7 +150,7 @@ def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
 
 
 def model_of(task: Task, config: TrainConfig) -> nn.Module:
-    """Build a task's model, in float64 for the precision fp64, and else as the task builds it.
+    """Build and return a task's model, in float64 for the precision fp64, and else as the task builds it.
 
     Args:
         task: the task, which has a function that builds the model.
@@ -179,7 +177,7 @@ def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
 
 
 def summing(trained: float, shards: int, ranks: int) -> float:
-    """Return the bytes of communication buffers for reducing whole gradients over the data ranks.
+    """Predict the bytes of communication buffers in which data ranks sum up unsharded gradients.
 
     The gradients that backward makes are not included. The result is 0 for one rank.
 
@@ -271,9 +269,9 @@ def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
 
 
 def measure(name: str, config: TrainConfig, directory: Path) -> None:
-    """Train two steps and measure the memory of the second, because optimizers make their state in the first.
+    """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
 
-    Rank 0 writes a list with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak) of each
+    Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak) of each
     rank as JSON into ``directory``. Collective: every rank of the launch calls it; it initialises and ends the process
     group.
 

@@ -187,13 +187,16 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
 
 
 def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> StagePlan | None:
-    """Find the most even partition of a model whose pipeline stages all fit into a device; None if there is none.
+    """Find the most even partition of a model into pipeline stages of which each fits into a device's memory.
 
     Args:
         found: sizes of the model.
         ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
         config: configuration of the run.
         room: bytes of a device.
+
+    Returns:
+        The blocks of the model with the new bounds of the stages; None if no partition fits.
     """
     choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
     ranks = choice.shape(int(config.devices))["stage"]
