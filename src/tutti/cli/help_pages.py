@@ -28,13 +28,22 @@ class OneScreen:
             _print(console, _lines(list(group), console.width))
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
-        """Print the usage line of a help page; ``cyclopts`` calls it. ``options`` is not used."""
+        """Print the usage line of a help page; ``cyclopts`` calls it.
+
+        Args:
+            console: console to print to.
+            options: not used.
+            usage: the line, as text or as an object of ``cyclopts`` or ``rich`` that holds text.
+        """
         _print(console, _text(usage))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
         """Print a command's description, wrapped to the console's width, and an empty line; ``cyclopts`` calls it.
 
-        ``options`` is not used.
+        Args:
+            console: console to print to.
+            options: not used.
+            description: the description, as text or as an object of ``cyclopts`` or ``rich`` that holds text.
         """
         wrapped = [
             textwrap.fill(line, console.width, break_on_hyphens=False) for line in _text(description).split("\n")
