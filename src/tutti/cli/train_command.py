@@ -355,7 +355,7 @@ def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
 
 
 def count_devices(config: TrainConfig, joined: process_context.Identity | None) -> int:
-    """Return the number of ranks of a run, one a device.
+    """Return the number of ranks of a run, one for each device.
 
     It is the number of processes of a job that another launcher has started, else ``--devices``; for ``auto`` it is the
     number of accelerators of this machine, at least 1.
@@ -569,7 +569,10 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
 def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
     """Return the result of a run in one line: held-out values, target, throughput, digest of the weights, directory.
 
-    ``summary`` is the content of the run's ``summary.json``; what it lacks is left out.
+    Args:
+        task: name of the run's task.
+        directory: run directory, which ends the line.
+        summary: content of the run's ``summary.json``; what it lacks is left out.
 
     >>> held_out = {"loss": 0.05123, "accuracy": 0.985}
     >>> summary = {"eval": held_out, "samples_per_second": 12345.6, "weights_sha256": "3fa9"}
