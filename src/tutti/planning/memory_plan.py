@@ -271,9 +271,9 @@ def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
 def measure(name: str, config: TrainConfig, directory: Path) -> None:
     """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
 
-    Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak) of each
-    rank as JSON into ``directory``. Collective: every rank of the launch calls it; it initialises and ends the process
-    group.
+    Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``,
+    ``optimizer`` and ``total`` (the peak) of each rank as JSON into ``directory``. Collective: every rank of the launch
+    calls it; it initialises and ends the process group.
 
     Args:
         name: name of the task.
