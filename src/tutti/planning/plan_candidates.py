@@ -43,7 +43,7 @@ class PlanCandidates:
     evaluated: int = 0
 
     def lack(self, strategy: str, lacking: float) -> None:
-        """Count a plan as left out because it does not fit into the memory of a device.
+        """Count a plan that the search leaves out because it does not fit into the memory of a device.
 
         Args:
             strategy: name of its strategy, under which it is counted.
@@ -53,9 +53,10 @@ class PlanCandidates:
         self.lacking[strategy] = min(least, lacking), number + 1
 
     def refusals(self) -> dict[str, int]:
-        """Return the number of plans that were left out, by reason in words.
+        """Return the number of plans that the search left out, by reason in words.
 
-        A reason begins with the strategy's name; lack of memory, with the fewest GiB that a device lacks, is a reason.
+        A reason begins with the strategy's name. Plans that lack memory are one reason for each strategy, which states
+        the fewest GiB that a device lacks.
         """
         short = {
             f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
@@ -63,7 +64,7 @@ class PlanCandidates:
         return {**self.refused, **short}
 
     def refuse(self, strategy: str, why: str) -> None:
-        """Count a plan as left out because it cannot be made.
+        """Count a plan that the search leaves out because its strategy or options cannot be carried out or simulated.
 
         Args:
             strategy: name of its strategy.
@@ -122,9 +123,10 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
 
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
-    """Refuse strategies for which the samples to the target cannot be known without a run of their own.
+    """Raise UsageError for strategies whose samples to the target are known only from a run of their own.
 
-    Refused are strategies whose workers make updates alone, such as ``local_sgd``, unless a run has measured them.
+    These are strategies whose workers do not make one common update a step, such as ``local_sgd``, unless a run has
+    measured them.
 
     Args:
         strategies: asked for, as texts of ``--strategy``.
