@@ -43,9 +43,10 @@ _MOST_EVALUATED = 48
 def plan_choices(
     counts: Sequence[int], batches: Sequence[int], strategies: Sequence[str], checkpointing: Sequence[str]
 ) -> Iterator[PlannedStep]:
-    """Yield every combination of devices, batch, strategy, micro-batch and checkpointing, as steps without seconds.
+    """Yield every combination of devices, batch, strategy, micro-batch and checkpointing that a search may choose.
 
-    Combinations that make no sense are left out, such as a batch of fewer samples than data ranks.
+    Combinations that make no sense are left out, such as a batch of fewer samples than data ranks. Each is a
+    ``PlannedStep`` whose seconds are 0 and are to be predicted.
 
     Args:
         counts: numbers of devices.
@@ -132,7 +133,7 @@ def _micro_batches(share: int) -> list[int | None]:
 
 @dataclass
 class StepPricer:
-    """Predict the seconds of training steps on a machine; what plans have in common is traced and computed once.
+    """Predicts the seconds and memory of planned training steps on a machine; caches what plans have in common.
 
     Attributes:
         sizes: traces of the task's model and loss.
