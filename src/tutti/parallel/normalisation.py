@@ -61,14 +61,19 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
 
 
 def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
-    """Scale one worker's gradient in place from the mean that backward computed to the gradient of the loss sum.
+    """Scale one logical worker's gradient in place so that it becomes the gradient of its sum of losses, not of a
+    mean.
 
-    The sum over all workers, divided by the global count, is then the mean over the global batch.
+    Backward has computed the gradient of a mean times the loss scale: of the mean over the loss function's count for
+    a
+    single micro-batch (``part.whole``), else of the sum over samples divided by ``part.samples``. This function
+    multiplies by that divisor and divides by ``loss_scale``. The sum of all workers' results, divided by the global
+    count, is then the gradient of the mean over the global batch.
 
     Args:
-        gradients: the worker's gradients.
-        part: the worker's loss sums, with its count.
-        loss_scale: factor that the gradients contain, and by which they are divided.
+        gradients: gradient tensors of one worker, changed in place; may be empty.
+        part: loss sum, count (such as tokens) and number of samples of this worker's micro-batches.
+        loss_scale: factor on the loss in backward (mixed precision), which the gradients still contain.
     """
     size = float(part.sums[1]) or 1.0 if part.whole else part.samples
     scale_all(gradients, size / loss_scale)
