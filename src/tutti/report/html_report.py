@@ -25,17 +25,23 @@ _BEGINNING = "<!doctype html>"
 
 
 def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> Path:
-    """Write an HTML report on run directories, one file with style and charts in it, and return its path.
+    """Write one self-contained HTML file that reports on training runs, and return the path of the file.
+
+    Style, scripts and charts are in the file; it loads nothing from a network. Needs jinja2 and matplotlib.
 
     Args:
-        paths: run directories, each once.
-        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``, such
+        paths: run directories of ``tutti train``, each once.
+        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``,
+            such
             as of ``tutti simulate``; None for none.
-        out: file to write; None for ``report.html`` in the directory of a single run, in the working directory for
-            several.
+        out: file to write, replaced if it is an HTML page; None for ``report.html`` in the directory of a single
+            run,
+            in the working directory for several.
 
     Raises:
-        UsageError: a package is missing, a path is no run or no plan, or ``out`` is another file than a report.
+        UsageError: jinja2 or matplotlib is missing, a path is no run or no plan, no path or a path twice is given,
+            or
+            ``out`` exists and is no HTML page.
         DiskError: the file cannot be written.
     """
     for package in PACKAGES:
