@@ -14,10 +14,15 @@ _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sha
 
 
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
-    """Return the report's section on loss landscapes: a table and charts of all runs with a ``landscape.json``.
+    """Return the HTML report's section on loss landscapes, with a table and charts of what ``tutti landscape``
+    measured.
+
+    The table has a row for each run with a ``landscape.json``: training loss, largest Hessian eigenvalue, trace and
+    sharpness at a checkpoint. Charts show the spectrum's density, and the loss along lines and in a plane around the
+    checkpoint, as far as they were measured.
 
     Args:
-        runs: the report's runs, in its order, which gives each run its letter and colour.
+        runs: all runs of the report, in the order of the report; the position gives each run its letter and colour.
 
     Returns:
         The section; None if no run has a ``landscape.json``.
