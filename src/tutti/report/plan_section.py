@@ -16,12 +16,18 @@ _MOST_ROWS = 200
 
 
 def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
-    """Return the report's section on a plan: its entries, beside the runs' measured values where these are comparable.
+    """Return the HTML report's section on a plan: its predictions and options in tables, beside values measured in
+    runs.
+
+    A predicted step time is compared with runs of the same number of devices, and of the same batch, strategy and
+    options where the plan states them. Options of the plan are compared with those of each run. Other lists of the
+    plan
+    become tables, and single values a folded table.
 
     Args:
         path: TOML of ``tutti plan --out``, or JSON of ``tutti plan`` or ``tutti simulate`` in a file that ends in
             ``.json``.
-        runs: the report's runs, in its order, which gives each run its letter.
+        runs: all runs of the report, in the order of the report; the position gives each run its letter.
 
     Raises:
         UsageError: the file is missing, no TOML or JSON table, or empty.
