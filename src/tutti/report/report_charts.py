@@ -40,10 +40,10 @@ class ReportChart:
     """A chart of an HTML report, as SVG.
 
     Attributes:
-        caption: what it shows, in a sentence; also its text for screen readers.
-        svg: the ``<svg>`` element.
-        wide: whether it needs the whole width of the page.
-        parts: parts of a stack that its legend lists.
+        caption: what the chart shows, in a sentence; screen readers read it, too.
+        svg: the ``<svg>`` element as text.
+        wide: whether the chart needs the whole width of the page.
+        parts: names of the stacked parts that the chart's legend lists, such as ``forward``; empty for other charts.
     """
 
     caption: str
@@ -54,7 +54,12 @@ class ReportChart:
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """Points of one run's curve, (x, y), and the run's number in the report, from 0, which gives colour and dashes."""
+    """One run's line in a chart.
+
+    Attributes:
+        number: index of the run in the report, from 0, which gives the line its colour and dashes.
+        points: (x, y) in order.
+    """
 
     number: int
     points: Sequence[Point]
@@ -166,9 +171,9 @@ def stack_chart(
     """Draw a horizontal bar for each run as SVG, stacked from named parts, such as seconds of forward and backward.
 
     Args:
-        rows: label of each bar, and the lengths of its parts by name. Names are those of ``PARTS``, such as
-            ``forward``; others are not drawn.
-        unit: of the lengths as drawn.
+        rows: (label of the bar, length of each part by name), one a run. Names are those of ``PARTS``, such as
+            ``forward``; others are not drawn. Negative lengths count as 0.
+        unit: unit of the lengths as drawn, for the label of the axis.
         caption: what the chart shows, in a sentence.
         share: whether to show each part as per cent of its bar's sum.
     """
@@ -195,11 +200,11 @@ def stack_chart(
 
 
 def themed_timeline(svg: str, caption: str) -> ReportChart:
-    """Turn the SVG of a timeline into a chart of the report, which is as wide as the page and takes its colours.
+    """Turn the SVG of a timeline of training phases into a chart of an HTML report, as wide as the page.
 
     Args:
         svg: timeline of the traced steps, from ``tutti.metrics.timeline.timeline_svg``.
-        caption: what the chart shows, in a sentence.
+        caption: what the chart shows, in a sentence; screen readers read it, too.
     """
     found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
     found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
@@ -215,7 +220,11 @@ def _part(name: str) -> str:
 
 
 def page_colours() -> Iterable[tuple[str, str]]:
-    """Yield (colour as matplotlib draws it, CSS value that replaces it) for charts to take the page's theme."""
+    """Yield pairs of a colour in charts drawn by matplotlib and the CSS value that takes its place in the report.
+
+    The first is a hexadecimal colour such as ``#010203``, which no chart uses for anything else; the second is
+    ``currentColor`` or a variable such as ``var(--series0)``, so that charts follow the page's light or dark theme.
+    """
     yield _TEXT, "currentColor"
     yield _GRID, "var(--grid)"
     for number in range(SERIES):
