@@ -32,7 +32,13 @@ ReportRow = list[tuple[str, float | str]]
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table whose columns the reader of the page can sort; each cell is a text and the value that it is sorted by."""
+    """A table of an HTML report; readers of the page can sort it by a column.
+
+    Attributes:
+        caption: text above the table.
+        heads: headings of the columns.
+        rows: cells of each row; a cell is (text that is shown, number or text that it is sorted by).
+    """
 
     caption: str
     heads: Sequence[str]
@@ -44,11 +50,11 @@ class ReportSection:
     """A section of an HTML report.
 
     Attributes:
-        title: its heading.
+        title: heading of the section.
         texts: paragraphs above the charts.
-        charts, tables: its content.
-        folded: a table that the reader opens; None for none.
-        notes: a list below.
+        charts, tables: charts and tables in the order in which they are shown.
+        folded: a table that is hidden until the reader opens it; None for none.
+        notes: sentences of the list at the end of the section.
     """
 
     title: str
@@ -61,15 +67,15 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything that an HTML report shows.
+    """Everything that an HTML report on one or several runs shows.
 
     Attributes:
-        title: of the page.
+        title: title of the page.
         headline: the sentence at the top.
-        figures: key figures, each a name and a text, where there is one run.
+        figures: key figures, each a name and a formatted value, of a report on one run; empty for several.
         legend: letter and name of each run.
         sections: sections with data, in order.
-        missing: what was not measured: a name, and how to get it.
+        missing: what was not measured, each a name and a sentence on how to get it.
     """
 
     title: str
@@ -88,9 +94,9 @@ def compose_report(
     Sections without data are left out; the report names what is missing, and how to measure it.
 
     Args:
-        runs: the runs, at least one.
-        plan: section of a plan; None: the report names it as missing.
-        landscape: section of loss landscapes; None: the report names it as missing.
+        runs: content of the run directories, at least one, in the order in which the report names them A, B, ….
+        plan: section that compares a plan with the runs; None: the report names a plan as missing.
+        landscape: section of loss landscapes; None: the report names them as missing.
     """
     composer = _Composer(runs)
     made = [
@@ -480,7 +486,11 @@ def run_key(number: int) -> str:
 
 
 def run_sentence(run: RunRecord) -> str:
-    """Return the headline of a report on one run: task, devices, steps, time and throughput, and how it ended."""
+    """Return one sentence on a run as text: task, devices, steps, training time and throughput, and how the run
+    ended.
+
+    Values that the run has not recorded are left out.
+    """
     where = f" on {run.devices} device{'s' * (run.devices > 1)}" if run.devices else ""
     last = run.trained[-1] if run.trained else {}
     steps, samples = (finite(run.summary.get(name, last.get(of))) for name, of in (("steps", "step"), ("samples",) * 2))
