@@ -37,9 +37,9 @@ class MeasuredStep:
     """A recorded step of a run, other than the first after each start.
 
     Attributes:
-        seconds: its duration, with the wait for its batch.
-        data: seconds of that wait; None if not recorded.
-        samples: samples in its global batch.
+        seconds: duration of the step, including the wait for its batch.
+        data: seconds for which the step waited for its batch; None if not recorded.
+        samples: samples in the global batch of the step.
     """
 
     seconds: float
@@ -49,23 +49,25 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run directory.
+    """The content of a run directory of ``tutti train``, as read for a report.
 
     Attributes:
-        path: the directory.
-        name: its name, made printable.
-        trained: lines of ``metrics.jsonl`` of steps, in order.
-        evaluated: lines of evaluations, in order.
+        path: the run directory.
+        name: name of the directory, made printable.
+        trained: the lines of ``metrics.jsonl`` that record a training step, in order; each has the key ``first``
+            too,
+            which is true for the first step after a start.
+        evaluated: the lines of ``metrics.jsonl`` that record an evaluation, in order.
         resumed: number of resumes.
-        warnings: texts of warnings and diagnoses.
+        warnings: texts of warnings and diagnoses, each once.
         failures: one sentence for each rank that recorded a failure.
-        config: ``config.toml``; empty if missing.
-        environment: ``env.json``; empty if missing.
-        summary: ``summary.json``; empty if missing.
-        timeline: segments of each device's trace; empty if none was recorded.
-        goodput: the account of the run's time; None if its records do not give it.
-        landscape: content of ``landscape.json``; empty without one.
-        problems: a sentence for each part that is missing or unreadable.
+        config: content of ``config.toml``; empty if missing.
+        environment: content of ``env.json``; empty if missing.
+        summary: content of ``summary.json``; empty if missing.
+        timeline: segments of each device's trace, by device; empty if none was recorded.
+        goodput: the run's time, divided into productive and lost time; None if its records do not give it.
+        landscape: content of ``landscape.json``, of ``tutti landscape``; empty without one.
+        problems: a sentence for each file or value that is missing or unreadable.
         lines: number of readable lines in ``metrics.jsonl``.
     """
 
@@ -125,7 +127,12 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> list[MeasuredStep]:
-        """Duration, wait for data and samples of each recorded step of the run, without the first after each start."""
+        """The recorded steps of the run with their durations in seconds, without the first step after each start.
+
+        A step's duration is the difference of the training seconds recorded at it and at the step before. Steps
+        without the
+        necessary values are left out. Computed once, when it is first read.
+        """
         found = []
         for before, line in zip(self.trained, self.trained[1:], strict=False):
             now, then = finite(line.get("seconds")), finite(before.get("seconds"))
