@@ -13,7 +13,8 @@ MOST = 2**30
 
 
 class Ballast:
-    """Fill a file system: allocate its free space, except ``leave`` bytes, until ``release``.
+    """Fills a file system to test a full disk: allocates all of its free space but ``leave`` bytes, until
+    ``release``.
 
     The file that takes the space has no name, so that the system frees the space even when this process is killed.
 
@@ -23,7 +24,7 @@ class Ballast:
         most: largest number of bytes to allocate.
 
     Raises:
-        UsageError: there is more free space than ``most``.
+        UsageError: more than ``most`` bytes would have to be allocated.
         DiskError: the file cannot be made.
     """
 
@@ -59,7 +60,7 @@ class Ballast:
         return taken
 
     def release(self) -> None:
-        """Close the unnamed file, which frees the disk space that this object has allocated."""
+        """Free the disk space that this object has allocated, by closing its unnamed file."""
         self._file.close()
 
 
