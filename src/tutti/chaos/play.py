@@ -34,10 +34,10 @@ class Rules:
     Attributes:
         every: steps between checkpoints; None if unknown.
         devices: numbers of devices from which each resume draws one; empty: as many devices as before.
-        disk: directory on the disk to fill; None: the run directory.
-        leave: bytes that filling leaves free; None: half the size of a checkpoint.
-        most_filled: largest number of bytes to fill.
-        seed: seed of flipped bits and of numbers of devices.
+        disk: directory on the file system that a ``fill`` fault fills; None: the run directory.
+        leave: bytes that a ``fill`` fault leaves free; None: half the size of a checkpoint.
+        most_filled: largest number of bytes that a ``fill`` fault allocates.
+        seed: seed of the choice of flipped bits and of numbers of devices.
     """
 
     every: int | None = None
