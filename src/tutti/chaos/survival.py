@@ -31,7 +31,7 @@ def survive(
     Blocks until the run has ended.
 
     Args:
-        command: command line of the run.
+        command: ``tutti train`` command line of the run.
         plan: called once as ``plan(processes, steps)``; returns the faults. ``steps`` is None if unknown.
         rules: options of injecting the faults, such as the number of devices after a resume.
         output: file for the run's standard output and standard error.
@@ -39,7 +39,7 @@ def survive(
         tell: called after each fault with its number, from 1, and its outcome; None: not called.
 
     Returns:
-        Outcome of each fault and of the run, with the hashes of both runs' weights.
+        Outcome of each fault and of the run, with the SHA-256 hashes of both runs' weights.
 
     Raises:
         UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
@@ -102,12 +102,13 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 
 
 def uninterrupted(command: Command, output: IO[str]) -> Path:
-    """Run ``command`` without faults beside its run directory ``RUN``, and return the new directory ``RUN-reference``.
+    """Run ``command`` without faults in a new directory, ``RUN-reference`` beside its run directory ``RUN``; return
+    that.
 
     Blocks until the run has ended. Its final weights are what `survive` compares with.
 
     Args:
-        command: the command line to repeat.
+        command: the ``tutti train`` command line to repeat.
         output: file for the run's standard output and standard error.
 
     Raises:
