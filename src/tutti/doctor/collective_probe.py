@@ -43,16 +43,20 @@ _REPEATS = {_LATENCY_BYTES: 100, _BANDWIDTH_BYTES: 5}
 
 
 def collectives(ranks: int) -> Iterator[Finding]:
-    """Start ``ranks`` processes with tutti's launcher, and check all-reduces over them by Gloo and by shared memory.
+    """Start ``ranks`` local processes with tutti's launcher, and check all-reduces over them by Gloo and by shared
+    memory.
 
-    Blocks until all processes have ended, at most ``TIMEOUT`` seconds.
+    Blocks until all processes have ended, at most ``TIMEOUT`` (20) seconds.
 
     Args:
         ranks: number of processes.
 
     Yields:
-        One line of the report of ``tutti doctor`` for each stage of ``STAGES``; a stage that fails is a problem and
-        ends the checks.
+        One line of the report of ``tutti doctor`` for each of three stages: ``start`` (seconds until the processes
+        have
+        met), ``gloo`` and ``shared`` (latency, bandwidth, and whether sums are right). A stage that does not finish
+        is a
+        problem and ends the checks.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
@@ -105,11 +109,13 @@ def _remedy(complaint: str) -> str:
 
 
 def probe_main(ranks: int, directory: Path) -> int:
-    """Start ``ranks`` local processes that time collectives, wait for them, and return the launcher's exit code.
+    """Start ``ranks`` local processes that time and check collectives, wait for them, and return the launcher's
+    exit code.
 
     Args:
         ranks: number of processes.
-        directory: folder into which rank 0 writes the measurements.
+        directory: folder into which rank 0 writes its measurements, as ``start.json``, ``gloo.json`` and
+            ``shared.json``.
     """
     die_with_parent()
     # Imported here so that the measured start does not include the import of torch.
