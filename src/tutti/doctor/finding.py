@@ -37,13 +37,13 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def checked(name: str, check: Check) -> list[Finding]:
-    """Run a check of ``tutti doctor``, and return its findings (lines of the report).
+    """Run one check of ``tutti doctor``, and return the lines of the report that it yields.
 
-    An exception or timeout of the check becomes one finding, a problem.
+    An exception or timeout of the check becomes one line, a problem, in place of all of the check's lines.
 
     Args:
-        name: name of that problem's finding.
-        check: function that yields findings.
+        name: name of the line that reports an exception or timeout.
+        check: function without arguments that yields the lines.
     """
     try:
         return list(check())
@@ -58,9 +58,11 @@ def checked(name: str, check: Check) -> list[Finding]:
 
 
 def conclude(findings: Sequence[Finding]) -> ExitCode:
-    """Return the exit code of a report of ``tutti doctor``: 0 without a problem, 5 if a collective failed.
+    """Return the exit code of a report of ``tutti doctor``: 0 without a problem, 5 if a problem is of connecting
+    ranks.
 
-    With other problems alone, the exit code is that of the first problem.
+    Exit code 5 (``ExitCode.PEER``) is that of problems of collectives and of the network interface, and precedes
+    others. With other problems alone, the exit code is that of the first problem.
 
     Args:
         findings: lines of the report, in order.
