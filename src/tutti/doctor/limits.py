@@ -34,8 +34,9 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
         folder: directory of shared memory.
 
     Yields:
-        One line of the report: a problem if the folder is missing or cannot be written, a note if less than
-        ``LITTLE_SHARED_MEMORY`` is free.
+        One line of the report of ``tutti doctor``: a problem if the folder is missing or cannot be written, a note
+        if
+        less than ``LITTLE_SHARED_MEMORY`` (256 MiB) is free. Values: ``total_bytes`` and ``free_bytes``.
     """
     remedy = "Mount a larger one: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm."
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -52,10 +53,10 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
 
 
 def open_files() -> Iterator[Finding]:
-    """Check the limit of open files and connections of a process (``RLIMIT_NOFILE``).
+    """Check how many files and connections a process may have open (``RLIMIT_NOFILE``).
 
     Yields:
-        One line of the report, a problem below ``FEW_FILES``.
+        One line of the report of ``tutti doctor``, a problem below ``FEW_FILES`` (512).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values = {"soft_limit_count": _count(soft), "hard_limit_count": _count(hard)}
@@ -69,13 +70,14 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check the limits on the number of processes and threads, of the user (``RLIMIT_NPROC``) and of the cgroup.
+    """Check how many processes and threads may exist, by the user's limit (``RLIMIT_NPROC``) and by that of the
+    cgroup.
 
     Args:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report, a problem below ``FEW_PROCESSES``.
+        One line of the report of ``tutti doctor``, a problem if the smaller limit is below ``FEW_PROCESSES`` (512).
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     values = {"soft_limit_count": _count(soft), "cgroup_limit_count": limits.processes}
@@ -152,7 +154,8 @@ def directory() -> Iterator[Finding]:
     """Check that the current directory can be written and has free space for a run.
 
     Yields:
-        One line of the report: a problem if the directory cannot be written, a note if its disk is nearly full.
+        One line of the report of ``tutti doctor``: a problem if the directory cannot be written, a note if less than
+        ``LITTLE_SHARED_MEMORY`` (256 MiB) of its disk is free.
     """
     remedy = "Change to a directory of your own, or give --runs DIR."
     try:
