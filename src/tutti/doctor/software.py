@@ -129,9 +129,12 @@ def _listed(gpus: Sequence[dict[str, Any]]) -> str:
 
 
 def module() -> Iterator[Finding]:
-    """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this one.
+    """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this package.
 
-    Yields one finding: a problem for another project's module, a note for another copy of this package.
+    Yields:
+        One line of the report of ``tutti doctor``: a problem for another project's module, a note for another copy
+        of
+        this package, else ok.
     """
     package = Path(__file__).resolve().parents[1]
     copies, foreign = [], [*foreign_distributions(package)]
@@ -195,7 +198,9 @@ def compiled_loops() -> Iterator[Finding]:
     """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
 
     Yields:
-        One line of the report; without a compiler it is a note, because results are the same and only slower.
+        One line of the report of ``tutti doctor``; a note without a compiler, as the results are then the same and
+        only
+        slower.
     """
     found = kernels()
     compiled = found.startswith("compiled")
