@@ -40,11 +40,11 @@ class BranchPoint:
         task: name of the run's task.
         checkpoint: directory of the checkpoint.
         config: the run's configuration, with the number of its workers.
-        step: steps until the checkpoint.
-        epoch: epochs until the checkpoint.
+        step: number of steps until the checkpoint.
+        epoch: number of epochs until the checkpoint.
         samples: training samples of an epoch.
         loss: held-out loss at the checkpoint.
-        factor: the learning-rate schedule's factor in the checkpoint's last step.
+        factor: value of the learning-rate schedule in the checkpoint's last step, a factor on the configured rate.
     """
 
     run: Path
