@@ -31,9 +31,9 @@ class Rung:
     Attributes:
         name: name in the table.
         parent: name of the rung whose configuration this one changes; None for the first.
-        cause: the cause that the change isolates, in words.
-        changes: the options that differ from the parent's.
-        config: all options.
+        cause: what the changed options stand for, in words, to explain a change of accuracy.
+        changes: the options that differ from the parent's, by name.
+        config: the whole configuration.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Ladder:
     Attributes:
         name: name of the ladder.
         summary: purpose of the ladder, in a sentence.
-        naive: name of the rung whose drop of accuracy the rest explain.
+        naive: name of the rung that loses accuracy against the first; the other rungs explain its loss.
         rungs: all rungs, in order.
     """
 
