@@ -84,7 +84,10 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
 
 
 def finished(trial: Trial) -> bool:
-    """Return whether the run directory of a trial (one rung with one seed) holds a finished run, by its exit code."""
+    """Return whether the run directory of a trial (one rung with one seed) holds a finished run.
+
+    It does if ``summary.json`` has an exit code in ``FINISHED``.
+    """
     return read_summary(trial.directory).get("exit_code") in FINISHED
 
 
@@ -235,13 +238,13 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
 
 
 def directions(all_trials: list[Trial]) -> dict[str, Direction] | None:
-    """Return whether higher or lower is better for each metric, by name, as a finished run of the task states it.
+    """Return for each metric whether lower or higher values are better, as a finished run of the task states it.
 
     Args:
         all_trials: runs of one task; the first finished one is read.
 
     Returns:
-        Direction by name of the metric; None if no run has finished.
+        ``lower`` or ``higher`` by name of the metric; None if no run has finished.
     """
     found = next((trial for trial in all_trials if finished(trial)), None)
     return None if found is None else read_summary(found.directory).get("directions", {})
