@@ -77,8 +77,9 @@ def tuned_batches(
 ) -> Iterator[TunedBatch]:
     """Train to the target at each batch size: first a grid of rates, then the best rate with several seeds.
 
-    The grid is centred on the optimizer's rate times √(batch ÷ its batch size), a factor of 3 apart, and is widened
-    twice at most while its best rate is at an edge. Finished runs are kept: the same call trains only the missing ones.
+    The grid is centred on the optimizer's rate times √(batch ÷ configured batch size), a factor of 3 apart, and is
+    widened twice at most while its best rate is at an edge. Finished runs are kept: the same call trains only the
+    missing ones.
 
     Args:
         task: name of the task.
@@ -89,11 +90,12 @@ def tuned_batches(
         watch: called with a run and its progress while the run is trained.
 
     Yields:
-        Each batch size with its best rate, as soon as its runs are finished.
+        Each batch size with its best rate, as soon as its runs are finished; smallest batch first.
 
     Raises:
         TargetError: no rate reaches the target at a batch size.
-        Preempted, TuttiError: as ``run_trial``.
+        Preempted: a signal asked to stop; the same call continues.
+        TuttiError: a run failed.
     """
     first = base.optimizer_choice.options.lr
     for batch in sorted(set(batches)):
