@@ -87,7 +87,7 @@ class EvalRecord:
         loss, metrics: loss and metrics of the model, or of its EMA if the run keeps one.
         samples: number of held-out samples.
         raw: loss and metrics of the weights in training, if ``loss`` and ``metrics`` are of the EMA; else None.
-        seconds: seconds of training until the evaluation; None for those of the last step.
+        seconds: seconds of training until the evaluation; None to take the seconds until the last reported step.
     """
 
     step: int
@@ -100,9 +100,10 @@ class EvalRecord:
 
     @property
     def values(self) -> dict[str, float]:
-        """Results of the evaluation by name: ``loss``, each metric and, with an EMA of the weights, raw values.
+        """Results of the evaluation by name: ``loss``, each metric and, with an EMA of the weights, ``raw_loss``
+        and so on.
 
-        Raw values are of the weights in training; their names begin with ``raw_``.
+        Values whose names begin with ``raw_`` are of the weights in training.
         """
         raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
         return {"loss": self.loss, **self.metrics, **raw}
@@ -111,7 +112,7 @@ class EvalRecord:
 class Listener(Protocol):
     """Receiver of a run's events (protocol), such as steps and evaluations, on rank 0 only.
 
-    ``close`` is called last, after errors too.
+    A run calls ``started`` first and ``close`` last, after errors too.
     """
 
     def started(self, header: RunHeader) -> None:
@@ -136,10 +137,10 @@ class Listener(Protocol):
         """Receive the text of a warning, at any time before ``close``."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Receive the content of ``summary.json``, after the last step."""
+        """Receive the results of the run, the content of ``summary.json``, after the last step."""
 
     def close(self) -> None:
-        """Release the listener's files and the terminal, as the last call; made after errors, too."""
+        """Release files and the terminal that this listener uses; the last call of a run, made after errors, too."""
 
 
 class EarlyWarnings:
@@ -161,22 +162,22 @@ class EarlyWarnings:
 
 
 class Listeners:
-    """Listener of a run's events that passes every event on to several listeners, in order.
+    """Listener of a run's events (header, steps, evaluations, warnings) that passes each on to several listeners.
 
     Args:
-        members: the listeners.
+        members: the listeners, called in this order.
     """
 
     def __init__(self, members: Sequence[Listener]) -> None:
         self.members = members
 
     def started(self, header: RunHeader) -> None:
-        """Pass the run's header on to every listener."""
+        """Pass title, settings and length of the run on to every listener, before the first step."""
         for member in self.members:
             member.started(header)
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Pass the record of one step on to every listener.
+        """Pass the record of one optimizer step on to every listener.
 
         Args:
             record: loss, metrics and position of the step.
@@ -186,21 +187,21 @@ class Listeners:
             member.stepped(record, pace)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Pass the record of one evaluation on to every listener."""
+        """Pass the held-out loss and metrics of one evaluation on to every listener."""
         for member in self.members:
             member.evaluated(record)
 
     def warned(self, text: str) -> None:
-        """Pass a warning on to every listener."""
+        """Pass the text of a warning on to every listener."""
         for member in self.members:
             member.warned(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Pass the summary on to every listener."""
+        """Pass the results of the run, the content of ``summary.json``, on to every listener."""
         for member in self.members:
             member.finished(summary)
 
     def close(self) -> None:
-        """Close every listener."""
+        """Close every listener of the run's events, in order."""
         for member in self.members:
             member.close()
