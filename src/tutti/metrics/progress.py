@@ -84,9 +84,11 @@ class PlainLines:
         self._row("train", record.step, record.epoch, record.loss, record.metrics, cells)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Print a line with the held-out loss and metrics of an evaluation.
+        """Print a line with the held-out loss and metrics of an evaluation, labelled ``eval``.
 
-        With averaged weights, whose values these are, a second line has those of the weights in training.
+        If the run keeps an average of the weights, the line is labelled ``ema`` and has the values of the average; a
+        second
+        line, ``raw``, has those of the weights in training.
         """
         group = "eval" if record.raw is None else "ema"
         self._row(group, record.step, record.epoch, record.loss, record.metrics, [])
@@ -171,9 +173,11 @@ class LiveDisplay:
             self._draw()
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Print a line for an evaluation above the live display.
+        """Print a line with the held-out loss and metrics of an evaluation above the live display.
 
-        With averaged weights, one more for the weights in training.
+        If the run keeps an average of the weights, the line has the values of the average, and a second line those
+        of the
+        weights in training.
         """
         where = f"held out  epoch {record.epoch}  step {record.step}"
         which = "" if record.raw is None else "  ema"
