@@ -11,9 +11,10 @@ from tutti.python_compat import calling_frame
 
 
 class DiagnosisWarning(UserWarning):
-    """Warns that a run looks like one of the classic mistakes; the text begins with the mistake's name.
+    """Warning that a run looks like one of the classic mistakes of distributed training; the text begins with its
+    name.
 
-    ``warnings.filterwarnings("ignore", "same-data")`` silences one by its name, everywhere.
+    ``warnings.filterwarnings("ignore", "same-data")`` silences the mistake ``same-data``, and so for other names.
     """
 
 
@@ -76,7 +77,7 @@ CLASSICS: Mapping[str, Classic] = {
 
 
 class Diagnoses:
-    """The classic training mistakes found in one run, each reported once, by rank 0.
+    """Reports the classic mistakes of distributed training that are found in one run, each once, on rank 0.
 
     Args:
         rank: global rank of this process.
