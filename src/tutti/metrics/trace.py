@@ -24,7 +24,7 @@ TABLE = "shares.txt"
 
 
 class TraceRecorder:
-    """Record on this rank a segment of time for each phase of its steps; nested phases interrupt the outer one.
+    """Records on this rank the time spent in each phase of the traced steps; nested phases interrupt the outer one.
 
     Collective: two barriers in the constructor align the ranks' clocks.
 
@@ -75,7 +75,11 @@ class TraceRecorder:
         self._since = now
 
     def waits(self) -> AbstractContextManager[None]:
-        """Return a context in which each wait for a collective is recorded, as a segment of the phase ``WAITING``."""
+        """Return a context manager; within its block, each wait of this rank for a collective is recorded as
+        ``WAITING``.
+
+        ``WAITING`` is the phase's name; the record has the collective and its ranks, too.
+        """
 
         def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
             with self.during(WAITING, call.text, call.ranks):
