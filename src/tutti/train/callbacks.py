@@ -74,7 +74,10 @@ class Callbacks:
         self._asked = self._asked or reason or "no reason given"
 
     def ended(self) -> bool:
-        """Return True if a callback has asked to stop training; every rank gets the same answer after each event."""
+        """Return True if a callback has asked to stop training of the run.
+
+        Every rank gets the same answer after each event, because the ranks then exchange their reasons to stop.
+        """
         return self.reason is not None
 
     def handles(self, event: str) -> bool:
@@ -125,12 +128,14 @@ class Callbacks:
         self.reason = self.reason or next(filter(None, reasons), None)
 
     def evaluated(self, run: Run, evaluation: Evaluation) -> None:
-        """Call ``on_evaluation`` of the callbacks with the result of an evaluation, the same on every rank.
+        """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
 
-        Collective if a callback has the method: rank 0's loss and metrics are broadcast first.
+        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and
+        the ranks
+        then agree whether to stop. Without such a callback nothing happens.
 
         Args:
-            run: the run.
+            run: the training run, passed to the callbacks.
             evaluation: this rank's result, which may differ from rank 0's in the last bit.
         """
         if not self.handles("on_evaluation"):
@@ -282,12 +287,12 @@ class _Follower:
 
 
 class EarlyStopping(_Follower):
-    """The callback that stops training after ``patience`` evaluations in a row without a better value.
+    """Callback that stops training after ``patience`` evaluations in a row without a better value of a metric.
 
     Args:
-        metric: ``loss``, or a metric of the loss function.
+        metric: ``loss``, or the name of a metric that the loss function reports.
         patience: the number of evaluations.
-        mode: ``min`` or ``max``; default: by the metric's name.
+        mode: ``min`` or ``max``, whether lower or higher values are better; default: by the metric's name.
     """
 
     def __init__(self, metric: str = "loss", patience: int = 5, mode: str | None = None) -> None:
@@ -297,7 +302,10 @@ class EarlyStopping(_Follower):
         self.patience = patience
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Compare the evaluation's metric with the best so far, and stop the run when ``patience`` is exhausted.
+        """Compare the evaluation's metric with the best value so far, and stop the run if it was not better too
+        often.
+
+        That is after ``patience`` evaluations in a row without a better value.
 
         Raises:
             UsageError: the evaluation does not report the metric.
@@ -312,8 +320,8 @@ class BestModel(_Follower):
 
     Args:
         folder: directory for these checkpoints and nothing else, on a file system that all ranks share.
-        metric: ``loss``, or a metric of the loss function.
-        mode: ``min`` or ``max``; default: by the metric's name.
+        metric: ``loss``, or the name of a metric that the loss function reports.
+        mode: ``min`` or ``max``, whether lower or higher values are better; default: by the metric's name.
 
     Attributes:
         path: directory of the best checkpoint; None before the first is saved.
