@@ -36,7 +36,8 @@ Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
 @dataclass
 class Contribution:
-    """Gradients and losses of a rank's micro-batches of a global batch that wait for its last one to be reduced.
+    """Gradients and loss sums of a rank's earlier micro-batches of a global batch, kept until the last one is
+    reduced.
 
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
@@ -84,7 +85,12 @@ class CustomLoop:
 
     @property
     def within_batch(self) -> bool:
-        """Whether the custom loop has begun a global batch, and neither its update nor its last micro-batch is over."""
+        """Whether the custom training loop is in the middle of a global batch.
+
+        True from the first micro-batch of a global batch on, until its update or the end of its last micro-batch.
+        The run
+        cannot be saved meanwhile.
+        """
         return self._begun
 
     # --- the micro-batches -----------------------------------------------------------------------------------------
@@ -635,10 +641,11 @@ class CustomLoop:
         return loss
 
     def cleared(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients that the script sees in ``.grad``, after its ``zero_grad()`` of one optimizer.
+        """Clear the gradients that the script sees in ``.grad``, after the script has called ``zero_grad()`` of an
+        optimizer.
 
         Args:
-            index: index of the optimizer in ``optimizers``.
+            index: index of the optimizer among those passed to ``tutti.prepare``.
             set_to_none: argument of ``zero_grad``: True sets ``.grad`` to None, False to zeros.
         """
         self._sync.on_zero_grad(self.optimizers[index], set_to_none)
