@@ -37,13 +37,13 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all held-out samples, each counted once.
+    """Result of evaluating a model on held-out samples: means over all samples, each counted once.
 
     Attributes:
         loss: mean loss.
         metrics: mean of each metric by name.
         samples: number of held-out samples.
-        averaged: whether the average of the weights was evaluated.
+        averaged: whether the average of the weights (EMA) was evaluated, in place of the weights in training.
     """
 
     loss: float
