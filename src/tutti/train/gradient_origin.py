@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 
 class GradientOrigin:
-    """Records the gradients that a reduction left in ``.grad``, and refuses mixtures of complete and local gradients.
+    """Records which gradients in ``.grad`` a reduction has left there, and refuses mixtures of reduced and local
+    gradients.
+
+    In a custom training loop a complete gradient is reduced over the global batch; a local one is of one micro-batch
+    alone, as a plain ``loss.backward()`` leaves it.
 
     Args:
         run: the run, for its strategy, communicators and step number.
         optimizers: the script's optimizers.
-
-    A complete gradient is reduced over the global batch; a local one is of one micro-batch alone.
 
     Attributes:
         alone: whether local gradients are complete, because this rank computes the whole global batch in one pass
@@ -54,7 +56,10 @@ class GradientOrigin:
         self._in_own_backward = False
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the objects of the script's model, whose ``.grad`` the script reads."""
+        """Return the trained parameters as the objects of the script's model, whose ``.grad`` the script reads.
+
+        They may differ from the parameters that the strategy updates, such as shards.
+        """
         return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
@@ -83,10 +88,13 @@ class GradientOrigin:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Register hooks on the trained parameters that detect a plain ``loss.backward()``, whose gradients are local.
+        """Register hooks on the trained parameters that record gradients of a plain ``loss.backward()`` as local.
 
-        Parameters that have such a hook already keep it. No hooks where such gradients cannot be told apart (FSDP2), or
-        where they are complete because this rank computes the whole global batch.
+        A local gradient is of one micro-batch, not reduced over ranks. Parameters that have such a hook already keep
+        it, and
+        frozen ones get none. No hooks are registered where such gradients cannot be told apart (FSDP2), or where
+        they are
+        complete because this rank computes the whole global batch.
         """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
@@ -99,7 +107,11 @@ class GradientOrigin:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Within the block, that of ``run.backward``, the hooks that detect a plain ``loss.backward()`` do nothing."""
+        """Return a context manager; within its block gradients are not recorded as those of a plain
+        ``loss.backward()``.
+
+        ``run.backward`` computes its gradients within such a block, and records them by itself.
+        """
         self._in_own_backward = True
         try:
             yield
@@ -116,7 +128,8 @@ class GradientOrigin:
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
-        """Record each parameter's present ``.grad`` as complete (reduced over the global batch) and not edited.
+        """Record the ``.grad`` that each trained parameter has now as complete (reduced over the global batch) and
+        not edited.
 
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
@@ -210,10 +223,11 @@ class GradientOrigin:
     # --- gradients of FSDP2 ----------------------------------------------------------------------------------------
 
     def check_shards(self) -> None:
-        """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``; set others that are zero to None.
+        """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``; set a ``.grad`` that is all zeros to
+        None instead.
 
         Raises:
-            UsageError: a plain ``loss.backward()`` or an assignment has made a gradient.
+            UsageError: a plain ``loss.backward()`` or an assignment has made a gradient that is not zero.
         """
         there = [p for p in self.script_parameters() if p.grad is not None]
         if any(self._sync.pop_reached()) and there:
