@@ -17,7 +17,12 @@ from tutti.train.run import Run
 
 
 def title(task: str, config: TrainConfig) -> str:
-    """Return the run's title in one line, ``{task} · {strategy} · {optimizer}``, as the configuration states them."""
+    """Return the title of a run as one line: ``{task} · {strategy} · {optimizer}``.
+
+    Args:
+        task: name of the task.
+        config: the configuration, which states strategy and optimizer.
+    """
     return f"{task} · {config.strategy} · {config.optimizer}"
 
 
