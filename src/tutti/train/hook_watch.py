@@ -47,11 +47,15 @@ class HookWatch:
 
     @property
     def originals(self) -> list[Tensor]:
-        """The parameters of the script's model before the strategy replaced any, of those that still exist."""
+        """The parameter objects of the script's model as they were before the strategy replaced any, of those that
+        still exist.
+
+        Sharding replaces parameters by other objects; the script may still hold the earlier ones.
+        """
         return [original for each in self._originals.values() if (original := each()) is not None]
 
     def watch(self, parts: Sequence[nn.Module]) -> None:
-        """From now on check, in each step, the gradient hooks on these modules and their parameters.
+        """Set the modules and parameters whose gradient hooks are checked in each step from now on.
 
         Args:
             parts: this rank's parts of the model.
