@@ -13,8 +13,7 @@ MOST = 2**30
 
 
 class Ballast:
-    """Fills a file system to test a full disk: allocates all of its free space but ``leave`` bytes, until
-    ``release``.
+    """Fills a file system to test a full disk: allocates all of its free space but ``leave`` bytes, until ``release``.
 
     The file that takes the space has no name, so that the system frees the space even when this process is killed.
 

@@ -56,15 +56,13 @@ def corrupt_copies(
 
     Args:
         path: a checkpoint, or a run directory, whose newest checkpoint is taken; never written to.
-        flips: number of single bits to flip, each in a copy that is intact otherwise, drawn over all bits of all
-            files.
+        flips: number of single bits to flip, each in a copy that is intact otherwise, drawn over all bits of all files.
         truncate: number of lengths to which each file is truncated, the longest one byte short.
         drop: whether to remove each file in turn, too.
         seed: seed of the bits that are flipped.
 
     Returns:
-        One `Damage` for each kind that was tried: flipped bits, truncated files, missing files, and files replaced
-        by
+        One `Damage` for each kind that was tried: flipped bits, truncated files, missing files, and files replaced by
         the same file of another step, if the run has another checkpoint.
 
     Raises:

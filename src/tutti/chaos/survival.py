@@ -102,8 +102,9 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 
 
 def uninterrupted(command: Command, output: IO[str]) -> Path:
-    """Run ``command`` without faults in a new directory, ``RUN-reference`` beside its run directory ``RUN``; return
-    that.
+    """Run ``command`` without faults in a new directory, and return this directory.
+
+    The directory is ``RUN-reference``, beside the command's run directory ``RUN``.
 
     Blocks until the run has ended. Its final weights are what `survive` compares with.
 

@@ -43,8 +43,7 @@ _REPEATS = {_LATENCY_BYTES: 100, _BANDWIDTH_BYTES: 5}
 
 
 def collectives(ranks: int) -> Iterator[Finding]:
-    """Start ``ranks`` local processes with tutti's launcher, and check all-reduces over them by Gloo and by shared
-    memory.
+    """Start ``ranks`` local processes by tutti's launcher, and check all-reduces over them by Gloo and shared memory.
 
     Blocks until all processes have ended, at most ``TIMEOUT`` (20) seconds.
 
@@ -52,11 +51,9 @@ def collectives(ranks: int) -> Iterator[Finding]:
         ranks: number of processes.
 
     Yields:
-        One line of the report of ``tutti doctor`` for each of three stages: ``start`` (seconds until the processes
-        have
-        met), ``gloo`` and ``shared`` (latency, bandwidth, and whether sums are right). A stage that does not finish
-        is a
-        problem and ends the checks.
+        One line of the report of ``tutti doctor`` for each of three stages: ``start`` (seconds until the processes have
+        met), ``gloo`` and ``shared`` (latency, bandwidth, and whether sums are right). A stage that does not finish is
+        a problem and ends the checks.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
@@ -109,8 +106,9 @@ def _remedy(complaint: str) -> str:
 
 
 def probe_main(ranks: int, directory: Path) -> int:
-    """Start ``ranks`` local processes that time and check collectives, wait for them, and return the launcher's
-    exit code.
+    """Start ``ranks`` local processes that time and check collectives, wait for them, and return an exit code.
+
+    It is the launcher's: 0 if all processes have succeeded.
 
     Args:
         ranks: number of processes.

@@ -58,8 +58,7 @@ def checked(name: str, check: Check) -> list[Finding]:
 
 
 def conclude(findings: Sequence[Finding]) -> ExitCode:
-    """Return the exit code of a report of ``tutti doctor``: 0 without a problem, 5 if a problem is of connecting
-    ranks.
+    """Return the exit code of a report of ``tutti doctor``: 0 without a problem, 5 if ranks cannot communicate.
 
     Exit code 5 (``ExitCode.PEER``) is that of problems of collectives and of the network interface, and precedes
     others. With other problems alone, the exit code is that of the first problem.

@@ -34,8 +34,7 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
         folder: directory of shared memory.
 
     Yields:
-        One line of the report of ``tutti doctor``: a problem if the folder is missing or cannot be written, a note
-        if
+        One line of the report of ``tutti doctor``: a problem if the folder is missing or cannot be written, a note if
         less than ``LITTLE_SHARED_MEMORY`` (256 MiB) is free. Values: ``total_bytes`` and ``free_bytes``.
     """
     remedy = "Mount a larger one: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm."
@@ -70,8 +69,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check how many processes and threads may exist, by the user's limit (``RLIMIT_NPROC``) and by that of the
-    cgroup.
+    """Check how many processes and threads may exist, by the user's limit (``RLIMIT_NPROC``) and by that of the cgroup.
 
     Args:
         limits: limits of this process's cgroup.

@@ -46,8 +46,7 @@ def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 
     Yields:
         One line of the report of ``tutti doctor``: a note if the cgroup allows fewer cores than the affinity, or if
-        only
-        one of several is usable.
+        only one of several is usable.
     """
     usable, present = usable_cores(), os.cpu_count() or 1
     values = {"usable_cores": usable, "present_cores": present, "cgroup_limit_cores": limits.cores}
@@ -70,8 +69,7 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor``, a problem if less than ``LITTLE_MEMORY`` (1 GiB) is free, where
-        the
+        One line of the report of ``tutti doctor``, a problem if less than ``LITTLE_MEMORY`` (1 GiB) is free, where the
         cgroup's limit counts as free if it is smaller.
     """
     import psutil  # type: ignore[import-untyped]
@@ -100,8 +98,7 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
 
     Yields:
         One line of the report of ``tutti doctor``: a note if several processes would pin to the same cores, or have
-        more
-        threads than cores.
+        more threads than cores.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *PINNING)
     given = {name: environ[name] for name in names if name in environ}

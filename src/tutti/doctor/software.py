@@ -132,8 +132,7 @@ def module() -> Iterator[Finding]:
     """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this package.
 
     Yields:
-        One line of the report of ``tutti doctor``: a problem for another project's module, a note for another copy
-        of
+        One line of the report of ``tutti doctor``: a problem for another project's module, a note for another copy of
         this package, else ok.
     """
     package = Path(__file__).resolve().parents[1]
@@ -198,8 +197,7 @@ def compiled_loops() -> Iterator[Finding]:
     """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
 
     Yields:
-        One line of the report of ``tutti doctor``; a note without a compiler, as the results are then the same and
-        only
+        One line of the report of ``tutti doctor``; a note without a compiler, as the results are then the same and only
         slower.
     """
     found = kernels()

@@ -34,13 +34,11 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Goodput:
-    """Division of a run's time into productive steps and lost time; ``productive`` and ``lost`` add up to
-    ``elapsed``.
+    """Division of a run's time into productive steps and lost time; ``productive`` and ``lost`` add up to ``elapsed``.
 
     Attributes:
         elapsed: seconds from the run's command to its end, or to its last record.
-        productive: seconds of steps whose work was kept, without waiting for data and without the excess of slow
-            steps.
+        productive: seconds of steps whose work was kept, without waiting for data and without the excess of slow steps.
         lost: seconds by cause, a key of ``CAUSES`` such as ``data`` or ``restart``; only causes that were measured.
         steps: number of steps whose work was kept; steps that are repeated after a resume count once.
         attempts: number of starts of the run.

@@ -100,10 +100,9 @@ class EvalRecord:
 
     @property
     def values(self) -> dict[str, float]:
-        """Results of the evaluation by name: ``loss``, each metric and, with an EMA of the weights, ``raw_loss``
-        and so on.
+        """Results of the evaluation by name: ``loss``, each metric and, with an EMA of the weights, raw values.
 
-        Values whose names begin with ``raw_`` are of the weights in training.
+        Raw values, such as ``raw_loss``, are of the weights in training; the others are then of the EMA.
         """
         raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
         return {"loss": self.loss, **self.metrics, **raw}

@@ -162,8 +162,7 @@ def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = (
     Args:
         path: the run directory.
         code: the exit code.
-        attempts: one object for each start of the run by an engine such as Slurm, with the devices of the start; set
-            as
+        attempts: one object for each start of the run by an engine such as Slurm, with the devices of the start; set as
             the entry ``attempts``, unless empty.
 
     Raises:
@@ -224,9 +223,7 @@ class RunDirectory:
         write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
 
     def started(self, header: RunHeader) -> None:
-        """Write nothing when the run starts: the settings in its header follow from ``config.toml`` in the run
-        directory.
-        """
+        """Write nothing when the run starts: its settings follow from ``config.toml`` in the run directory."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         """Append a JSON line of group ``train`` to ``metrics.jsonl``: loss, metrics, learning rate, … of one step.
@@ -281,9 +278,7 @@ class RunDirectory:
         self._append(line)
 
     def warned(self, text: str) -> None:
-        """Append a JSON line of group ``warning`` with the text, and seconds of training so far, to
-        ``metrics.jsonl``.
-        """
+        """Append a JSON line of group ``warning`` to ``metrics.jsonl``: the text, and seconds of training so far."""
         self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
 
     def finished(self, summary: Mapping[str, Any]) -> None:

@@ -30,8 +30,7 @@ class TimelineSegment(NamedTuple):
     """An interval of time that one device spent in one phase of training; intervals of nested phases are cut out.
 
     Attributes:
-        phase: name of the phase, a key of ``COLOURS`` such as ``forward``; or ``WAITING``, for a wait in a
-            collective.
+        phase: name of the phase, a key of ``COLOURS`` such as ``forward``; or ``WAITING``, for a wait in a collective.
         start, end: seconds, on the clock of the timeline.
         call: the collective that a waiting segment waits for; empty for others.
         ranks: the ranks that take part in this collective.

@@ -75,10 +75,9 @@ class TraceRecorder:
         self._since = now
 
     def waits(self) -> AbstractContextManager[None]:
-        """Return a context manager; within its block, each wait of this rank for a collective is recorded as
-        ``WAITING``.
+        """Return a context manager that records each wait of this rank for a collective, as the phase ``WAITING``.
 
-        ``WAITING`` is the phase's name; the record has the collective and its ranks, too.
+        The record has the collective and its ranks, too. Waits outside of the block are not recorded.
         """
 
         def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:

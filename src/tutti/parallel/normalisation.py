@@ -61,11 +61,9 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
 
 
 def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
-    """Scale one logical worker's gradient in place so that it becomes the gradient of its sum of losses, not of a
-    mean.
+    """Turn a logical worker's gradient of the mean of its losses into the gradient of their sum, in place.
 
-    Backward has computed the gradient of a mean times the loss scale: of the mean over the loss function's count for
-    a
+    Backward has computed the gradient of a mean times the loss scale: of the mean over the loss function's count for a
     single micro-batch (``part.whole``), else of the sum over samples divided by ``part.samples``. This function
     multiplies by that divisor and divides by ``loss_scale``. The sum of all workers' results, divided by the global
     count, is then the gradient of the mean over the global batch.

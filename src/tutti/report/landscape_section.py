@@ -14,8 +14,7 @@ _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sha
 
 
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
-    """Return the HTML report's section on loss landscapes, with a table and charts of what ``tutti landscape``
-    measured.
+    """Return the HTML report's section on loss landscapes: a table and charts of what ``tutti landscape`` measured.
 
     The table has a row for each run with a ``landscape.json``: training loss, largest Hessian eigenvalue, trace and
     sharpness at a checkpoint. Charts show the spectrum's density, and the loss along lines and in a plane around the

@@ -486,11 +486,9 @@ def run_key(number: int) -> str:
 
 
 def run_sentence(run: RunRecord) -> str:
-    """Return a report's headline on one run as text: task, devices, steps, training time, throughput, and how it
-    ended.
+    """Return a report's headline on one run as text: task, devices, steps, training time, throughput, and how it ended.
 
-    The text names the target if the run has reached it, and the goodput if known. Values that the run has not
-    recorded
+    The text names the target if the run has reached it, and the goodput if known. Values that the run has not recorded
     are left out.
     """
     where = f" on {run.devices} device{'s' * (run.devices > 1)}" if run.devices else ""

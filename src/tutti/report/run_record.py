@@ -54,8 +54,7 @@ class RunRecord:
     Attributes:
         path: the run directory.
         name: name of the directory, made printable.
-        trained: the lines of ``metrics.jsonl`` that record a training step, in order; each has the key ``first``
-            too,
+        trained: the lines of ``metrics.jsonl`` that record a training step, in order; each has the key ``first`` too,
             which is true for the first step after a start.
         evaluated: the lines of ``metrics.jsonl`` that record an evaluation, in order.
         resumed: number of resumes.
@@ -129,9 +128,8 @@ class RunRecord:
     def steps(self) -> list[MeasuredStep]:
         """The recorded steps of the run with their durations in seconds, without the first step after each start.
 
-        A step's duration is the difference of the training seconds recorded at it and at the step before. Steps
-        without the
-        necessary values are left out. Computed once, when it is first read.
+        A step's duration is the difference of the training seconds recorded at it and at the step before. Steps without
+        the necessary values are left out. Computed once, when it is first read.
         """
         found = []
         for before, line in zip(self.trained, self.trained[1:], strict=False):

@@ -87,8 +87,7 @@ def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig
 
 
 def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
-    """Yield texts of warnings if the run ends before the batch grows, or its schedule also lowers the learning
-    rate.
+    """Yield texts of warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
 
     Args:
         epochs: batch contract (global batch size and its division over ranks) of every epoch.

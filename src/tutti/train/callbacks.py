@@ -130,9 +130,8 @@ class Callbacks:
     def evaluated(self, run: Run, evaluation: Evaluation) -> None:
         """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
 
-        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and
-        the ranks
-        then agree whether to stop. Without such a callback nothing happens.
+        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and the
+        ranks then agree whether to stop. Without such a callback nothing happens.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -302,10 +301,9 @@ class EarlyStopping(_Follower):
         self.patience = patience
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Compare the evaluation's metric with the best value so far, and stop the run if it was not better too
-        often.
+        """Compare the evaluation's metric with the best value so far, and stop the run if it has not improved for long.
 
-        That is after ``patience`` evaluations in a row without a better value.
+        The run stops after ``patience`` evaluations in a row without a better value.
 
         Raises:
             UsageError: the evaluation does not report the metric.

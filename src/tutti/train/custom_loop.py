@@ -36,8 +36,7 @@ Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
 @dataclass
 class Contribution:
-    """Gradients and loss sums of a rank's earlier micro-batches of a global batch, kept until the last one is
-    reduced.
+    """Gradients and loss sums of a rank's earlier micro-batches of a global batch, kept until the last one is reduced.
 
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
@@ -87,9 +86,8 @@ class CustomLoop:
     def within_batch(self) -> bool:
         """Whether the custom training loop is in the middle of a global batch.
 
-        True from the first micro-batch of a global batch on, until its update or the end of its last micro-batch.
-        The run
-        cannot be saved meanwhile.
+        True from the first micro-batch of a global batch on, until its update or the end of its last micro-batch. The
+        run cannot be saved meanwhile.
         """
         return self._begun
 
@@ -641,8 +639,7 @@ class CustomLoop:
         return loss
 
     def cleared(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients that the script sees in ``.grad``, after the script has called ``zero_grad()`` of an
-        optimizer.
+        """Clear the gradients that the script sees in ``.grad``, after its call of an optimizer's ``zero_grad()``.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``.

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 class GradientOrigin:
-    """Records which gradients in ``.grad`` a reduction has left there, and refuses mixtures of reduced and local
-    gradients.
+    """Records which gradients in ``.grad`` have been reduced, and refuses mixtures of reduced and local gradients.
 
     In a custom training loop a complete gradient is reduced over the global batch; a local one is of one micro-batch
     alone, as a plain ``loss.backward()`` leaves it.
@@ -91,10 +90,8 @@ class GradientOrigin:
         """Register hooks on the trained parameters that record gradients of a plain ``loss.backward()`` as local.
 
         A local gradient is of one micro-batch, not reduced over ranks. Parameters that have such a hook already keep
-        it, and
-        frozen ones get none. No hooks are registered where such gradients cannot be told apart (FSDP2), or where
-        they are
-        complete because this rank computes the whole global batch.
+        it, and frozen ones get none. No hooks are registered where such gradients cannot be told apart (FSDP2), or
+        where they are complete because this rank computes the whole global batch.
         """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
@@ -107,8 +104,7 @@ class GradientOrigin:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Return a context manager; within its block gradients are not recorded as those of a plain
-        ``loss.backward()``.
+        """Return a context manager within which gradients are not recorded as those of a plain ``loss.backward()``.
 
         ``run.backward`` computes its gradients within such a block, and records them by itself.
         """
@@ -128,8 +124,7 @@ class GradientOrigin:
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
-        """Record the ``.grad`` that each trained parameter has now as complete (reduced over the global batch) and
-        not edited.
+        """Record the present ``.grad`` of each trained parameter as reduced over the global batch and not edited.
 
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
@@ -223,8 +218,9 @@ class GradientOrigin:
     # --- gradients of FSDP2 ----------------------------------------------------------------------------------------
 
     def check_shards(self) -> None:
-        """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``; set a ``.grad`` that is all zeros to
-        None instead.
+        """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``.
+
+        Other gradients that are all zeros are set to None.
 
         Raises:
             UsageError: a plain ``loss.backward()`` or an assignment has made a gradient that is not zero.

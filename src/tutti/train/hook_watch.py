@@ -47,8 +47,7 @@ class HookWatch:
 
     @property
     def originals(self) -> list[Tensor]:
-        """The parameter objects of the script's model as they were before the strategy replaced any, of those that
-        still exist.
+        """The parameter objects of the script's model before the strategy replaced any, as far as they still exist.
 
         Sharding replaces parameters by other objects; the script may still hold the earlier ones.
         """
