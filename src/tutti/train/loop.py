@@ -33,7 +33,7 @@ _WINDOW = 30
 
 @dataclass
 class Means:
-    """Means of the loss and the metrics over the steps of one epoch, weighted by the steps' counts.
+    """Sums from which the means of loss and metrics over one epoch follow; each step is weighted by its count.
 
     Attributes:
         loss: sum over steps of mean loss times count.
@@ -120,7 +120,9 @@ class Speed:
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
-        """Let ``mark`` and ``overall`` report a device's tokens/s, MFU and HFU, too, as far as they are known.
+        """Set tokens and FLOP of a sample, so that ``mark`` and ``overall`` report a device's tokens/s, MFU and HFU, too.
+
+        Figures that cannot be computed from the known numbers are left out.
 
         Args:
             throughput: tokens and FLOP of one sample, and number and peak FLOP/s of the devices.
@@ -241,7 +243,9 @@ def ended(length: Length, run: Run) -> bool:
 
 
 class Due:
-    """Tells after each step whether a periodic event, such as an evaluation, is due; so it is at the end of the run.
+    """Tells after each step whether a periodic event, such as an evaluation, is due.
+
+    The event is due when a further whole interval has been trained, and at the end of the run.
 
     Args:
         every: the interval in steps, samples or epochs; None: only at the end.
