@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class MetricLogger(ABC):
-    """The base of callbacks that write metrics, on rank 0: ``train/…`` after each step, ``eval/…`` after evaluations.
+    """Base of callbacks that write the metrics of a run to a service or file, on rank 0 alone.
 
-    A logger whose run was saved in a checkpoint continues that run. A run that ends without ``on_train_end``, such as
-    by an exception, is closed as failed when the process exits.
+    Subclasses implement ``open``, ``write`` and ``close``. Written are ``train/…`` after each step and ``eval/…`` after
+    each evaluation. A logger whose run at the service was saved in a checkpoint continues that run. A run that ends
+    without ``on_train_end``, such as by an exception, is closed as failed when the process exits.
     """
 
     ranks = "first"
@@ -34,7 +35,7 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def open(self) -> str | None:
-        """Start a run of the logger's service or file, or continue the run ``self.identity`` of a checkpoint.
+        """Start a run at the logger's service or open its file, or continue the run ``self.identity`` of a checkpoint.
 
         Called once on rank 0, before the first step.
 
@@ -44,7 +45,7 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write values of one step or evaluation.
+        """Write the values of one training step or evaluation to the logger's service or file.
 
         Args:
             values: values by name, such as ``train/loss`` or ``eval/accuracy``.
@@ -53,7 +54,7 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Write values that are still in memory, and end the logger's run.
+        """Write values that are still in memory, and end the run at the logger's service, or close its file.
 
         Args:
             failed: whether training ended without ``on_train_end``, such as by an exception.
