@@ -55,11 +55,11 @@ _WATCHED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 class Rate(NamedTuple):
-    """Learning rate of a parameter group.
+    """Learning rate and momentum of a parameter group.
 
     Attributes:
         kind: name of the optimizer's class, in lower case.
-        peak: largest of ``lr``, ``initial_lr`` and ``max_lr``.
+        peak: largest of the group's ``lr``, ``initial_lr`` and ``max_lr``.
         momentum: momentum, 0 without.
     """
 
@@ -282,26 +282,41 @@ class Checks:
         return None if split or compiled or samples < 2 else MixingProbe(model, samples)
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
-        """Look, in the first body of a custom loop, whether its loss mixes samples; ``end_body`` reports it."""
+        """Begin to find out, for one micro-batch of a custom training loop, whether its loss mixes samples.
+
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. Only the first
+        micro-batch is examined; ``end_body`` reports the finding. Does nothing for a micro-batch that is the whole
+        batch.
+
+        Args:
+            micro_batch: the micro-batch on which the body of the script's loop is about to run.
+        """
         due, self._due = self._due, False
         if due and not micro_batch.whole:
             self._probe = self._probes(self._run.model, micro_batch.samples)
 
     def end_body(self, loss: Any = None) -> None:
-        """Report a loss that mixes samples. Not collective.
+        """Report as a mistake if the loss of the micro-batch given to ``begin_body`` mixes samples. Not collective.
+
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. Does nothing for
+        micro-batches that are not examined.
 
         Args:
-            loss: what ``run.backward`` is given; None at the end of a body.
+            loss: the loss that the script passes to ``run.backward``; None at the end of the body, which examines
+                nothing.
         """
         probe, self._probe = self._probe, None
         if probe is not None:
             self._told(probe, loss)
 
     def probed(self, loss: LossFn) -> LossFn:
-        """Return the loss function of ``run.step``, which in the first step looks whether it mixes samples.
+        """Return a loss function that, when first called, also reports as a mistake if it mixes samples.
+
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. After the first
+        step, and under pipeline or tensor parallelism, ``loss`` itself is returned.
 
         Args:
-            loss: the loss function.
+            loss: the loss function of ``run.step``.
         """
         due, self._due = self._due, False
         # Stages know a loss function as an object.
@@ -462,7 +477,11 @@ class Checks:
 
 
 class Hook:
-    """Callable hook of a module that calls ``look`` with it; copies and pickles of the module leave hooks out."""
+    """Callable for module hooks, which calls ``look(module)``; copies and pickles of the module leave it out.
+
+    Args:
+        look: function of the module that was called.
+    """
 
     def __init__(self, look: Callable[[nn.Module], None]) -> None:
         self._look = look
