@@ -120,7 +120,7 @@ class Speed:
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
-        """Set tokens and FLOP of a sample, so that ``mark`` and ``overall`` report a device's tokens/s, MFU and HFU, too.
+        """Set tokens and FLOP of a sample, so that ``mark`` and ``overall`` report tokens/s, MFU and HFU of a device.
 
         Figures that cannot be computed from the known numbers are left out.
 
