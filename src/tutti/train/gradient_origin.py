@@ -106,7 +106,7 @@ class GradientOrigin:
     def own_backward(self) -> Iterator[None]:
         """Return a context manager within which gradients are not recorded as those of a plain ``loss.backward()``.
 
-        ``run.backward`` computes its gradients within such a block, and records them by itself.
+        ``run.backward`` computes its gradients within such a block.
         """
         self._in_own_backward = True
         try:
