@@ -32,14 +32,14 @@ _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 def convert_model(
     model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
-    """Convert the model's batch norm, dtype and memory layout.
+    """Convert the model's batch norm, dtype and memory layout, before it is laid out over ranks, and return it.
 
     Collective for ``sync`` batch norm, which makes a process group.
 
     Args:
         model: the script's model; parameters and buffers are converted in place.
-        batch_norm: options of batch norm: synchronised over ranks (``sync``), over groups of samples (``ghost``), or
-            as PyTorch's.
+        batch_norm: options of batch norm: synchronised over ranks (``sync``), over groups of samples (``ghost``), or as
+            PyTorch's.
         run_context: the run's communicators, grid of ranks and number of data-parallel workers.
         precision: ``fp64``, or ``fp32``, ``bf16``, ``fp16`` and ``fp8`` for float32 parameters, as the narrow
             precisions cast in the loss function (``cast_loss``); None leaves the dtype.
@@ -92,13 +92,13 @@ def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> to
 
 
 def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn | None:
-    """Return the loss function under autocast to the precision's 16-bit dtype.
+    """Return a function that calls the loss function under autocast to the precision's 16-bit dtype.
 
     Args:
-        loss_fn: the loss function; None for none.
+        loss_fn: the loss function ``loss_fn(model, batch)``; None for none.
         device: type of the device, such as ``cpu`` or ``cuda``.
-        precision: ``bf16``, ``fp16`` or ``fp8``, which is bfloat16 around its layers; for any other precision, and
-            None, ``loss_fn`` is returned as it is.
+        precision: ``bf16``, ``fp16``, or ``fp8``, whose other operations than 8-bit linear layers run in bfloat16; for
+            any other precision, and None, ``loss_fn`` is returned as it is.
     """
     dtype = _CAST.get(precision or "")
     if loss_fn is None or dtype is None:
