@@ -30,6 +30,9 @@ def factory(
 ) -> OptimizerFactory:
     """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
 
+    The returned function takes (name, parameter) pairs and returns an optimizer. The script's own optimizers are
+    rebuilt with their class and settings over the given parameters.
+
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
         rule: rule for the learning rate at ``batch_size``; ``NoRule`` is the base class of all rules.
