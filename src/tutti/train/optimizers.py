@@ -30,8 +30,9 @@ def factory(
 ) -> OptimizerFactory:
     """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
 
-    The returned function takes (name, parameter) pairs and returns an optimizer. The script's own optimizers are
-    rebuilt with their class and settings over the given parameters.
+    The returned function takes (name, parameter) pairs, and returns an optimizer, or None if it has none of them to
+    update. A script's own optimizer is returned itself if all of its parameters are given for the first time, else an
+    optimizer of the same class and settings.
 
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
@@ -108,9 +109,9 @@ def check_takes_sparse(
     To find out, makes an optimizer of the same class and settings and lets it step on a parameter of two rows.
 
     Args:
-        optimizer: options, or the script's optimizers.
+        optimizer: options of an optimizer that the run makes, or the script's optimizers.
         model: the script's model.
-        sparse: names of its parameters with sparse gradients.
+        sparse: names of the model's parameters with sparse gradients.
     """
     toy = nn.Parameter(torch.zeros(2, 1))
     toy.grad = torch.sparse_coo_tensor(
@@ -167,12 +168,13 @@ def _described(optimizer: Optimizer) -> list[str]:
 
 
 def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module) -> None:
-    """Raise UsageError if an optimizer does not fit the model: it has a parameter that the model does not have.
+    """Raise UsageError if an optimizer does not fit the model.
 
-    Also if a name pattern in an optimizer's options matches no parameter.
+    It does not if it has a parameter that the model does not have, or if a name pattern in its options matches no
+    parameter.
 
     Args:
-        optimizer: options, or the script's optimizers.
+        optimizer: options of an optimizer that the run makes, or the script's optimizers.
         model: the script's model.
     """
     if not isinstance(optimizer, OptimizerChoice):
