@@ -13,13 +13,13 @@ from tutti.python_compat import live_objects
 
 
 def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[Optimizer]:
-    """Return the script's living optimizers of some parameters beside those that ``tutti.prepare`` was given.
+    """Return the optimizers of this process that have parameters of the model and were not given to ``tutti.prepare``.
 
-    Optimizers that share groups with a given one, such as the inner one of a wrapper, are not among them. To be called
-    before tutti makes optimizers of its own.
+    All objects of the process are searched. Optimizers that share a parameter group with a given one, such as the inner
+    one of a wrapper, are left out. To be called before tutti makes optimizers of its own.
 
     Args:
-        given: the optimizers of ``tutti.prepare``.
+        given: the optimizers that ``tutti.prepare`` was given.
         parameters: the model's parameters.
     """
     known = {id(p) for p in parameters}
@@ -34,10 +34,10 @@ def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -
 
 
 def refuse_steps(optimizers: Iterable[Optimizer]) -> None:
-    """Make optimizers raise UsageError when they step, by a step pre-hook on each.
+    """Make the given optimizers raise UsageError in ``step``, by a step pre-hook on each.
 
-    Their parameters are those of a model that has been sharded over ranks since, so that their steps would train
-    nothing.
+    For optimizers whose model has been sharded over ranks since: they have the parameters from before, which are no
+    longer trained.
 
     Args:
         optimizers: optimizers that ``tutti.prepare`` was not given.
