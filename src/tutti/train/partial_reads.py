@@ -44,10 +44,10 @@ class PartialReads:
             )
 
     def refuse(self) -> None:
-        """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError.
+        """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError from now on.
 
-        Only where this rank holds a part of the model (shards, tensor slices, stages), of which they would be
-        incomplete; else nothing.
+        Does nothing where this rank holds the whole model. Elsewhere (shards, tensor slices, stages) they would hold
+        only this rank's part of it.
         """
         for module in self._modules if self._partial else ():
             handle = module.register_state_dict_pre_hook(_refuse_state)
