@@ -16,9 +16,12 @@ _ATTRIBUTE = "__reduce_ex__"
 def leave_hooks_out_of_copies(model: nn.Module) -> None:
     """Make ``copy.deepcopy`` and pickles (``torch.save``) of a model and its modules leave tutti's hooks out.
 
-    A hook refers to the run and its communicators, which neither a copy nor a file can have; and a file that names
-    none of tutti's classes loads without tutti and with ``torch.load(weights_only=True)``. The script's own hooks stay.
-    Sets ``__reduce_ex__`` on each module instance.
+    A copy or file with tutti's hooks would hold the run and its communicators; without, it loads in a program without
+    tutti, and with ``torch.load(weights_only=True)``. The script's own hooks stay. Sets ``__reduce_ex__`` on each
+    module instance.
+
+    Args:
+        model: the script's model.
     """
     for module in model.modules():
         # Instance attributes take precedence over the class's, and PyTorch has no hook for pickles.
