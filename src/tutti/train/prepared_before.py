@@ -47,13 +47,14 @@ def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
-    """Replace methods of an optimizer instance by functions of the same names, until ``check_earlier`` removes them.
+    """Replace methods of an optimizer instance by functions of the same names, and remember them for ``check_earlier``.
 
-    A scheduler's wrapper of ``step`` is replaced; another function that the script has put into the optimizer stays.
+    ``check_earlier`` removes them before another run. A scheduler's wrapper of ``step`` is replaced; another function
+    that the script has put into the optimizer stays.
 
     Args:
         optimizer: one of the script's optimizers; its class stays.
-        wrappers: the functions, which take the optimizer first.
+        wrappers: the functions, named as the methods; they take the optimizer first.
     """
     for wrapper in wrappers:
         name = wrapper.__name__
@@ -64,7 +65,10 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
 
 
 def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
-    """Record, for ``check_earlier``, whether a run has split its model or its optimizers' state over ranks.
+    """Record that a run has split its model, or its optimizers' state, over ranks, if it has; for ``check_earlier``.
+
+    ``check_earlier`` then refuses a later ``tutti.prepare`` of the same model or optimizers, of which this rank holds
+    only a part.
 
     Args:
         model: the script's model.
