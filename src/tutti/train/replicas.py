@@ -22,14 +22,14 @@ SELDOM = 100
 
 
 def check_replicas(run: Run, what: str) -> None:
-    """Compare, over all ranks, 64-bit digests of the tensors of which several ranks hold a copy.
+    """Check that all ranks with a copy of the same tensor of the model have the same bits, by 64-bit digests.
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
     that are tied over stages. Reads each tensor once. Collective: two small all-gathers, none if ranks keep no copies.
 
     Args:
         run: the run.
-        what: the next action, for messages.
+        what: noun of the next action, such as ``its checkpoint``, for messages.
 
     Raises:
         MismatchError: on every rank, with the parameter's name and the ranks that differ from the others.
