@@ -207,7 +207,11 @@ class Run:
         self._script_code = ExitStack()
 
     def begin_script(self) -> None:
-        """Check what the script reads and writes of split parameters, from here to the end of this object."""
+        """Check, from now on until the run object is gone, the script's reads and writes of parameters that are split over ranks.
+
+        Does nothing for strategies that leave each rank whole parameters. A read or write that would give each rank
+        another result then raises UsageError.
+        """
         if self.context.grid.tensor > 1 or self.context.rows:
             self._script_code.enter_context(self.replica.script_code())
 
@@ -234,16 +238,19 @@ class Run:
 
     @property
     def progress(self) -> int:
-        """Steps by which the learning-rate schedule and the run's length are counted.
+        """Number of steps so far, as the learning-rate schedule and the run's length count them.
 
-        They are ``clock``, the steps taken; with AdaScale ⌊τ⌋, its scale-invariant steps, each worth one step at the
-        base batch.
+        It is ``clock``, the steps taken; with AdaScale ⌊τ⌋, the scale-invariant steps, each worth one step at the base
+        batch.
         """
         return self.clock if self.adascale is None else int(self.adascale.tau)
 
     @property
     def place(self) -> Position:
-        """Position in the data after the run's steps so far: whole epochs, and global batches of the current epoch."""
+        """Position in the training data after the steps so far, as (whole epochs, global batches of the current epoch).
+
+        With asynchronous servers that count the steps of all workers, the position follows from this count.
+        """
         return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
     def ask_to_stop(self) -> None:
@@ -316,19 +323,22 @@ class Run:
             check_replicas(self, f"epoch {number + 2}")
 
     def end_step(self) -> None:
-        """Call the callbacks' ``on_step_end`` for the last step, once. Collective if there are callbacks.
+        """Call the callbacks' ``on_step_end`` for the last step, if that has not been done. Collective if there are callbacks.
 
-        ``epoch`` calls it after the body of the caller's loop. ``tutti train`` calls it and ``end_epoch`` within the
-        body, because the checkpoint of a step holds the states of callbacks after the step's events.
+        ``epoch`` calls this method after the body of the caller's loop. ``tutti train`` calls this and ``end_epoch``
+        within the body, because the checkpoint of a step holds the states of callbacks after the step's events.
         """
         if not self._step_told:
             self._step_told = True
             self.callbacks.call("on_step_end", self)
 
     def end_epoch(self, number: int) -> None:
-        """Call the callbacks' ``on_epoch_end`` if the last step has consumed the last batch of epoch ``number``, once.
+        """Call the callbacks' ``on_epoch_end`` if the last batch of the epoch has been consumed, once an epoch.
 
-        Collective if there are callbacks. ``number`` counts from 0.
+        Collective over all ranks if there are callbacks.
+
+        Args:
+            number: the epoch, from 0.
         """
         if self.at.epoch > number and not self._epoch_told:
             self._epoch_told = True
@@ -451,12 +461,18 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a custom training loop has begun a global batch that is not over, or the run makes an update."""
+        """Whether a custom training loop is in the middle of a global batch, or the run is making an update.
+
+        Such a run cannot be saved.
+        """
         return self.custom.within_batch or self._stepping
 
     @property
     def stepping(self) -> bool:
-        """Whether the run makes an update, so that a call of ``optimizer.step()`` is the run's and not the script's."""
+        """Whether the run itself is making an update, so that a call of ``optimizer.step()`` now is the run's, not the script's.
+
+        Wrapped optimizers then make the update, in place of asking the run for it.
+        """
         return self._stepping
 
     @contextmanager
@@ -650,11 +666,16 @@ class Run:
         return self.custom.stepped
 
     def gated_step(self) -> bool:
-        """Do what ``optimizer.step()`` does in a custom loop, where ``tutti.prepare`` made the optimizer from options.
+        """Do what ``optimizer.step()`` stands for in a custom loop, where ``tutti.prepare`` made the optimizer from options.
+
+        That is an update in the rank's last micro-batch of a global batch, and nothing in earlier ones. Collective in
+        the update where the strategy updates shards or compares edited gradients over ranks.
 
         Returns:
-            Whether it was an update: only in the rank's last micro-batch of a global batch; before that it does
-                nothing.
+            Whether this call made an update.
+
+        Raises:
+            UsageError: outside of a loop over ``run.microbatches()``.
         """
         return self.custom.step(None)
 
@@ -669,9 +690,10 @@ class Run:
         return stop_on_signals(self)
 
     def epochs(self, number: int) -> Iterable[int]:
-        """Return the epochs left of 0 … ``number`` - 1: all, or after ``restore`` from the checkpoint's on.
+        """Return the numbers of the epochs that are left of ``number`` epochs, for a loop over them.
 
-        They end when a callback stops the run; ``on_train_end`` is called after the last, which is collective.
+        These are 0 … ``number`` - 1, or after ``restore`` those from the checkpoint's epoch on. They end when a
+        callback stops the run; ``on_train_end`` is called after the last, which is collective.
 
         Args:
             number: number of epochs of the whole run.
