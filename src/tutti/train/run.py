@@ -207,10 +207,10 @@ class Run:
         self._script_code = ExitStack()
 
     def begin_script(self) -> None:
-        """Check, from now on until the run object is gone, the script's reads and writes of parameters that are split over ranks.
+        """Check from now on the script's reads and writes of parameters that are split over ranks.
 
-        Does nothing for strategies that leave each rank whole parameters. A read or write that would give each rank
-        another result then raises UsageError.
+        The checks last until the run object is gone. Does nothing for strategies that leave each rank whole parameters.
+        A read or write that would give each rank another result raises UsageError.
         """
         if self.context.grid.tensor > 1 or self.context.rows:
             self._script_code.enter_context(self.replica.script_code())
@@ -323,10 +323,11 @@ class Run:
             check_replicas(self, f"epoch {number + 2}")
 
     def end_step(self) -> None:
-        """Call the callbacks' ``on_step_end`` for the last step, if that has not been done. Collective if there are callbacks.
+        """Call the callbacks' ``on_step_end`` for the last step, unless that has been done.
 
-        ``epoch`` calls this method after the body of the caller's loop. ``tutti train`` calls this and ``end_epoch``
-        within the body, because the checkpoint of a step holds the states of callbacks after the step's events.
+        Collective over all ranks if there are callbacks. ``epoch`` calls this method after the body of the caller's
+        loop. ``tutti train`` calls this and ``end_epoch`` within the body, because the checkpoint of a step holds the
+        states of callbacks after the step's events.
         """
         if not self._step_told:
             self._step_told = True
@@ -461,17 +462,14 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a custom training loop is in the middle of a global batch, or the run is making an update.
-
-        Such a run cannot be saved.
-        """
+        """Whether a custom training loop is in the middle of a global batch, or the run is making an update."""
         return self.custom.within_batch or self._stepping
 
     @property
     def stepping(self) -> bool:
-        """Whether the run itself is making an update, so that a call of ``optimizer.step()`` now is the run's, not the script's.
+        """Whether the run itself is making an update, so that ``optimizer.step()`` is its call and not the script's.
 
-        Wrapped optimizers then make the update, in place of asking the run for it.
+        The script's optimizers, whose ``step`` is wrapped, then update parameters at once, in place of asking the run.
         """
         return self._stepping
 
@@ -666,7 +664,7 @@ class Run:
         return self.custom.stepped
 
     def gated_step(self) -> bool:
-        """Do what ``optimizer.step()`` stands for in a custom loop, where ``tutti.prepare`` made the optimizer from options.
+        """Do what ``optimizer.step()`` stands for in a custom loop, for an optimizer that was given as options.
 
         That is an update in the rank's last micro-batch of a global batch, and nothing in earlier ones. Collective in
         the update where the strategy updates shards or compares edited gradients over ranks.
