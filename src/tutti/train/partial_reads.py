@@ -44,7 +44,7 @@ class PartialReads:
             )
 
     def refuse(self) -> None:
-        """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError from now on.
+        """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError.
 
         Does nothing where this rank holds the whole model. Elsewhere (shards, tensor slices, stages) they would hold
         only this rank's part of it.
