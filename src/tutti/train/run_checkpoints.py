@@ -181,11 +181,11 @@ def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> 
 
 
 def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
-    """Return how the checkpoint's optimizer differs from the run's by name; settings, such as ``lr``, may differ.
+    """Return how the name of a checkpoint's optimizer differs from the run's; options such as ``lr`` may differ.
 
     Args:
         manifest: the checkpoint's manifest.
-        run_facts: facts of the run.
+        run_facts: settings of the run by key; ``optimizer`` is ``name:key=value,…``, of which the name is compared.
 
     Returns:
         A list of one text that states the difference, for the error; empty if there is none.
@@ -210,7 +210,9 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
 
 
 def other_workers(manifest: Manifest, run: Run) -> str:
-    """Return the warning for a resume with another number of data-parallel workers: it says what starts afresh.
+    """Return a warning that says which state starts afresh when a run resumes with another number of workers.
+
+    Workers are logical data-parallel workers. The warning is not issued here.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -249,15 +251,17 @@ def trained_alone(manifest: Manifest) -> bool:
 
 
 def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
-    """Return the progress of the saved run: number of steps, number of updates, and the position in the data.
-
-    The position is a dict with ``epoch``, ``batch``, ``samples`` and ``state``, as ``Run.position`` returns it.
+    """Return the progress of the run that saved a checkpoint: steps, updates, and the position in the data.
 
     Args:
         manifest: the checkpoint's manifest.
 
+    Returns:
+        Number of steps, number of updates, and a dict with ``epoch``, ``batch`` (global batches consumed in it),
+        ``samples`` (consumed in all) and ``state`` (of the data set's reader, or None), as of ``Run.position``.
+
     Raises:
-        CheckpointError: one of them is missing, or no whole number of at least 0.
+        CheckpointError: a number is missing, or is no whole number of at least 0.
     """
     facts, position = manifest.facts, manifest.facts.get("position")
     place = position if isinstance(position, dict) else {}
@@ -269,7 +273,7 @@ def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
 
 
 def load_scale(manifest: Manifest, run: Run) -> None:
-    """Restore the loss scale from the checkpoint; nothing if the run or the checkpoint has none.
+    """Restore the loss scale of fp16 from a checkpoint; do nothing if the run or the checkpoint has none.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -285,7 +289,7 @@ def load_scale(manifest: Manifest, run: Run) -> None:
 
 
 def load_adascale(manifest: Manifest, run: Run) -> None:
-    """Restore AdaScale's scale-invariant step count τ and its averages from the checkpoint, if it is used.
+    """Restore AdaScale's scale-invariant step count τ and its averages from a checkpoint, if AdaScale is used.
 
     Args:
         manifest: the checkpoint's manifest.
