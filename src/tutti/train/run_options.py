@@ -37,7 +37,10 @@ DEFAULT_BATCH_SIZE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The keyword options of ``tutti.prepare``, which documents each; properties return the parsed form of text."""
+    """The keyword options of ``tutti.prepare`` in one object; the docstring of ``tutti.prepare`` explains each.
+
+    Options may be given as text; the properties return them parsed.
+    """
 
     strategy: str | StrategySpec = "mirrored"
     workers: int | None = None
