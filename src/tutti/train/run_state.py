@@ -88,17 +88,17 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict[str, Any]:
-    """Restore epoch, optimizer settings, schedulers and callbacks from a checkpoint's facts.
+    """Restore a run's epoch, optimizer settings, schedulers and callbacks from the facts of a checkpoint.
 
     A checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
 
     Args:
         run: the run to restore, whose tensors are restored elsewhere.
-        saved: the checkpoint's facts, with the keys of ``run_facts``.
+        saved: the checkpoint's facts, with the keys that ``run_facts`` returns.
         named: names of optimizer settings, such as ``lr``, that keep the script's values.
 
     Returns:
-        ``extra`` as ``Run.save`` was given it; empty for a checkpoint without it.
+        The script's own values, ``extra`` as ``Run.save`` was given it; empty for a checkpoint without them.
 
     Raises:
         CheckpointError: the number of parameter groups or schedulers, or the callbacks, differ.
