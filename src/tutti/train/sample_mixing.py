@@ -47,15 +47,18 @@ class MixingProbe:
         return self._outputs[-1]
 
     def close(self) -> None:
-        """Remove the hook, and forget the outputs."""
+        """End the probe: remove its forward hook from the model, and forget the outputs that the hook has recorded."""
         self._handle.remove()
         self._outputs = []
 
     def mixes(self, loss: Any) -> bool:
-        """Return whether the loss mixes samples; False where that cannot be told. Ends the probe.
+        """Return whether a loss mixes samples: whether one sample's gradient depends on the model's outputs for others.
+
+        False where that cannot be told, such as for functions without a second derivative. Ends the probe.
 
         Args:
-            loss: what the loss function returned, or what ``run.backward`` was given.
+            loss: what the loss function returned, or what ``run.backward`` was given; of a tuple the first element
+                counts.
         """
         outputs = self._outputs
         self.close()
