@@ -16,13 +16,13 @@ Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 
 
 class Schedulers:
-    """The PyTorch learning-rate schedulers of a run, which the run steps after each update or epoch.
+    """Steps the PyTorch learning-rate schedulers of a run, after each update or each epoch.
 
-    A call of their ``step`` by the script raises UsageError.
+    A call of a scheduler's ``step`` by the script raises UsageError.
 
     Args:
         given: a scheduler, several, or None.
-        every: when they step: after each ``update`` or each ``epoch``.
+        every: when the schedulers step: ``update``, after each update, or ``epoch``, after each epoch.
         optimizers: the script's optimizers.
         excluded: text of an option with which no scheduler can be combined, for the error; empty for none.
 
@@ -110,7 +110,7 @@ class Schedulers:
         return [encode_json(scheduler.state_dict(), "the state of a scheduler") for scheduler in self._own]
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the schedulers' states from a checkpoint.
+        """Load the states of the run's learning-rate schedulers from a checkpoint.
 
         Args:
             saved: the checkpoint's facts; ``saved["schedulers"]`` is the result of ``facts``.
