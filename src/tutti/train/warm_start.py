@@ -24,11 +24,11 @@ from tutti.types import ShardSpec
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Says from which weights a run began; ``str`` gives path and differences as a text.
+    """Record of the weights from which a run began; ``str`` gives path and differences as a text.
 
     Attributes:
         path: the checkpoint directory, file or folder that was read.
-        fitted: allowed differences between its tensors and the model's.
+        fitted: how the tensors that were read differ from the model's, as far as that was allowed.
     """
 
     path: str
