@@ -50,9 +50,12 @@ def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Sou
     """Wrap the data set for reading by index (``Source``) or in order (``Stream``), and check the options against it.
 
     Args:
-        sampling: the data set with its global batches.
+        sampling: the data set, and how its samples become global batches.
         choice: the run's strategy.
-        o: the run's options.
+        o: the options of ``tutti.prepare``.
+
+    Returns:
+        A ``Source`` for a map-style data set, a ``Stream`` for an iterable one.
 
     Raises:
         UsageError: the data set cannot be combined with an option.
@@ -139,7 +142,7 @@ def first_micro_batch_trial(
     seed: int,
     data_rank: int,
 ) -> Callable[..., Any] | None:
-    """Return a function that calls the loss function on the first micro-batch of the data.
+    """Return a function that runs the loss function on the first micro-batch of the training data.
 
     Strategies call it (as ``RunContext.trial``) to find out how a model behaves, before the first step.
 
