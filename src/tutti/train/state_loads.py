@@ -139,13 +139,13 @@ class StateLoads:
 
 
 class GivenState:
-    """Full tensors in memory behind the interface of a checkpoint that is read (``SavedState``).
+    """Gives full tensors in memory the interface of a checkpoint (``SavedState``), so that a run loads them like one.
 
     Loading it leaves the state of optimizers on the ranks as it is.
 
     Args:
         tensors: full tensors by name.
-        specs: specs of the full model, with the names of tied tensors.
+        specs: for each tensor of the full model its shape and the other names of tied tensors.
         optim: optimizer state by ``{parameter}/{key}``, for optimizers on servers, which would otherwise start afresh.
     """
 
@@ -155,7 +155,11 @@ class GivenState:
         self._tensors, self._specs, self._optim = tensors, specs, optim or {}
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the full tensors held for a group: ``model`` or ``optim``; none for other groups."""
+        """Return the names of the full tensors in memory that belong to a group, a kind of state.
+
+        Args:
+            group: ``model`` for parameters and buffers, or ``optim`` for optimizer state; other groups have no names.
+        """
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
@@ -171,7 +175,7 @@ class GivenState:
         return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one full tensor.
+        """Return the shape of one of the full tensors in memory.
 
         Args:
             group: ``model`` or ``optim``.
@@ -180,7 +184,7 @@ class GivenState:
         return tuple(self.get(group, name).shape)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a rectangular region of one full tensor, as a view.
+        """Return a rectangular region of one of the full tensors in memory, as a view.
 
         Args:
             group: ``model`` or ``optim``.
@@ -193,7 +197,11 @@ class GivenState:
 
 
 class ModelHook:
-    """Callable hook of a module that calls ``act``; copies and pickles of the module leave hooks of this class out."""
+    """Callable for module hooks that calls ``act``; copies and pickles of the module leave it out.
+
+    Args:
+        act: function that is called with the arguments that PyTorch gives the hook.
+    """
 
     def __init__(self, act: Callable[..., None]) -> None:
         self._act = act
