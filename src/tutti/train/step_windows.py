@@ -64,13 +64,13 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def phases(run: Run, region: Region = record_function) -> Iterator[None]:
-    """Within the block enter a context manager around each phase of a training step, to name it in a profile.
+    """Return a context manager within which each phase of a training step runs in a named region, for a profile.
 
     The phases are ``data``, ``forward``, ``backward``, ``weight`` (zero bubble), ``exchange`` and ``update``.
 
     Args:
         run: the run, whose methods are wrapped within the block.
-        region: makes the context manager from the phase's name.
+        region: makes the context manager of a region from the phase's name; by default a record of PyTorch's profiler.
     """
     forward = (run, "loss_fn") if run.loss_fn is not None else (run.model, "forward")
     named: list[tuple[Any, str, str]] = [
@@ -105,11 +105,11 @@ class Window:
 
     Args:
         run: the run.
-        watch: ``profiled`` or ``traced``, entered before the window's first step and left after its last.
-        folder: the folder for its files.
+        watch: ``profiled`` or ``traced``, entered before the first step of the range and left after the last.
+        folder: folder into which ``watch`` writes its files.
         table: name of the file that rank 0 prints at the end.
-        first: first step of the window, from 1; earlier steps are warm-up.
-        steps: number of steps in the window.
+        first: first step of the range, from 1; earlier steps are warm-up.
+        steps: number of steps in the range.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class Window:
         self._open = ExitStack()
 
     def look(self) -> None:
-        """Begin to profile or trace before the window's first step, and end after its last.
+        """Begin to profile or trace if the next step is the first of the range; end if the last step was its last.
 
-        Call it before the first step of the run and after each step. Collective in these two steps for a trace.
+        Call it before the first step of the run and after each step. For a trace, both are collective.
         """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
@@ -145,7 +145,7 @@ class Window:
     def table(self) -> str:
         """Return the text that rank 0 prints at the end of the run: the recorded table, and the folder of all files.
 
-        Says so if the run ended before the window.
+        If the run ended before the first of the steps to record, the text says so in place of the table.
         """
         path = self._folder / self._table
         text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before the first of its steps\n"
