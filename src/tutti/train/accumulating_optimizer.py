@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
-    """Wrap the methods of a script's optimizer, so that ``step`` makes one update for each global batch.
+    """Wrap methods of a script's optimizer, so that its ``step`` makes one update for each global batch.
 
-    In a custom training loop a rank may run the loop's body for several micro-batches. ``step()`` then does nothing but
-    in the last of them. ``zero_grad`` also clears the gradients that the script sees, and ``state_dict``,
-    ``load_state_dict`` and copies raise UsageError where this rank does not hold all optimizer state, and so does
-    ``state`` where the optimizer's updates are made elsewhere. The methods are wrapped on the instance, as PyTorch's
-    schedulers wrap ``step``; its class stays.
+    In a custom training loop a rank may run the loop's body for several micro-batches of a global batch: ``step()``
+    makes the update in the last of them, and does nothing in the others. ``zero_grad`` clears the gradients that the
+    script sees, too. ``state_dict``, ``load_state_dict`` and copies raise UsageError where this rank does not hold all
+    optimizer state, and so does ``state`` where the optimizer's updates are made elsewhere. The methods are wrapped on
+    the instance, as PyTorch's schedulers wrap ``step``; its class stays.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.
