@@ -38,5 +38,9 @@ class BestValue:
         return better
 
     def exhausted(self, patience: int) -> bool:
-        """Return True if the last ``patience`` values of the metric (or more) did not improve on the best value."""
+        """Return True if at least ``patience`` values of the metric in a row have not improved on the best value.
+
+        Args:
+            patience: number of values without an improvement.
+        """
         return self.stale >= patience
