@@ -54,7 +54,7 @@ class BodyComparison:
         self._hooked = False
 
     def begin_batch(self) -> None:
-        """Forget what the script's loop body did in the last global batch, before it first runs for a new one."""
+        """Begin a global batch of the custom training loop: forget what the loop's body did in the last one."""
         self._first, self._settings = None, {}
 
     def begin_body(self, final: bool) -> None:
@@ -97,10 +97,10 @@ class BodyComparison:
             self.refuse_different()
 
     def end_batch(self) -> None:
-        """Count a global batch of the custom training loop as done, after its last micro-batch.
+        """Count a global batch of the custom training loop as done, after the last of its micro-batches.
 
-        The check that the loop body writes no parameters compares the sums of their values, besides their version
-        counters, in the first two global batches only; this count ends that.
+        In the first two global batches the check that the loop's body writes no parameters compares the sums of their
+        values, too; later only their version counters.
         """
         self._batches += 1
 
@@ -191,7 +191,10 @@ class BodyComparison:
         return [len(getattr(p, GRADIENT_HOOK_ATTRIBUTES[0]) or ()) for _, p in parameters(self._run.replica.parts)]
 
     def retrained(self) -> None:
-        """Accept that the script's loop body has changed ``requires_grad`` of parameters for a micro-batch.
+        """Accept that the script's loop body has changed ``requires_grad`` of parameters.
+
+        To be called in the body's pass over a micro-batch; the parameters' present values then count as those before
+        it.
 
         Raises:
             UsageError: the micro-batch's forward had begun before, and the rank has several micro-batches.
