@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class CarriedState:
     """Raises UsageError where an output of the model for one micro-batch becomes an input for another one.
 
-    That can happen in a custom training loop where a rank runs the loop's body for several micro-batches of a batch.
-
-    A script that trains on consecutive parts of sequences (truncated backpropagation through time) gives the model the
-    state that it returned for the part before. The state belongs to the samples of one micro-batch; the body of the
-    next one would get it for other samples. Storages tell that an input is an earlier output, also after ``detach()``.
+    That can happen in a custom training loop where a rank runs the loop's body for several micro-batches of a batch. A
+    script that trains on consecutive parts of sequences (truncated backpropagation through time) gives the model the
+    state that the model returned for the part before. This state belongs to the samples of one micro-batch, and the
+    next pass of the body would use it for other samples. An input counts as an earlier output if it has the same
+    storage, also after ``detach()``.
 
     Args:
         run: the run, whose model is watched by forward hooks.
@@ -39,10 +39,11 @@ class CarriedState:
     def begin_body(self, micro_batch: MicroBatch, several: bool) -> None:
         """Begin a pass through the body of the script's loop, in which inputs of the model are checked.
 
-        Registers forward hooks on the model's modules in the first pass that needs them.
+        An input that is the model's output for another micro-batch raises UsageError in the model's forward. The first
+        pass that is checked registers forward hooks on the model's modules.
 
         Args:
-            micro_batch: the body's micro-batch.
+            micro_batch: the micro-batch of this pass.
             several: whether this rank runs the body several times for a global batch; if not, nothing is checked.
         """
         self._here = (micro_batch.worker, micro_batch.micro) if several else None
