@@ -27,8 +27,8 @@ def adapt_training(
     """Wrap training data as a ``Source`` (map-style, read by index), or an iterable as a ``Stream`` (read in order).
 
     Args:
-        data: a source, a tensor, several tensors, a ``TensorDataset``, a map-style data set or an iterable, also inside
-            ``Sharded``, for one that differs between data ranks; or a function without arguments that returns an
+        data: a ``Source``, a tensor, several tensors, a ``TensorDataset``, a map-style data set or an iterable, also
+            inside ``Sharded``, for one that differs between data ranks; or a function without arguments that returns an
             iterable.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         drop_last: for a stream, whether an epoch ends before a batch that would be smaller than the others.
@@ -118,7 +118,11 @@ def _empty(data: Any) -> DataError:
 
 
 class TensorSource:
-    """Fetch samples from tensors whose first dimension is the sample."""
+    """Map-style data set of tensors in memory, whose first dimension is the sample; a ``tutti.data.Source``.
+
+    Args:
+        tensors: a tensor, or a tuple of tensors with equally many samples; a batch has the same structure.
+    """
 
     def __init__(self, tensors: Tensor | tuple[Tensor, ...]) -> None:
         self._tensors = tensors
