@@ -22,7 +22,7 @@ from tutti.types import Batch
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """This rank's samples of a global batch, where the script's ``collate_fn`` has made each micro-batch by itself.
+    """One rank's samples of a global batch, where the script's ``collate_fn`` has made a batch of each micro-batch.
 
     Attributes:
         parts: what ``collate_fn`` returned for each micro-batch, sorted by logical worker.
@@ -69,10 +69,13 @@ class CollatedBatch:
 
 
 def shown(batch: Batch) -> Batch:
-    """Return the batch in the form that the script's model and loss function get.
+    """Return a batch in the form that the script's model and loss function get.
 
-    A ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) of one micro-batch becomes what the script's
-    ``collate_fn`` returned; other batches stay as they are.
+    A ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) of one micro-batch becomes what
+    ``collate_fn`` returned for it; other batches stay as they are.
+
+    Args:
+        batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``.
     """
     return batch.parts[0] if isinstance(batch, CollatedBatch) and len(batch.parts) == 1 else batch
 
