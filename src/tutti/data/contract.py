@@ -106,7 +106,10 @@ class BatchContract:
     def mine(self, rank: int) -> range:
         """Return the logical workers that a data rank runs, as a contiguous range of their numbers.
 
-        With more data ranks than workers (R > N) it is one worker, of whose micro-batches the rank runs a part.
+        With more data ranks than workers it is one worker, of whose micro-batches the rank runs a part.
+
+        Args:
+            rank: the data rank, from 0.
         """
         return workers_of(self.workers, self.ranks, rank)
 
@@ -165,6 +168,9 @@ class BatchContract:
 
     def micro_batches(self, count: int) -> list[range]:
         """Cut a logical worker's share of ``count`` samples into micro-batches of at most ``micro`` samples.
+
+        Args:
+            count: number of samples in the share; 0 gives an empty list.
 
         Returns:
             Each micro-batch as a range of positions within the share, in order.
@@ -233,7 +239,11 @@ class BatchContract:
     def consumed(self, steps: int) -> int:
         """Return the number of samples consumed by the first ``steps`` steps of a run, over all epochs and ranks.
 
-        Raises UsageError if the length of an epoch is not known.
+        Args:
+            steps: number of global batches, of which the last of each epoch may be smaller.
+
+        Raises:
+            UsageError: the length of an epoch is not known.
         """
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.known + min(rest * self.batch, self.known)
@@ -249,7 +259,10 @@ class BatchContract:
         return self.micro_batches(len(self.worker(samples, 0)))[0]
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text: global batch, workers, micro-batches, data ranks, epoch."""
+        """Return lines for the run's header that say how a global batch is divided: label → text.
+
+        The lines state global batch, workers, micro-batches, data ranks and epoch.
+        """
         big, small = (
             len(even_share(self.batch, self.workers, 0)),
             len(even_share(self.batch, self.workers, self.workers - 1)),
