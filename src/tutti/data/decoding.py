@@ -25,7 +25,13 @@ _CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One encoded image: its bytes or its file, its label, and its place for error messages."""
+    """One image that is not decoded yet.
+
+    Attributes:
+        data: the encoded bytes, such as PNG, or the path of the file that holds them.
+        label: number of the image's class.
+        where: place of the image, for error messages.
+    """
 
     data: bytes | Path
     label: int
