@@ -17,11 +17,11 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True)
 class EpochPhase:
-    """Consecutive epochs with one global batch size.
+    """Consecutive epochs of a run with one global batch size.
 
     Attributes:
         start, end: epochs ``start`` to ``end``, exclusive, counted from 0; the last phase's ``end`` is infinite.
-        contract: the batch contract of these epochs.
+        contract: global batch size of these epochs, and its division over workers and ranks.
         rate: factor on the learning rate: below 1 where growth would exceed the largest batch.
     """
 
@@ -35,7 +35,7 @@ class EarlierEpochs(NamedTuple):
     """Epochs of a run before it was resumed with another batch size or data set.
 
     Attributes:
-        end: the first epoch that is not among them, counted from 0.
+        end: the epoch of the resume, counted from 0, which is the first one after these epochs.
         batch: samples in a global batch.
         samples: training samples; None if unknown.
     """
@@ -47,12 +47,12 @@ class EarlierEpochs(NamedTuple):
 
 @dataclass(frozen=True)
 class Epochs:
-    """The batch contracts of all epochs. Pure arithmetic.
+    """The batch contracts (global batch size, and its division over workers and ranks) of all epochs. Pure arithmetic.
 
     Attributes:
-        first: the contract of the first epoch.
+        first: the contract of the first epoch; after a resume with another one, of all epochs from the resume on.
         growth: the batch growth schedule; None for one batch size.
-        earlier: epochs with another batch size or data set, in order; ``first`` is the contract of all later ones.
+        earlier: epochs before a resume with another batch size or data set, in order.
 
     Raises:
         UsageError: the batch cannot grow, or grows with an unknown number of samples in an epoch.
@@ -147,7 +147,11 @@ class Epochs:
     def place(self, steps: int) -> tuple[int, int]:
         """Return the data position after ``steps`` steps of the run: (whole epochs, steps taken in the next one).
 
-        Raises UsageError if the length of an epoch is not known.
+        Args:
+            steps: number of steps since the start of the run.
+
+        Raises:
+            UsageError: the length of an epoch is not known.
         """
         for phase in self.phases:
             each, epochs = phase.contract.steps_per_epoch, phase.end - phase.start
