@@ -232,7 +232,7 @@ class HeldOut:
 
     @property
     def samples(self) -> int:
-        """Number of held-out samples."""
+        """Number of held-out samples in all blocks, each of which is evaluated as one batch."""
         return sum(map(len, self.blocks))
 
     @property
