@@ -17,18 +17,18 @@ from tutti.types import Batch, MicroBatch
 
 
 class HeldOutStream:
-    """Held-out samples of a stream in blocks, which do not depend on the number of ranks.
+    """Held-out samples of an iterable data set, divided into blocks that are evaluated as one batch each.
 
-    Every rank reads the whole stream, and computes every r-th block of r ranks.
+    Blocks do not depend on the number of ranks. Every rank reads all samples, and computes every r-th block of r ranks.
 
     Args:
-        stream: the samples.
+        stream: the iterable data set.
         batch: samples in a block.
-        seed: of random draws.
+        seed: seed of the random draws of the data set.
         prefetch: loader processes of the script's ``DataLoader``; none: this process reads.
 
     Attributes:
-        sizes: number of samples of each block, by its number; complete once all blocks have been read.
+        sizes: number of samples of each block, by its index from 0; complete once all blocks have been read.
     """
 
     def __init__(self, stream: Stream, batch: int, seed: int, prefetch: Prefetch) -> None:
