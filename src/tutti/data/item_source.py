@@ -23,11 +23,14 @@ _COLLATE = int.from_bytes(b"collate", "big")
 
 
 class ItemSource:
-    """Fetch samples from any map-style dataset.
+    """Gives any map-style data set the interface of a ``tutti.data.Source``, which fetches samples as batches.
 
-    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by
-    (seed, epoch, sample): they do not depend on the rank, the loader process or the items read before. Items are read
-    together where the data set has ``__getitems__`` and draws nothing, which gives the same items.
+    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by (seed,
+    epoch, sample): they do not depend on the rank, the loader process or the items read before. Items are read together
+    where the data set has ``__getitems__`` and draws nothing, which gives the same items.
+
+    Args:
+        items: the data set, with ``__len__`` and ``__getitem__``.
     """
 
     def __init__(self, items: Any) -> None:
@@ -86,13 +89,13 @@ class ItemSource:
 
 
 class CollatedSource(ItemSource):
-    """Fetch samples from a map-style dataset, collated by the script's function.
+    """Gives a map-style data set the interface of a ``tutti.data.Source``, with batches made by the script's function.
 
     The function is called with the samples of one micro-batch. Its random draws are keyed by (seed, epoch, first
     sample), so that the batch does not depend on the rank or the loader process.
 
     Args:
-        items: the data set.
+        items: the data set, with ``__len__`` and ``__getitem__``.
         function: makes a batch of a list of samples; a batch may be anything.
     """
 
