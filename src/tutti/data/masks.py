@@ -41,7 +41,12 @@ Pairs: TypeAlias = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Pair:
-    """The paths of one image file and of the file of its mask, which have the same name in two folders."""
+    """The paths of an image file and of the file of its mask, which have the same name in two folders.
+
+    Attributes:
+        image: path of the image.
+        mask: path of the mask.
+    """
 
     image: Path
     mask: Path
