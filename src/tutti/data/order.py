@@ -296,7 +296,15 @@ def _repeats(numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
 
 
 def cut(numbers: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """Cut a 1-d int64 array into consecutive views of ``size`` elements, and return them; the last may have fewer."""
+    """Cut a 1-d array of sample numbers into consecutive views of ``size`` elements each; the last may have fewer.
+
+    Args:
+        numbers: int64 (samples,).
+        size: number of elements of a view, such as the samples of a global batch.
+
+    Returns:
+        The views, in order; an empty list for an empty array.
+    """
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
