@@ -122,6 +122,9 @@ class TensorSource:
 
     Args:
         tensors: a tensor, or a tuple of tensors with equally many samples; a batch has the same structure.
+
+    Raises:
+        DataError: the tensors have different numbers of samples.
     """
 
     def __init__(self, tensors: Tensor | tuple[Tensor, ...]) -> None:
