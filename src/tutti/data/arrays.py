@@ -25,9 +25,12 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Shift images by up to ``pad`` pixels with black borders, and mirror each with probability 1/2.
+    """Augmentation that shifts images by up to ``pad`` pixels with black borders, and mirrors half of them at random.
 
     The standard augmentation of CIFAR (He et al. 2015, arXiv:1512.03385, §4.2): pad by 4, crop back, flip.
+
+    Attributes:
+        pad: largest shift in pixels, in each direction.
     """
 
     pad: int = 4
@@ -57,13 +60,13 @@ class CropFlip:
 
 
 class ArraySource:
-    """Fetch pairs (inputs, targets) from two arrays; a ``tutti.data.source.Source``.
+    """Map-style data set of pairs (inputs, targets) in two arrays; a ``tutti.data.Source``.
 
     Args:
         inputs: (samples, …); uint8 images are (samples, channels, height, width).
         targets: (samples, …).
-        mean, std: of each channel in units of the inputs' full scale (1 for floats, 255 for uint8); the fetched
-            inputs are (inputs / scale - mean) / std in float32. Without them inputs are fetched as they are.
+        mean, std: of each channel in units of the inputs' full scale (1 for floats, 255 for uint8); the fetched inputs
+            are (inputs / scale - mean) / std in float32. Without them inputs are fetched as they are.
         augment: applied to the raw inputs of every fetch that has an ``AugmentKey``.
 
     Raises:
