@@ -47,16 +47,16 @@ Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 
 
 class Fetches(Protocol):
-    """An object whose ``fetch`` makes one batch from arguments that say which batch (protocol).
+    """Object that makes batches one by one (protocol): its ``fetch`` returns the batch that the arguments describe.
 
     Implemented by a map-style data set (``Source``) and by the reader of an iterable data set.
     """
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """Function that makes and returns one batch; loader processes call it and pass the tensors in shared memory.
+        """Function that makes and returns one batch; loader processes call it and pass its tensors on in shared memory.
 
-        Its arguments say which batch, such as the indices of samples and a key of random augmentation.
+        The function's arguments describe the batch, such as the indices of samples and a key of random augmentation.
         """
 
 
@@ -72,8 +72,8 @@ class Prefetch:
         workers: number of loader processes of this rank; 0: this process fetches each batch when it is asked for.
         rank: this rank, for error messages.
         timeout: seconds to wait for the next batch of a loader process, before a ``LoaderError``.
-        begin: called as ``begin(number)`` in each loader process before it reads, with the number of the process from
-            0, as a DataLoader's ``worker_init_fn``; None for no call.
+        begin: called once in each loader process as ``begin(number)``, with the index of the process from 0, like a
+            DataLoader's ``worker_init_fn``; None for no call.
     """
 
     workers: int = 0
@@ -157,10 +157,10 @@ class Loader:
     def batches(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the batch ``source.fetch(*task)`` for each task, in order, with up to two batches a process made ahead.
 
-        Blocks until the next batch is made.
+        ``source`` is the data set that the pool of loader processes was made for. Blocks until the next batch is made.
 
         Args:
-            tasks: arguments of the source's ``fetch``, one tuple a batch.
+            tasks: arguments of ``source.fetch``, one tuple a batch.
 
         Raises:
             LoaderError: a process was killed, ended, or gave no batch within the timeout.
