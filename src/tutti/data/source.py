@@ -13,12 +13,15 @@ from tutti.types import Batch
 
 @dataclass(frozen=True)
 class AugmentKey:
-    """Key of random augmentation, together with the sample's index; never the rank or the data position.
+    """Key of the random augmentation of a batch: seed, epoch, and how often samples were drawn before.
+
+    With the sample's index it decides each random draw; rank and data position do not.
 
     Attributes:
-        seed: of the run.
-        epoch: from 0.
-        repeats: how often a sampler has drawn each of the samples before in this epoch; None if it draws none twice.
+        seed: seed of the run.
+        epoch: the epoch, from 0.
+        repeats: int64 (samples,), how often a sampler has drawn each of the samples before in this epoch; None if it
+            draws none twice.
     """
 
     seed: int
@@ -28,18 +31,21 @@ class AugmentKey:
 
 @runtime_checkable
 class Source(Protocol):
-    """Fetches samples by number, many at a time (protocol)."""
+    """Map-style data set that fetches many samples at a time, by their indices (protocol).
+
+    It has a length, ``len(source)``, and a method ``fetch``.
+    """
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the samples ``indices``, in that order, as one collated batch on the CPU.
+        """Return the samples ``indices`` of the data set, in that order, as one collated batch on the CPU.
 
         Called in loader processes, too, and for the samples of several micro-batches at once.
 
         Args:
-            indices: int64 (samples,), numbers from 0 to the length of the source, exclusive.
+            indices: int64 (samples,), numbers from 0 to the length of the data set, exclusive.
             augment: key of random augmentation, whose draws must depend on (augment.seed, augment.epoch, index) alone;
                 None in evaluation.
         """
