@@ -22,16 +22,16 @@ def make_reader(
     prefetch: Prefetch,
     order: SampleOrder | None = None,
 ) -> BatchReader:
-    """Make the reader of this rank's part of every global batch, from a map-style or an iterable data set.
+    """Make the reader of this rank's samples of every global batch, for a map-style or an iterable data set.
 
     Args:
-        data: a source (map-style), or a stream (iterable).
-        epochs: the batch contract of every epoch: sizes of global batches and their division.
+        data: a ``Source`` (map-style), or a ``Stream`` (iterable).
+        epochs: the batch contract of every epoch: sizes of global batches and their division over ranks.
         rank: the data rank.
-        seed: of all random draws.
+        seed: seed of all random draws.
         comms: communicators; the reader compares the samples of iterables and the order of samplers over their ranks.
-        prefetch: loader processes.
-        order: the order of a source's samples; None: all, shuffled.
+        prefetch: settings of the loader processes.
+        order: the order of a map-style data set's samples; None: all, shuffled.
 
     Raises:
         UsageError: loader processes were requested for a stream that shards itself.
