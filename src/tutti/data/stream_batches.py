@@ -18,13 +18,14 @@ from tutti.errors import DataError
 
 
 class StreamBatch(NamedTuple):
-    """A global batch of a stream, of which a rank keeps its part.
+    """A global batch of an iterable data set, as one rank has read it; the rank keeps only its own samples.
 
     Attributes:
-        number: of the batch in the epoch; with loader processes, which end one after the other, numbers are left out.
+        number: index of the batch in the epoch; with loader processes, which end one after the other, numbers are left
+            out.
         samples: samples in the global batch; 0 if the epoch has none.
         read: samples of the epoch up to the end of this batch.
-        kept: the rank's part, as the reading's ``keep`` returned it.
+        kept: the rank's own samples, as ``StreamReading.keep`` returned them.
         lines: number and digest of each sample, in batches that ranks compare; else empty.
         last: whether the epoch ends with this batch.
         state: the data set's own state after the batch as a JSON string, or None.
@@ -41,20 +42,21 @@ class StreamBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamReading:
-    """One reading of an epoch of a stream.
+    """One reading of an epoch of an iterable data set, as global batches of which this rank keeps its own samples.
 
     With k loader processes, batch n is made by process n mod k of the samples that the data set yields in it, as a
     PyTorch ``DataLoader`` does; processes whose samples have ended are left out. The processes are forked for each
     reading, so that an epoch does not depend on earlier ones.
 
     Attributes:
-        stream: the stream.
+        stream: the iterable data set.
         epoch: from 0.
-        key: of the random draws.
+        key: integer that seeds the random draws.
         batch: samples in a global batch.
-        start: the first batch; earlier ones are read and left out.
-        keep: ``keep(samples, first, number, key)`` → the rank's part of global batch ``number``, of which ``first`` is
-            the number of the first sample in the epoch (or in the loader process), and ``key`` that of collation.
+        start: index of the first batch to yield; earlier ones are read and left out.
+        keep: function ``keep(samples, first, number, key)``, which returns the rank's own samples of global batch
+            ``number``; ``first`` is the number of its first sample in the epoch (or in the loader process), and ``key``
+            seeds the random draws of collation.
     """
 
     stream: Stream
