@@ -24,12 +24,12 @@ _GIVE_A_FILE = "give a text file with --data"
 
 @dataclass(frozen=True)
 class Text:
-    """A text encoded as numbers.
+    """A text whose characters are encoded as numbers.
 
     Attributes:
         codes: (characters,) uint16, the index of each character in ``vocabulary``.
         vocabulary: the distinct characters of the text, sorted.
-        name: for messages.
+        name: name of the text, for messages.
     """
 
     codes: NDArray[np.uint16]
@@ -38,14 +38,14 @@ class Text:
 
 
 class WindowSource:
-    """Adjacent windows of ``block`` characters with next-character targets; a ``tutti.data.Source``.
+    """Map-style data set of the adjacent windows of a text, with next-character targets; a ``tutti.data.Source``.
 
     A tail that does not fill a window is left out. Inputs and targets are views of one array.
 
     Args:
-        codes: (characters,) uint16.
+        codes: (characters,) uint16, the text's characters as numbers.
         block: characters in a window.
-        name: of the text, for messages.
+        name: name of the text, for messages.
 
     Raises:
         DataError: not a single window fits.
@@ -151,11 +151,13 @@ def encode_characters(text: str, name: str) -> Text:
 
 
 def embedded() -> str:
-    """Return modules of Python's standard library, whole and in alphabetical order, as many as fit into a megabyte.
+    """Return modules of Python's standard library as one text, to train on without a file.
 
-    Modules with a leading underscore are left out: some of them differ between machines with the same Python.
+    The modules are whole and in alphabetical order, as many as fit into a megabyte. Modules with a leading underscore
+    are left out: some of them differ between machines with the same Python.
 
-    Raises DataError where Python was installed without its source.
+    Raises:
+        DataError: Python was installed without its source.
     """
     parts, size = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*.py")):
