@@ -23,7 +23,7 @@ class _Moving(NamedTuple):
 
 
 class Transfer:
-    """Copy each batch to the device while the step before it computes.
+    """Copies each batch to an accelerator on a separate stream, while the step before computes.
 
     Args:
         device: the accelerator.
@@ -88,7 +88,12 @@ def make_transfer(device: torch.device, data: object) -> Transfer | None:
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items, each fetched before its predecessor is yielded; an error is raised in its turn.
+    """Yield the items of an iterator, each fetched before the one before it is yielded.
+
+    An error of the iterator is raised only after all items before it have been yielded.
+
+    Args:
+        items: the iterator.
 
     >>> list(one_ahead(iter([1, 2, 3])))
     [1, 2, 3]
