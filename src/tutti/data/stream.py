@@ -18,7 +18,7 @@ _COLLATE = int.from_bytes(b"collate", "big")
 
 
 class Stream:
-    """An iterable data set, opened anew for each epoch.
+    """Iterable data set as a run reads it: opened anew for each epoch, in the order of its own samples.
 
     Args:
         data: an iterable, or a function without arguments that returns one.
@@ -131,7 +131,7 @@ class Stream:
         return CollatedBatch(made, tuple(map(len, pieces)))
 
     def without_samples(self, some: list[Any]) -> Batch:
-        """Return a batch of 0 samples, for a rank that has none of a global batch.
+        """Return a batch of 0 samples, for a rank that has no sample of a global batch.
 
         Args:
             some: at least one sample, whose structure the batch gets; with the script's ``collate`` it is an empty
@@ -143,7 +143,9 @@ class Stream:
         """Return the iterable for an epoch, after calling its ``set_epoch(epoch)`` if it has that method.
 
         The iterable is the data set itself, or a new result of the function that the script gave instead of a data set.
-        ``epoch`` counts from 0.
+
+        Args:
+            epoch: from 0.
         """
         ready = hasattr(self.data, "__iter__") and not isinstance(self.data, type)
         items: Any = self.data if ready else self.data()
