@@ -22,7 +22,7 @@ from tutti.types import Batch
 
 
 class Position(NamedTuple):
-    """The data position of a run.
+    """Position of a run in its training data.
 
     Attributes:
         epoch: number of whole epochs consumed, which is the index of the current epoch.
@@ -35,7 +35,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's part of one global batch.
+    """One rank's samples of one global batch.
 
     Attributes:
         batch: this rank's samples, sorted by logical worker.
