@@ -40,7 +40,7 @@ class ImageSplit:
         classes: names of the classes, in the order of their labels 0, 1, ….
         files: files that hold the images (images, parquet, or the Arrow cache of ``datasets``); their names, sizes and
             modification times identify the content.
-        rows: called without arguments, yields each image in a fixed order, still encoded (such as PNG), with its
+        rows: function without arguments that yields each image in a fixed order, still encoded (such as PNG), with its
             label.
     """
 
