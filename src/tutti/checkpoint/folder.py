@@ -55,21 +55,33 @@ def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[s
 
 
 def scan(folder: Path) -> list[Manifest]:
-    """Return the manifests of all checkpoints whose manifest can be read, newest first; tensor files are not read."""
+    """Return the manifests of all checkpoints in a folder, newest first; no tensor file is read.
+
+    Checkpoints whose manifest cannot be read are left out.
+
+    Args:
+        folder: a run's ``checkpoints``.
+    """
     return _scan(folder)[0]
 
 
 def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
     """Return the manifests of checkpoints that have a score, highest first; equal scores keep their order.
 
-    ``score`` maps a manifest's ``facts`` to a number, or to None for no score.
+    Args:
+        manifests: manifests of checkpoints.
+        score: maps a manifest's ``facts`` to a number, higher is better, or to None for no score.
     """
     scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest.facts)) is not None]
     return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]
 
 
 def last_step(folder: Path) -> int:
-    """Return the step of the newest complete checkpoint, 0 where there is none; tensor files are not read."""
+    """Return the step of the newest complete checkpoint in a folder; 0 if there is none. No tensor file is read.
+
+    Args:
+        folder: a run's ``checkpoints``.
+    """
     manifests, _ = _scan(folder)
     return manifests[0].step if manifests else 0
 
