@@ -148,13 +148,13 @@ def gather_rows(
 class GatheredRows(GatheredModel):
     """Mapping from names to whole tensors of a model of which some tensors are sharded by rows.
 
-    Each access of a sharded tensor is collective: one all-gather.
+    Each access of a sharded tensor is collective: one all-gather over the ranks of ``comm``.
 
     Args:
         local: this rank's whole tensors and row shards, by name.
         cut: names of the sharded tensors.
         specs: shapes and tied names of all tensors.
-        comm: the ranks that shard one copy.
+        comm: the ranks that shard one copy of the model.
     """
 
     def __init__(
