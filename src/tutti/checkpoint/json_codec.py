@@ -12,10 +12,17 @@ _TAG = "~"
 
 
 def encode_json(value: Any, name: str) -> Any:
-    """Encode numbers (NaN and infinities too), strings, booleans, None, and lists, tuples and dicts of them as JSON.
+    """Encode a Python value as a JSON value that ``decode_json`` turns back into an equal value.
 
-    A dict's keys may be numbers, which plain JSON would turn into strings: a ``MultiStepLR`` would never step again.
-    Raises UsageError for any other type; ``name`` is the value's path in the error.
+    Numbers (NaN and infinities too), strings, booleans, None, and lists, tuples and dicts of them are allowed. A dict's
+    keys may be numbers, which plain JSON would turn into strings: a ``MultiStepLR`` would never step again.
+
+    Args:
+        value: the value.
+        name: path of the value for the error, such as ``extra``.
+
+    Raises:
+        UsageError: the value, or one within it, is of another type.
 
     >>> encode_json({"milestones": {30: 1}, "betas": (0.9, 0.99)}, "extra")
     {'milestones': {'~': 'dict', 'items': [[30, 1]]}, 'betas': {'~': 'tuple', 'items': [0.9, 0.99]}}
