@@ -40,14 +40,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint, ``GROUP/rank{N}.safetensors``.
+    """Record of one tensor file of a checkpoint, ``GROUP/rank{N}.safetensors``, in the manifest.
 
     Attributes:
         group: the kind of state in the file, such as ``model`` (one of ``GROUPS``).
-        rank: the rank that wrote it.
+        rank: the rank that wrote the file.
         size: bytes of the file.
-        sha256: hash of all of its bytes.
-        slices: the tensor slices in it, in the order of their bytes.
+        sha256: hexadecimal hash of all bytes of the file.
+        slices: the tensor slices in the file, in the order of their bytes.
     """
 
     group: str
@@ -90,12 +90,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One whole tensor of a checkpoint, whose slices may lie in several files.
+    """Record of one whole tensor of a checkpoint, whose slices may lie in several files.
 
     Attributes:
-        dtype: safetensors' name of the dtype (a key of ``DTYPES``).
+        dtype: safetensors' name of the dtype (a key of ``DTYPES``), such as ``BF16``.
         shape: shape of the whole tensor.
-        slices: for each slice the record of its file, and its index in ``slices`` of the file.
+        slices: for each slice the record of the file that holds it, and the slice's index in the file's ``slices``.
     """
 
     dtype: str
@@ -105,7 +105,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A parsed manifest, checked to be complete and free of contradictions.
+    """Parsed manifest of a checkpoint: position, state and files, checked to be complete and free of contradictions.
 
     Attributes:
         path: the checkpoint's directory.
@@ -113,7 +113,7 @@ class Manifest:
         config_sha256: hash of the run's configuration.
         facts: the run's further state as JSON, such as its data position and loss scale.
         files: every tensor file.
-        tensors: group → name → record; derived from ``files``.
+        tensors: record of each tensor, by group and then by name; derived from ``files``.
 
     Raises:
         ValueError: a file is listed twice, files disagree about a tensor's dtype or shape, or its slices leave a hole
@@ -133,9 +133,10 @@ class Manifest:
         object.__setattr__(self, "tensors", _tensors(self.files))
 
     def encode(self) -> bytes:
-        """Return the manifest file's bytes: JSON, sealed by a SHA-256.
+        """Return the bytes of the checkpoint's manifest file: JSON, and a last line with the SHA-256 of the JSON.
 
-        Raises CheckpointError if the facts are no JSON.
+        Raises:
+            CheckpointError: ``facts`` cannot be written as JSON.
         """
         document = {
             "format": _FORMAT,
@@ -153,14 +154,14 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
-        """Parse and check the content of a manifest file, hash included; tensor files are not read.
+        """Parse and check the content of a checkpoint's manifest file, hash included; tensor files are not read.
 
         Args:
             data: the file's bytes.
             path: the checkpoint's directory, for the manifest's ``path`` and for errors.
 
         Raises:
-            CheckpointError: it is damaged, of another version, or contradicts itself.
+            CheckpointError: the manifest is damaged, of another version, or contradicts itself.
         """
         where = str(path / MANIFEST)
         length = len(_seal(b""))
@@ -245,9 +246,13 @@ def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:
-    """Return whether slices cannot be a partition of their tensor: two share an element, or one of several is empty.
+    """Return whether slices of one tensor cannot be its partition: two share an element, or one of several is empty.
 
-    Sweeps along the dimension with the most different offsets, so that n slices along any one dimension cost n.
+    Holes are not found. Sweeps along the dimension with the most different offsets, so that n slices along any one
+    dimension take time proportional to n.
+
+    Args:
+        slices: all slices of the tensor, at least one.
     """
     if len(slices) == 1:
         return False
