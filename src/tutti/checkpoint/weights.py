@@ -16,7 +16,7 @@ from tutti.errors import CheckpointError, UsageError, did_you_mean
 
 
 class Weights(Protocol):
-    """Named tensors that are read one at a time.
+    """Named tensors of a model, in a checkpoint or file, that are read one at a time (protocol).
 
     Attributes:
         records: every tensor's dtype and shape, by name.
@@ -30,7 +30,12 @@ class Weights(Protocol):
         """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
 
         Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
-        Raises CheckpointError if the tensor is unreadable.
+
+        Args:
+            name: name of the tensor, a key of ``records``.
+
+        Raises:
+            CheckpointError: the tensor is unreadable.
         """
 
 
@@ -78,7 +83,7 @@ class SavedWeights:
 
 
 class SomeWeights:
-    """Some of the tensors of other weights.
+    """A selection of the tensors of other weights, by name, to be read one at a time.
 
     Args:
         weights: all tensors.
@@ -98,9 +103,14 @@ class SomeWeights:
 
 
 def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
-    """Return the tensors whose names match a shell pattern (``fnmatch``), or one of several joined by ``+``.
+    """Return the tensors of ``weights`` whose names match a shell pattern (``fnmatch``), or one of several patterns.
 
-    Example of ``patterns``: ``head.*+norm.*``. Raises UsageError where a pattern matches no name.
+    Args:
+        weights: all tensors.
+        patterns: a pattern, or several joined by ``+``, such as ``head.*+norm.*``.
+
+    Raises:
+        UsageError: a pattern matches no name.
     """
     found: dict[str, None] = {}
     for pattern in patterns.split("+"):
@@ -125,7 +135,7 @@ def weights_hash(weights: Weights) -> str:
 
 
 def flat(numbers: NDArray[Any]) -> memoryview:
-    """Return the bytes of a C-contiguous array as a view, without a copy."""
+    """Return the bytes of a C-contiguous array as a one-dimensional view, without a copy."""
     return numbers.reshape(-1).view("u1").data
 
 
