@@ -8,7 +8,10 @@ from typing import Any
 
 
 class WeightsHash:
-    """Computes a model's SHA-256 incrementally, tensor by tensor: name, dtype, shape, little-endian bytes of each."""
+    """Computes the SHA-256 of a model's tensors incrementally: name, dtype, shape and little-endian bytes of each.
+
+    Equal models have equal hashes, whatever the strategy or file that the tensors come from.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
