@@ -65,9 +65,15 @@ def verified(path: Path) -> Path:
 
 
 def open_weights(path: Path) -> Weights:
-    """Open a checkpoint directory, safetensors file or folder of them, and return its tensors, read on demand.
+    """Open the weights at ``path`` and return them as named tensors, which are read on demand.
 
-    Headers are checked, hashes are not: ``verified`` does that. Raises CheckpointError where this rank cannot read it.
+    Headers are checked, hashes are not: ``verified`` does that.
+
+    Args:
+        path: a checkpoint directory, a safetensors file, or a folder of safetensors files.
+
+    Raises:
+        CheckpointError: this rank cannot read the weights, or a header is invalid.
     """
     if not path.is_dir():
         return PlainFile(path)
