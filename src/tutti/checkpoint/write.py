@@ -72,7 +72,9 @@ def step_name(step: int) -> str:
 
 
 def begin(folder: Path, step: int, attempt: int) -> Path:
-    """Create and return an empty directory for ``step``'s checkpoint. Rank 0 only, before any rank's ``write_part``.
+    """Create an empty directory for the files of ``step``'s checkpoint, and return its path.
+
+    To be called on rank 0 only, before any rank's ``write_part``; ``commit`` renames the directory at the end.
 
     Args:
         folder: the run's ``checkpoints``; created if it does not exist.
@@ -135,9 +137,10 @@ def write_part(
 def commit(
     temporary: Path, records: Iterable[FileRecord], *, step: int, config_sha256: str, facts: Mapping[str, Any]
 ) -> Manifest:
-    """Rename ``temporary`` to the checkpoint of ``step``, complete with its manifest. Rank 0 only, after all reports.
+    """Complete the checkpoint of ``step``: write its manifest and rename its temporary directory to the final name.
 
-    An existing checkpoint of the step stays loadable until the new one has replaced it.
+    To be called on rank 0 only, after all ranks have reported their files. An existing checkpoint of the step stays
+    loadable until the new one has replaced it.
 
     Args:
         temporary: the directory from ``begin``.
