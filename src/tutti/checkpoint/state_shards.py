@@ -18,10 +18,17 @@ _ROWS = ".rows"
 
 
 def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
-    """Return ``{parameter}/{key}`` → tensor for the optimizer's state of these parameters; numbers become 0-d tensors.
+    """Return an optimizer's state of some parameters as tensors by name, to be saved in a checkpoint.
 
-    A sparse tensor, such as SGD's momentum of sparse gradients, becomes two: its values as a dense tensor, and under
-    ``{key}.rows`` a uint8 flag for each row, 1 for rows that its indices name.
+    Numbers become 0-d tensors. A sparse tensor, such as SGD's momentum of sparse gradients, becomes two: its values as
+    a dense tensor, and under ``{key}.rows`` a uint8 flag for each row, 1 for rows that its indices name.
+
+    Args:
+        optimizer: the optimizer.
+        named: names and parameters whose state is returned.
+
+    Returns:
+        Tensors by ``{parameter}/{key}``, such as ``layer.weight/exp_avg``; not copied.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in named:
@@ -43,7 +50,7 @@ def load_optimizer(
     prefix: str = "",
     specs: Mapping[str, ShardSpec] | None = None,
 ) -> None:
-    """Load saved state, named as by ``optimizer_tensors``, into the optimizer; each rank reads only its slices.
+    """Load an optimizer's state from a checkpoint, named as by ``optimizer_tensors``; each rank reads only its slices.
 
     A parameter without saved state keeps its own. Not collective.
 
@@ -165,14 +172,17 @@ def _owner(name: str, replica: ReplicaRunner) -> str:
 
 
 def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Divide tensors that ``ranks`` ranks hold alike, and return the part that this rank should write.
+    """Divide the writing of tensors that several ranks hold alike: return those that this rank should write.
 
-    The part is every ``ranks``-th tensor in the order of sizes, so that all ranks write about as many bytes.
+    They are every ``ranks``-th tensor in the order of sizes, so that all ranks write about as many bytes.
 
     Args:
         tensors: all tensors, by name.
         rank: this rank, from 0.
-        ranks: number of ranks.
+        ranks: number of ranks that hold the tensors.
+
+    Returns:
+        Tensors by name; together the ranks' results are ``tensors``.
     """
     ordered = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
     return {name: tensors[name] for name in ordered[rank::ranks]}
