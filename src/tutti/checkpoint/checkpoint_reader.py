@@ -22,7 +22,7 @@ _MOST_LISTED = 8
 class CheckpointReader:
     """Reads tensors of a checkpoint, or regions of them, by group and name (as ``tutti.types.SavedState``).
 
-    A group is a kind of state, such as ``model`` or ``optim``.
+    A group is a kind of state: ``model`` for parameters and buffers, ``optim`` for optimizer state, and so on.
 
     Args:
         manifest: the manifest of a verified checkpoint.
@@ -32,7 +32,12 @@ class CheckpointReader:
         self._manifest, self._reader = manifest, TensorReader(manifest)
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the checkpoint's tensors in ``group``, such as ``model``; none if it is missing."""
+        """Return the names of the checkpoint's tensors in a group, a kind of state.
+
+        Args:
+            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``; a group that was not saved has no
+                names.
+        """
         return self._manifest.tensors.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
@@ -48,14 +53,19 @@ class CheckpointReader:
         return next(iter(self._reader.read(group, [name])))[1]
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, from the manifest; no tensor file is read.
+        """Return the shape of one whole tensor of the checkpoint, from the manifest; no tensor file is read.
 
-        Raises KeyError if the checkpoint has no tensor ``name`` in ``group``.
+        Args:
+            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
+            name: the tensor's name within the group.
+
+        Raises:
+            KeyError: the checkpoint has no such tensor.
         """
         return self._manifest.tensors[group][name].shape
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read a region of one tensor, and no other bytes where its files allow it.
+        """Read a region of one tensor of the checkpoint, and no other bytes where its files allow it.
 
         Args:
             group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
@@ -73,13 +83,14 @@ class CheckpointReader:
 
 
 class WeightsReader:
-    """Reads weights and buffers of a file behind the interface of a checkpoint (``tutti.types.SavedState``).
+    """Gives the weights and buffers of a file the interface of a checkpoint (``tutti.types.SavedState``).
 
-    Its only group of tensors is ``model``, so that a run that loads it starts with a fresh optimizer state.
+    They form the group ``model``, the only one, so that a run that loads this object starts with a fresh optimizer
+    state.
 
     Args:
         weights: the tensors to read.
-        specs: specs of the tensors on this rank, for the names of tied weights.
+        specs: for each tensor on this rank its shape and place, and the other names of tied weights.
         kept: whole tensors by name that replace those of ``weights``.
     """
 
@@ -89,9 +100,10 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return all tensor names of the weights file, and of tensors that replace its own, for the group ``model``.
+        """Return the names of all tensors: those of the weights file, and those that replace or complete them.
 
-        Empty for other groups.
+        Args:
+            group: ``model``; other groups have no names.
         """
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
@@ -124,7 +136,7 @@ class WeightsReader:
         return next(n for n in (name, *tied) if n in self._weights.records)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read one whole tensor and return a region of it, on the CPU.
+        """Read one whole tensor of the weights file and return a region of it, on the CPU.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
