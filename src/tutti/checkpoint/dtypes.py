@@ -15,7 +15,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_from_bytes(numbers: NDArray[Any], dtype: str) -> Tensor:
-    """View an array of unsigned integers as a tensor of ``dtype`` that shares its memory.
+    """Return a tensor of ``dtype`` with the bits of an array of unsigned integers, whose memory it shares.
 
     Args:
         numbers: unsigned integers as wide as an element of ``dtype``, in the tensor's shape.
