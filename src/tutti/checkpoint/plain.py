@@ -70,9 +70,12 @@ class PlainFile:
             raise self._broken(f"its header cannot be used: {error}") from error
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor's elements as unsigned integers of the same width, in the tensor's shape.
+        """Return a copy of one tensor of the file, as unsigned integers of its elements' width, in the tensor's shape.
 
         Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+
+        Args:
+            name: name of the tensor, a key of ``records``.
         """
         record = self.records[name]
         count = record.nbytes // record.itemsize
