@@ -133,7 +133,9 @@ class Manifest:
         object.__setattr__(self, "tensors", _tensors(self.files))
 
     def encode(self) -> bytes:
-        """Return the bytes of the checkpoint's manifest file: JSON, and a last line with the SHA-256 of the JSON.
+        """Return the bytes of the checkpoint's manifest file: a JSON object that ends with a hash of itself.
+
+        The last member, ``sha256``, is the SHA-256 of all bytes before it.
 
         Raises:
             CheckpointError: ``facts`` cannot be written as JSON.
