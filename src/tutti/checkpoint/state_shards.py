@@ -28,7 +28,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
         named: names and parameters whose state is returned.
 
     Returns:
-        Tensors by ``{parameter}/{key}``, such as ``layer.weight/exp_avg``; not copied.
+        Tensors by ``{parameter}/{key}``, such as ``layer.weight/exp_avg``.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in named:
