@@ -11,8 +11,8 @@ from torch import Tensor
 def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
     """Combine two gradient vectors by Adasum: return (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b.
 
-    The result is a + b for orthogonal vectors and their mean for parallel ones of equal length. If a is zero, the
-    result is b; if b is zero, it is a. Computed in float64. Maleki et al., 2020, arXiv 2006.02924.
+    The result is a + b for orthogonal vectors and their mean for parallel ones. If a is zero, the result is b; if b is
+    zero, it is a. Computed in float64. Maleki et al., 2020, arXiv 2006.02924.
 
     Args:
         a: a tensor of any shape, treated as one vector.
