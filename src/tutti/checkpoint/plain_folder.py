@@ -24,7 +24,7 @@ _DCP = ".metadata"
 def is_plain_folder(path: Path) -> bool:
     """Return whether a folder holds safetensors files, their index, or a ``torch.distributed.checkpoint``.
 
-    The last is no format that can be read: ``PlainFolder`` raises an error with the conversion.
+    The last cannot be read: ``PlainFolder`` raises an error for it, which says how to convert it.
     """
     return any(path.glob("*.safetensors")) or any(path.glob(f"*{INDEX_END}")) or (path / _DCP).exists()
 
@@ -57,9 +57,12 @@ class PlainFolder:
         self.records: Mapping[str, SliceRecord] = {name: file.records[name] for name, file in self._of.items()}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor's elements as unsigned integers of the same width, in the tensor's shape.
+        """Return a copy of one tensor of the folder as unsigned integers of its elements' width, in the tensor's shape.
 
-        Bits are unchanged; ``records[name].dtype`` has the real dtype.
+        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+
+        Args:
+            name: name of the tensor, a key of ``records``.
         """
         return self._of[name].numbers(name)
 
