@@ -17,7 +17,7 @@ from tutti.errors import UsageError
 def export_weights(
     weights: Weights, output: Path, metadata: Mapping[str, str], overwrite: bool = False
 ) -> tuple[str, int]:
-    """Write ``weights`` to the safetensors file ``output`` atomically.
+    """Write ``weights`` to the safetensors file ``output`` atomically; one tensor at a time is in memory.
 
     Args:
         weights: the weights to write.
@@ -26,7 +26,7 @@ def export_weights(
         overwrite: whether an existing file may be replaced.
 
     Returns:
-        ``weights_sha256`` and the file's size in bytes.
+        The SHA-256 of the weights in hexadecimal (as ``weights_hash``), and the file's size in bytes.
 
     Raises:
         UsageError: ``output`` is a directory, or exists and ``overwrite`` is off.
