@@ -34,7 +34,7 @@ def export_hf_folder(
         most: bytes of the largest shard.
 
     Returns:
-        ``weights_sha256`` of all weights, and the size of all files in bytes.
+        The SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all files in bytes.
 
     Raises:
         UsageError: ``output`` is a file, or holds weights and ``overwrite`` is off.
@@ -99,7 +99,7 @@ def export_dcp_folder(weights: Weights, output: Path) -> tuple[str, int]:
         output: the new folder.
 
     Returns:
-        ``weights_sha256``, and the size of all files in bytes.
+        The SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all files in bytes.
 
     Raises:
         UsageError: ``output`` exists.
