@@ -121,12 +121,12 @@ class CollectiveHandle:
         return self.result if self.convert is None else self.convert(self.result)
 
     def complete(self, result: Any = None, error: TuttiError | None = None) -> None:
-        """Record the result or the error of the collective and wake the threads that wait for it.
+        """Record the result or the error of the asynchronous collective, and wake the threads that wait for it.
 
-        Called by the engine; does nothing if the outcome is known already.
+        Called by the thread that performs the collectives; does nothing if the outcome is known already.
 
         Args:
-            result: what ``wait`` returns.
+            result: what ``wait`` returns, before conversion.
             error: what ``wait`` raises; None for success.
         """
         if self.finished.is_set():
@@ -140,7 +140,7 @@ class CollectiveHandle:
 class CollectiveSession:
     """One rank's part of a session: a namespace in which collectives are matched by name over the ranks.
 
-    A session has process sets and cached calls of its own, from its opening until ``close``.
+    A session has process sets (sets of ranks) and cached calls of its own, from its opening until ``close``.
 
     Args:
         engine: this rank's thread that performs the collectives.
@@ -251,12 +251,11 @@ class CollectiveSession:
         return int(handle.wait())
 
     def await_(self, handle: CollectiveHandle) -> None:
-        """Block until an asynchronous collective is complete or has failed. Returns None.
+        """Block until an asynchronous collective is complete or has failed; leave the outcome in its handle.
 
-        Result or error are left in the attributes ``result`` and ``error`` of ``handle``.
-
-        If all threads of this rank that make collective calls have waited for two seconds, the coordinator on rank 0 is
-        told, so that it can find a deadlock between ranks that wait for different calls.
+        The outcome is in the attributes ``result`` and ``error`` of ``handle``; this method raises neither. If all
+        threads of this rank that make collective calls have waited for two seconds, the coordinator on rank 0 is told,
+        so that it can find a deadlock between ranks that wait for different calls.
 
         Args:
             handle: the collective, from ``submit``.
@@ -706,7 +705,7 @@ class CollectiveEngine:
 
     @contextlib.contextmanager
     def performing(self, ranks: tuple[int, ...], call: CollectiveCall) -> Iterator[None]:
-        """Context manager around the execution of a collective, which turns an exception into an error on all ranks.
+        """Return a context manager for the execution of a collective, which turns exceptions into errors on all ranks.
 
         If the block raises, or a member is lost while the block runs, all pending and later calls of this process fail
         with PeerError, and the other ranks are told. An exception of the block is not passed on.
