@@ -34,14 +34,15 @@ class CollectiveCall:
     Attributes:
         kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``, ``barrier``,
             ``add_process_set`` or ``remove_process_set``.
-        name: ranks' calls with equal names belong together.
+        name: name of the call; ranks' calls with equal names belong together.
         process_set: number of the process set, an ordered set of ranks that perform the collective.
-        shapes: shape of each tensor, without the first dimension for kinds of ``UNEVEN``.
-        dtypes: dtype of each tensor.
+        shapes: shape of each tensor; without the first dimension for kinds where it may differ between ranks
+            (``UNEVEN``).
+        dtypes: dtype of each tensor, such as ``float32``.
         device: device type of the tensors.
         op: value of ``ReduceOperation``; empty for kinds that do not reduce.
         prescale, postscale: factors before and after the reduction.
-        root: global rank of a broadcast's source, else -1.
+        root: global rank of a broadcast's source; number of a process set that is removed; else -1.
         ranks: members of a process set that is added.
         unnamed: whether ``name`` was derived from the order of calls.
         extents: numbers that may differ between ranks: for an all-gather the first dimension of each tensor, for an
@@ -81,7 +82,11 @@ class CollectiveCall:
 
     @staticmethod
     def from_json(fields: list[Any]) -> CollectiveCall:
-        """Rebuild a description of a collective from the list of ``to_json``, also after a round trip through JSON."""
+        """Rebuild the description of a collective from the list that ``to_json`` returned.
+
+        Args:
+            fields: values of the fields, in their order; tuples may have become lists by a round trip through JSON.
+        """
         values = dict(zip(_FIELDS, fields, strict=True))
         values["shapes"] = tuple(tuple(shape) for shape in values["shapes"])
         for field in ("dtypes", "ranks", "extents"):
