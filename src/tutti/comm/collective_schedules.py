@@ -21,11 +21,13 @@ Algorithm = Literal["ring", "tree", "halving", "hierarchical", "central"]
 
 
 class ChunkTransfer(NamedTuple):
-    """One message: chunks ``first`` … ``last - 1`` of rank ``source`` go to rank ``to``.
+    """One message of an all-reduce: rank ``source`` sends chunks ``first`` … ``last - 1`` of its vector to rank ``to``.
+
+    Chunks are the parts that an all-reduce cuts the ranks' vectors into.
 
     Attributes:
         source, to: ranks, from 0.
-        first, last: range of chunks.
+        first, last: range of chunks, ``last`` exclusive.
         reduce: whether ``to`` adds the chunks to its own; otherwise they replace its own.
         within_node: whether both ranks are on one node and exchange through shared memory.
     """
@@ -211,16 +213,19 @@ def central_schedule(ranks: int) -> Schedule:
 
 
 def hierarchical_schedule(nodes: Sequence[Sequence[int]]) -> Schedule:
-    """Return the schedule of a two-level all-reduce over nodes with several ranks each.
+    """Return the messages of a two-level all-reduce over nodes with several ranks each.
 
     First a reduce-scatter within each node, then a ring between the nodes for each slice, then an all-gather within.
 
-    M, the ranks of the smallest node, is the number of slices; the i-th rank of each node owns slice i. With M ranks
-    on each of K nodes, n bytes, and latency and bandwidth α_i, β_i within and α, β between nodes: 2(M-1)α_i +
+    M, the ranks of the smallest node, is the number of slices; the i-th rank of each node owns slice i. With M ranks on
+    each of K nodes, n bytes, and latency and bandwidth α_i, β_i within and α, β between nodes: 2(M-1)α_i +
     2(M-1)/M·n/β_i + 2(K-1)α + 2(K-1)/K·(n/M)/β.
 
     Args:
         nodes: ranks of each node; every rank of 0 … N-1 is on one.
+
+    Raises:
+        ValueError: ``nodes`` do not hold each rank from 0 once, or a node is empty.
     """
     ranks = sorted(rank for node in nodes for rank in node)
     if not nodes or not all(nodes) or ranks != list(range(len(ranks))):
@@ -316,14 +321,17 @@ _Sum = int | tuple["_Sum", "_Sum"]
 
 
 def prove(schedule: Schedule) -> None:
-    """Verify that a schedule is a correct all-reduce, by running it on symbolic chunks. Local; returns None if it is.
+    """Verify that a schedule of messages is a correct all-reduce, by running it on symbolic chunks. Local.
 
     Every rank must end with the sum of every chunk, in which each rank's contribution is counted once and which is
     added in the same order on all ranks, so that replicas stay bit-identical; no round may read a chunk that it writes;
     and no rank may wait for ever, even if no message is sent before its receiver is ready (rendezvous).
 
+    Args:
+        schedule: the rounds of messages.
+
     Raises:
-        ValueError: with the first rank and chunk, or the ranks, for which this does not hold.
+        ValueError: the schedule is wrong; names the first rank and chunk, or the ranks, for which this does not hold.
     """
     held: list[list[_Sum]] = [[rank] * schedule.chunks for rank in range(schedule.ranks)]
     for number, transfers in enumerate(schedule.rounds):
