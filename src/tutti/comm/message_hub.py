@@ -60,11 +60,11 @@ def _frame(message: Any) -> bytes:
 
 
 class HubConnection:
-    """A rank's connection to the message hub of rank 0, over which JSON values are sent and received.
+    """A rank's connection to the message hub, a thread on rank 0 with which all ranks exchange JSON values.
 
     Args:
         store: key-value store of the job, where rank 0 has put the hub's address.
-        rank: this rank, or another number of this rank's own for a further connection.
+        rank: number of the connection: this rank, or another number that no other connection has, for a further one.
         limit: seconds to wait for the hub.
     """
 
@@ -187,8 +187,8 @@ class MessageHub:
     Args:
         store: key-value store of the job, where the hub's address is put.
         address: IP address or host to listen on; None: a Unix socket.
-        on_message: called in the hub's thread with rank and message.
-        on_end: called in the hub's thread with the rank whose connection has ended.
+        on_message: called in the hub's thread with a connection's number (the rank) and a message of it.
+        on_end: called in the hub's thread with the number of a connection that has ended.
         on_turn: called in the hub's thread after the messages that have arrived together; returns answers as (rank,
             message), and the seconds after which it must be called again, or None.
     """
