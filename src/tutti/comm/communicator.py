@@ -296,29 +296,33 @@ class Communicator:
 
         Args:
             tensor: the message; must live, unchanged, until ``wait`` of the returned handle.
-            to: index of the receiving rank.
+            to: index of the receiving rank within this communicator.
             kind: channel of the message, a key of the ``kinds`` that were given to ``p2p_channels``.
+
+        Returns:
+            Handle, whose ``wait`` blocks until the message is sent.
         """
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
     def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
-        """Start to receive the next message of this kind from rank ``source`` into ``tensor``. Does not block.
+        """Start to receive the next message of a kind from rank ``source`` into ``tensor``. Does not block.
 
         Args:
             tensor: of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the returned handle.
-            source: index of the sending rank.
+            source: index of the sending rank within this communicator.
             kind: channel of the message, as given to ``start_send``.
+
+        Returns:
+            Handle, whose ``wait`` blocks until the message has arrived.
         """
         return self._transfer(tensor, source, self.rank, kind)
 
     def receive(self, tensor: Tensor, source: int, kind: str) -> None:
-        """Receive the next message of this kind from rank ``source`` into ``tensor``.
-
-        Blocks until the message is there.
+        """Receive the next message of a kind from rank ``source`` into ``tensor``. Blocks until the message is there.
 
         Args:
             tensor: of the shape and dtype sent; overwritten.
-            source: index of the sending rank.
+            source: index of the sending rank within this communicator.
             kind: channel of the message, as given to ``start_send``.
 
         Raises:
@@ -395,14 +399,15 @@ class Communicator:
             self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.numel() * tensor.element_size())
 
     def collective_traffic(self) -> dict[str, LinkTraffic]:
-        """Return the number of calls and bytes of this rank's collectives on the gradient path so far. Local.
+        """Return the number of calls and bytes of this rank's collectives on gradients and activations so far. Local.
 
-        Keys are kinds of collectives: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
-        ``broadcast``, and ``shared_memory`` for small tensors that all ranks read in the memory of their node. The
-        bytes are those of the whole tensor: the vector to sum or to broadcast, all rows that a rank sends in an
-        all-to-all, all slices that it has after an all-gather, all ranks' tensors in shared memory. How many of them
-        pass a link depends on the backend's algorithm. Collectives that PyTorch itself makes, such as those of FSDP2 on
-        accelerators, are not counted.
+        Returns:
+            Number of calls and bytes by kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
+            ``broadcast``, and ``shared_memory`` for small tensors that all ranks read in the memory of their node. The
+            bytes are those of the whole tensor: the vector to sum or to broadcast, all rows that a rank sends in an
+            all-to-all, all slices that it has after an all-gather, all ranks' tensors in shared memory. How many of
+            them pass a link depends on the backend's algorithm. Collectives that PyTorch itself makes, such as those of
+            FSDP2 on accelerators, are not counted.
         """
         return dict(self._collectives)
 
@@ -597,7 +602,9 @@ class Communicator:
 
 
 class Communicators:
-    """The communicators along the axes of the device mesh, cached. Collective: the constructor makes process groups.
+    """Makes and keeps the communicators along the axes of the device mesh.
+
+    Collective over all ranks of the job: the constructor makes process groups.
 
     Args:
         world: rank, device, store and timeout of this process.
