@@ -41,10 +41,10 @@ class TensorRanks:
         return self
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """Identity whose backward all-reduces (sums) the gradient over the tensor ranks: f of Shoeybi et al. 2019.
+        """Return ``whole`` unchanged, and in backward all-reduce (sum) its gradient over the tensor ranks.
 
-        For the input of layers that are split over the ranks. The forward sends nothing. Consecutive calls with the
-        same tensor return the same result, whose gradient is all-reduced once.
+        f of Shoeybi et al. 2019, for the input of layers that are split over the ranks. The forward sends nothing.
+        Consecutive calls with the same tensor return the same result, whose gradient is all-reduced once.
 
         Args:
             whole: any tensor, equal on all ranks.
@@ -166,9 +166,10 @@ class TensorRanks:
         return self._copied[2]
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Identity for several tensors; the backward sums their gradients over the tensor ranks in one all-reduce.
+        """Return several tensors unchanged, and in backward all-reduce (sum) their gradients in one message.
 
-        For parameters that are not split, whose gradients differ between ranks. The forward sends nothing.
+        The sum is over the tensor ranks. For parameters that are not split, whose gradients differ between ranks. The
+        forward sends nothing.
 
         Args:
             tensors: parameters that are equal on all ranks.
