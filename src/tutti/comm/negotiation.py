@@ -112,7 +112,8 @@ class _Ready:
 def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
     """Return whether two all-reduces can be performed as one message.
 
-    They must agree on operation (not Adasum), process set, device type, scale factors, and one dtype for all tensors.
+    They must agree in operation (not Adasum), process set, device type and scale factors, and all tensors of both must
+    have one dtype.
 
     Args:
         one: description of one call of a collective.
@@ -379,7 +380,10 @@ def _unsupported_with_join(call: CollectiveCall) -> str | None:
 
 
 class Coordinator:
-    """Rank 0's coordinator of named collectives: matches the ranks' calls and orders their execution.
+    """Rank 0's coordinator of named collectives: matches the ranks' calls by name and orders their execution.
+
+    It holds no socket and no thread: the caller passes the ranks' messages to ``receive``, and sends the answers that
+    ``posts`` returns.
 
     Args:
         size: number of ranks.
@@ -395,12 +399,13 @@ class Coordinator:
         self._last: list[Post] = []
 
     def receive(self, rank: int, message: list[Any]) -> None:
-        """Process one message of a rank about its collectives, such as a new call. ``posts`` returns the answers.
+        """Process one message of a rank about its collectives, such as a new call; ``posts`` then returns the answers.
 
         Args:
             rank: global rank of the sender.
-            message: JSON list: kind (``open``, ``call``, ``hit``, ``posted``, ``join``, ``wait`` or ``close``), number
-                of the session, further fields, as the module's docstring describes.
+            message: JSON list: kind, number of the session, further fields. Kinds are ``open`` (a session), ``call``
+                and ``hit`` (a new call, or one that was agreed upon before, by its number), ``posted`` (all-reduces in
+                shared memory, by number and attempt), ``join``, ``wait`` (all threads of the rank wait) and ``close``.
         """
         kind, number, *rest = message
         session = self._sessions.get(number)
@@ -436,7 +441,7 @@ class Coordinator:
         Must be called before any rank can report its contribution, from rank 0's engine thread.
 
         Args:
-            number: number of the session; no effect if that is closed.
+            number: number of the session; no effect if this session is closed.
             call_number: number of the call in its session.
             reduction: buffers and counters of the all-reduce in shared memory.
         """
@@ -464,7 +469,7 @@ class Coordinator:
             self._touched[number] = None
 
     def posts(self) -> list[Post]:
-        """Return the coordinator's messages to the ranks that are still to be sent, and forget them.
+        """Return the coordinator's messages that are still to be sent to the ranks, and forget them.
 
         Returns:
             Pairs (rank, message), in the order in which they must be sent. A number ≥ the number of ranks is the second
