@@ -68,12 +68,15 @@ def _padded(size: int) -> int:
 
 
 class PostedReduction:
-    """Buffers and counters of one all-reduce in the shared memory of a node; each rank has such an object.
+    """One all-reduce that the ranks of a node repeat in shared memory, without messages: its buffers and counters.
+
+    Each rank has such an object. A repetition has a number, its attempt: each rank writes its tensors (``post``), waits
+    until all have (``complete``) and adds them up (``reduce_into``). Rank 0 may cancel an attempt before (``revoke``).
 
     Args:
         call: the all-reduce.
         rank: this rank.
-        slots: (``posted_bytes``,) uint8 of each rank, zeros at first.
+        slots: (``posted_bytes``,) uint8 of each rank, memory that all ranks see; zeros at first.
     """
 
     def __init__(self, call: CollectiveCall, rank: int, slots: Sequence[Tensor]) -> None:
@@ -224,7 +227,7 @@ class PostedReductions:
     """Allocates shared memory for the repeated all-reduces of a session whose ranks are all on one node.
 
     Args:
-        comm: all ranks, on one node.
+        comm: communicator of all ranks, on one node.
     """
 
     def __init__(self, comm: Communicator) -> None:
