@@ -15,7 +15,13 @@ T = TypeVar("T")
 
 
 def children(node: Node) -> tuple[Node, Node]:
-    """Return the left and right child of a tree node, a range (low, high) of more than one logical worker.
+    """Return the left and right child of a node of the binary summation tree over logical workers.
+
+    A node is the range (low, high), ``high`` exclusive, of the workers whose sum it stands for. The left child has the
+    largest power of two of workers that is smaller than the node's number.
+
+    Args:
+        node: a node of more than one worker.
 
     >>> children((0, 6)), children((4, 6))
     (((0, 4), (4, 6)), ((4, 5), (5, 6)))
