@@ -18,7 +18,7 @@ def children(node: Node) -> tuple[Node, Node]:
     """Return the left and right child of a node of the binary summation tree over logical workers.
 
     A node is the range (low, high), ``high`` exclusive, of the workers whose sum it stands for. The left child has the
-    largest power of two of workers that is smaller than the node's number.
+    largest power of two of workers that is smaller than their number in the node.
 
     Args:
         node: a node of more than one worker.

@@ -42,8 +42,8 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
 class TreeSum:
     """Reproducible all-reduce: sums one vector of each logical worker in the order of a binary tree over the workers.
 
-    The bits of the sum do not depend on the number of ranks. With R data ranks and N workers, each rank sends (its
-    subtrees + 1) · length · (R-1)/R elements, in one all-to-all and one all-gather.
+    With R data ranks and N workers, each rank sends (its subtrees + 1) · length · (R-1)/R elements, in one all-to-all
+    and one all-gather. For R ≤ N the bits of the sum do not depend on R.
 
     Where R > N, ranks share workers. A worker's vector is then the sum of its ranks' vectors, added one after the other
     in the order of ranks and calls of ``add``, and a rank may call ``add`` any number of times. One more all-gather
