@@ -46,15 +46,17 @@ _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 class Call:
     """Description of a collective or transfer in which a rank waits, for error messages.
 
-    A rank also writes it to the job's key-value store while it waits long, so that other ranks can detect a deadlock.
+    While a rank waits long, it writes this description to the job's key-value store, so that other ranks can detect a
+    deadlock.
 
     Attributes:
         text: operation and name.
         ranks: global ranks that take part.
-        sent: in a description read from the store: the texts of transfers that its rank has started to send and not
-            waited for.
-        before: in a description read from the store: how often its rank has completed this call before.
-        left: in a description read from the store: the calls that its rank has completed last, by ``key`` → how often.
+        sent: in a description read from the store: the texts of transfers that the waiting rank has started to send and
+            not waited for.
+        before: in a description read from the store: how often the waiting rank has completed this call before.
+        left: in a description read from the store: the calls that the waiting rank has completed last, by ``key`` → how
+            often.
     """
 
     text: str
@@ -65,7 +67,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """A short name of the operation among these ranks, by which ranks count how often they have completed it."""
+        """Short text that identifies the operation and its ranks; a rank counts how often it has completed each."""
         return f"{self.text} {self.ranks[:2]}{self.ranks[-1:]}{len(self.ranks)}"
 
 
@@ -314,13 +316,13 @@ class StallInspector:
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
-    """Return whether a collective call waits for no rank any more.
+    """Return whether a collective or transfer waits for no rank any more, as far as the ranks' descriptions tell.
 
-    True if each of its ranks waits in an equal call, has completed it already or, for a point-to-point transfer, has
-    begun to send.
+    True if each of the call's ranks waits in an equal call, has completed it already or, for a point-to-point transfer,
+    has begun to send.
 
     Args:
-        call: the call.
+        call: description of the collective or transfer.
         waiting: global rank → the call in which it waits now; has all ranks of ``call``. The attribute ``sent`` of such
             a call lists the transfers that the rank has begun, as texts, and ``left`` the calls that it has completed.
     """
