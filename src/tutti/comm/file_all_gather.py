@@ -24,7 +24,9 @@ _NAP = 0.001
 
 
 class FileAllGather:
-    """All-gather over files on one node, among the ranks of the job that have not been killed.
+    """All-gathers over files on one node, among the ranks of the job that have not been killed.
+
+    Under tutti's own launcher, whose record of lost ranks tells for whom not to wait.
 
     Args:
         notes: the launcher's record of lost ranks.
