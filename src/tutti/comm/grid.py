@@ -12,9 +12,10 @@ AXES = ("replica", "shard", "stage", "tensor")
 
 @dataclass(frozen=True)
 class Grid:
-    """Device mesh of four named axes, slowest-varying first, and the position of ``rank`` on it.
+    """Device mesh of four named axes (replica, shard, stage, tensor), and the position of one rank on it.
 
-    Stage and tensor ranks of one replica have adjacent numbers, because they communicate most.
+    The replica axis varies slowest: stage and tensor ranks of one replica have adjacent numbers, because they
+    communicate most.
 
     Attributes:
         replica: number of copies of the model.
