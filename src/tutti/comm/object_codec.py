@@ -61,15 +61,15 @@ def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
 
 
 def tensors_described(data: bytes) -> list[Tensor]:
-    """Allocate CPU tensors with the dtypes and shapes of the tensors that ``encode_object`` has put into its list.
+    """Allocate CPU tensors for a receiver, like those that ``encode_object`` has put into its list of tensors.
 
-    For a receiver, which fills them and gives them to ``decode_object``.
+    The receiver fills the tensors, and gives them to ``decode_object`` with the bytes.
 
     Args:
         data: result of ``encode_object`` with a list of tensors.
 
     Returns:
-        Uninitialised tensors, in the order of that list.
+        Uninitialised tensors of the dtypes and shapes of that list, in its order.
     """
     decoder = _Decoder(data, None)
     decoder.value()
