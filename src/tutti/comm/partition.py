@@ -44,9 +44,9 @@ def workers_of(workers: int, ranks: int, rank: int) -> range:
 
 
 def sharers(workers: int, ranks: int, rank: int) -> range:
-    """Return the contiguous data ranks that compute parts of the same logical worker as ``rank``.
+    """Return the data ranks that compute for the same logical worker as ``rank``, as a contiguous range.
 
-    Only ``rank`` itself where every rank has whole workers.
+    It is ``rank`` alone where there are at least as many workers as ranks, as every rank then has whole workers.
 
     Args:
         workers: number of logical workers.
@@ -103,9 +103,9 @@ def chunks(total: int, largest: int | None) -> list[range]:
 
 
 def block(total: int, parts: int, index: int) -> range:
-    """Split ``range(total)`` as ``torch.chunk`` does and return number ``index``.
+    """Split ``range(total)`` into ``parts`` contiguous ranges as ``torch.chunk`` does, and return number ``index``.
 
-    Parts have ⌈total / parts⌉ elements, except the last ones, which are shorter or empty.
+    The ranges have ⌈total / parts⌉ elements, except the last ones, which are shorter or empty.
 
     Args:
         total: length of the range.
