@@ -129,7 +129,13 @@ class ScheduledAllReduce:
 
 
 class ScheduledSum:
-    """Handle of an all-reduce (sum) by an explicit schedule of messages, which is performed by ``wait``."""
+    """Handle of an all-reduce (sum) by an explicit schedule of messages, which is performed only by ``wait``.
+
+    Args:
+        all_reduce: performs the all-reduce.
+        flat: (elements,), the tensor that is summed over the data ranks in place.
+        text: names the call in error messages.
+    """
 
     def __init__(self, all_reduce: ScheduledAllReduce, flat: Tensor, text: str) -> None:
         self._all_reduce, self._flat, self._text = all_reduce, flat, text
