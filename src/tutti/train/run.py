@@ -107,10 +107,10 @@ class RunSettings:
 
 
 class Run:
-    """One model in training, in the same way on every rank.
+    """A training run, as ``tutti.prepare`` returns it: this rank's model, optimizer, data and strategy.
 
-    A worker is a logical data-parallel worker with its share of the global batch; a rank may compute several. The
-    caller, or script, is the user's code.
+    Every rank has such an object and makes the same calls of it. A worker is a logical data-parallel worker with its
+    share of the global batch; a rank may compute several. The caller, or script, is the user's code.
 
     Args:
         replica: this rank's part of the model.
