@@ -30,9 +30,9 @@ def factory(
 ) -> OptimizerFactory:
     """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
 
-    The returned function takes (name, parameter) pairs, and returns an optimizer, or None if it has none of them to
-    update. A script's own optimizer is returned itself if all of its parameters are given for the first time, else an
-    optimizer of the same class and settings.
+    The returned function takes (name, parameter) pairs, and returns an optimizer over them, or None where a single
+    optimizer has no parameter among them; several optimizers become one object. A script's own optimizer is returned
+    itself if all of its parameters are given for the first time, else an optimizer of the same class and settings.
 
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
@@ -168,13 +168,11 @@ def _described(optimizer: Optimizer) -> list[str]:
 
 
 def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module) -> None:
-    """Raise UsageError if an optimizer does not fit the model.
-
-    It does not if it has a parameter that the model does not have, or if a name pattern in its options matches no
-    parameter.
+    """Raise UsageError if an optimizer has a parameter that the model does not have, or a name pattern that fits none.
 
     Args:
-        optimizer: options of an optimizer that the run makes, or the script's optimizers.
+        optimizer: options of an optimizer that the run makes, whose name patterns are checked; or the script's
+            optimizers, whose parameters are checked.
         model: the script's model.
     """
     if not isinstance(optimizer, OptimizerChoice):
