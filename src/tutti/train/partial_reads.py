@@ -46,8 +46,8 @@ class PartialReads:
     def refuse(self) -> None:
         """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError.
 
-        Does nothing where this rank holds the whole model. Elsewhere (shards, tensor slices, stages) they would hold
-        only this rank's part of it.
+        Does nothing where this rank holds the whole model. Where it holds only shards, tensor slices or stages, state
+        dict, copy and pickle would hold only these.
         """
         for module in self._modules if self._partial else ():
             handle = module.register_state_dict_pre_hook(_refuse_state)
