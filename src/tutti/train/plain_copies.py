@@ -16,9 +16,9 @@ _ATTRIBUTE = "__reduce_ex__"
 def leave_hooks_out_of_copies(model: nn.Module) -> None:
     """Make ``copy.deepcopy`` and pickles (``torch.save``) of a model and its modules leave tutti's hooks out.
 
-    A copy or file with tutti's hooks would hold the run and its communicators; without, it loads in a program without
-    tutti, and with ``torch.load(weights_only=True)``. The script's own hooks stay. Sets ``__reduce_ex__`` on each
-    module instance.
+    The hooks refer to the run and its communicators, which cannot be copied or stored. A file without them loads in a
+    program without tutti, and with ``torch.load(weights_only=True)``. The script's own hooks stay. Sets
+    ``__reduce_ex__`` on each module instance.
 
     Args:
         model: the script's model.
