@@ -11,7 +11,7 @@ from tutti.python_compat import calling_frame
 
 
 class DiagnosisWarning(UserWarning):
-    """Warning that a run looks like one of the classic mistakes of distributed training; the text begins with its name.
+    """Warning that a run looks like one of the classic mistakes of distributed training, whose name begins the text.
 
     ``warnings.filterwarnings("ignore", "same-data")`` silences the mistake ``same-data``, and so for other names.
     """
