@@ -310,7 +310,7 @@ class Checks:
             self._told(probe, loss)
 
     def probed(self, loss: LossFn) -> LossFn:
-        """Return a loss function that, when first called, also reports as a mistake if it mixes samples.
+        """Return ``loss`` wrapped to check, in its first call, whether it mixes samples; a finding is reported.
 
         A loss mixes samples if the gradient of one sample depends on the model's outputs for others. After the first
         step, and under pipeline or tensor parallelism, ``loss`` itself is returned.
