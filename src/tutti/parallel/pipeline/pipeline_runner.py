@@ -43,7 +43,9 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class PipelineLayout:
-    """Builds pipeline stages for the layouts ``pipeline`` and ``model_parallel``: each rank keeps some of the stages.
+    """Cuts a model into pipeline stages, of which each rank keeps some, and builds the runner of this rank's stages.
+
+    Used for the layouts (ways to place a model on ranks) ``pipeline`` and ``model_parallel``.
 
     Args:
         config: options of the layout: the schedule, the number of virtual stages a rank, any named cuts.
@@ -241,7 +243,8 @@ class PipelineRunner(ReplicaPart):
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Set the hook whose ``gradient_ready`` is called for each trained parameter of this rank's pipeline stages.
 
-        Each ``run`` calls ``gradient_ready`` once a parameter, when the gradient over all micro-batches is complete: in
+        Each ``run``, over the micro-batches of one logical worker (one of N fixed shares of the global batch), calls
+        ``gradient_ready`` once for each parameter, when the gradient over all micro-batches is complete: in
         the backward of the last micro-batch, or, for parameters that several stages share, after their gradients have
         been summed over the stages.
 
@@ -271,7 +274,7 @@ class PipelineRunner(ReplicaPart):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches through all pipeline stages, in the schedule's order.
 
-        Collective over the ranks of one replica's stages: point-to-point messages between neighbouring stages, and a
+        A logical worker is one of N fixed shares of the global batch. Collective over the ranks of one replica's stages: point-to-point messages between neighbouring stages, and a
         broadcast of the loss sums from the last stage. Gradients are added to the parameters' ``.grad``.
 
         Args:
