@@ -49,6 +49,8 @@ class SharedGradients:
     def begin(self) -> None:
         """Clear the ``.grad`` of parameters that stages share, before a logical worker's first micro-batch.
 
+        A logical worker is one of N fixed shares of the global batch; a replica computes one or more of them in turn.
+
         The former content of ``.grad``, gradients of earlier logical workers, is kept aside; ``finish`` adds it again.
         """
         self._before = {p: p.grad for p in self.parameters}
@@ -59,7 +61,8 @@ class SharedGradients:
     def take(self, micro: int) -> None:
         """Move the gradients of parameters that stages share out of ``.grad``, after one micro-batch's backward.
 
-        The gradients are kept until ``finish``, which sums them over the stages.
+        The gradients are kept until ``finish``, which sums them over the stages. A logical worker is one of N fixed
+        shares of the global batch, computed in micro-batches.
 
         Args:
             micro: index of the micro-batch among the logical worker's micro-batches, from 0. With ``exact``, gradients
@@ -74,7 +77,8 @@ class SharedGradients:
     def finish(self, micro_batches: int) -> None:
         """Sum the gradients of parameters that stages share over the stages, and write the sums into ``.grad``.
 
-        The gradients of earlier logical workers, which ``begin`` kept aside, are included. Collective over the ranks
+        Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
+        Collective over the ranks
         that hold the same parameters: for each parameter one all-reduce or, for more than two ranks, one all-gather.
 
         Args:
