@@ -274,8 +274,9 @@ class PipelineRunner(ReplicaPart):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches through all pipeline stages, in the schedule's order.
 
-        A logical worker is one of N fixed shares of the global batch. Collective over the ranks of one replica's stages: point-to-point messages between neighbouring stages, and a
-        broadcast of the loss sums from the last stage. Gradients are added to the parameters' ``.grad``.
+        A logical worker is one of N fixed shares of the global batch. Collective over the ranks of one replica's
+        stages: point-to-point messages between neighbouring stages, and a broadcast of the loss sums from the last
+        stage. Gradients are added to the parameters' ``.grad``.
 
         Args:
             micro_batches: one logical worker's micro-batches of a step, in order.
