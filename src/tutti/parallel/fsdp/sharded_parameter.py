@@ -25,12 +25,12 @@ _BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """This rank's rows of one parameter.
+    """This rank's rows (a block of the first dimension) of one parameter that is sharded by ZeRO or FSDP2.
 
     Attributes:
-        name: in the plain model.
-        parameter: the rows, as a plain leaf: the object that was the model's own, so that an optimizer that was made
-            of it fits.
+        name: the parameter's name in the unsharded model.
+        parameter: the rows, as a plain leaf tensor. It is the parameter object that the model had before the sharding,
+            so that an optimizer built from the model's parameters updates the rows.
         spec: global shape and offset of the rows. A 0-d parameter is one row.
         local: shape of the tensor that the rows are cut from: a tensor slice under tensor parallelism.
         leads: whether that slice is at offset 0; only its ranks write optimizer scalars into a checkpoint.
@@ -503,7 +503,11 @@ def _block(tensor: Tensor, parts: int, index: int) -> Tensor:
 
 
 class RowNormReducer:
-    """All-reduces squared norms of rows to the norms of whole layers. See ``tutti.types.NormReducer``."""
+    """Sums squared norms of sharded parameters over the shard ranks, for optimizers with a trust ratio a layer (LARS).
+
+    Args:
+        comm: the ranks that each hold some rows (of the first dimension) of every parameter.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -523,7 +527,12 @@ class RowNormReducer:
 
 
 class RowGatherer:
-    """All-gathers whole tensors from rows. See ``tutti.types.FullTensorGatherer``."""
+    """All-gathers full tensors of which each shard rank holds some rows, for optimizers that need whole tensors.
+
+    Args:
+        comm: the ranks that each hold some rows (of the first dimension) of every parameter.
+        rows: this rank's rows of each parameter.
+    """
 
     def __init__(self, comm: Communicator, rows: Iterable[ShardedParameter]) -> None:
         self._comm, self._of = comm, {each.parameter: each for each in rows}
