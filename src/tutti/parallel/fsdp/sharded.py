@@ -81,9 +81,15 @@ if TYPE_CHECKING:
 
 
 class ShardedSync:
-    """Gradient synchronisation of ``sharded``: reduce-scatter gradients, update rows, all-gather parameters.
+    """Sharded data parallelism (ZeRO stages 1 to 3): reduce-scatter gradients, update rows, all-gather parameters.
 
-    The object is also the hook that the replica's backward calls for each complete gradient.
+    Each rank of a shard group updates its rows (a block of the first dimension) of every parameter. The global batch is
+    split among N logical workers, a number that does not depend on the number of ranks. The object is also the hook
+    that the replica's backward calls for each complete gradient.
+
+    Args:
+        config: options of the strategy ``sharded``, such as the ZeRO stage and CPU offload.
+        run_context: communicators and settings of the run.
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
@@ -266,10 +272,12 @@ class ShardedSync:
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Start to send the buffers of a logical worker whose samples several ranks share to the next of these ranks.
+        """Start to send this rank's buffers (batch-norm statistics) to the next rank that shares its logical worker.
 
-        Does not block. Called before the backward in which gradients become complete. Gradients need no preparation:
-        FSDP2 has hooks of its own, and ZeRO stage 1 sends in ``reduce_gradients``.
+        A logical worker is one of N fixed shares of the global batch; several ranks share one where there are more data
+        ranks than workers. Otherwise nothing is sent. Does not block. Called before the backward in which gradients
+        become complete. Gradients need no preparation: FSDP2 has hooks of its own, and ZeRO stage 1 sends in
+        ``reduce_gradients``.
 
         Args:
             part: unused; other strategies send these loss sums along with the gradients.
@@ -285,10 +293,10 @@ class ShardedSync:
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Load a logical worker's own buffers (batch-norm statistics) into the model, before its forwards in this step.
 
-        Parameters are the same for all logical workers.
+        A logical worker is one of N fixed shares of the global batch. Parameters are the same for all of them.
 
         Args:
-            worker: number of the logical worker, one that runs on this rank.
+            worker: index of the logical worker, one that runs on this rank.
             step_context: the step under way.
         """
         self._buffers.enter(worker, step_context.global_step)
@@ -296,7 +304,8 @@ class ShardedSync:
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Add the loss sums of a logical worker to this rank's sums of the step, after the worker's last backward.
 
-        Its gradients need no action: backward has accumulated them.
+        A logical worker is one of N fixed shares of the global batch. Its gradients need no action: backward has
+        accumulated them.
 
         Args:
             worker: unused.
@@ -384,7 +393,8 @@ class ShardedSync:
     def merged(self) -> dict[str, Tensor]:
         """Return parameters as this rank holds them, and buffers merged over logical workers, by name. Collective.
 
-        Parameters that FSDP2 shards are this rank's rows as plain tensors; all others are full.
+        Logical workers are N fixed shares of the global batch, each with its own buffers. Parameters that FSDP2 shards
+        are this rank's rows as plain tensors; all others are full.
         """
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.merged()}
@@ -487,17 +497,22 @@ class ShardedSync:
         return "rows" if self._config.stage == 1 else "shards"
 
     def begin_custom_loop(self) -> None:
-        """Follow, from now on, the script's clearing of ``.grad`` between a forward and its backward.
+        """Prepare for a custom training loop, in which a script may clear ``.grad`` between a forward and its backward.
 
-        Called when a script begins a custom training loop; gradients stay sharded. With FSDP2 the model has other
-        parameter objects in that time; with ZeRO stage 1 nothing is to do.
+        With FSDP2 the model then has other parameter objects, its unsharded ones. From now on, clearing their ``.grad``
+        also clears the sharded gradient. With ZeRO stage 1 nothing is to do for gradients. What the script writes to
+        buffers after an update counts for the last logical worker (share of the global batch) of this rank alone.
         """
         self._buffers.begin_custom_loop()
         for engine in self._engines:
             engine.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Take what the script writes to buffers from now on, after an epoch's loop, as meant for every worker."""
+        """End the custom training loop of an epoch: buffers that the script writes from now on are set for all workers.
+
+        A logical worker is a share of the global batch with its own buffers; a rank may compute several. Not
+        collective.
+        """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
