@@ -168,8 +168,8 @@ class FullySharded:
     def unify_flags(self) -> None:
         """Copy a ``requires_grad`` that the script has changed on one object of a parameter to its other objects.
 
-        These are the optimizer's plain rows, FSDP2's DTensor, which the model has, and after the first forward the
-        unsharded parameter, which the model has between a forward and its backward.
+        A sharded parameter has up to three objects: the optimizer's plain rows, FSDP2's DTensor, which the model has,
+            and after the first forward the unsharded parameter, which the model has between a forward and its backward.
         """
         for name, twins in self._twins.items():
             if storage_key(twins[1]) != self._storages[name]:
@@ -274,11 +274,12 @@ class FullySharded:
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
     def begin_custom_loop(self) -> None:
-        """Follow, from now on, the script's clearing of ``.grad`` between a forward and its backward, in a custom loop.
+        """Register forward hooks by which a custom training loop may clear ``.grad`` between a forward and its
+        backward.
 
-        In that time ``model.parameters()`` are FSDP2's unsharded parameters, whose ``.grad`` is not where FSDP2
-        accumulates. Forward hooks put a placeholder there: it notes that the script clears it, and raises when it is
-        read.
+        In that time ``model.parameters()`` are FSDP2's unsharded parameters, and FSDP2 accumulates gradients elsewhere
+        than in their ``.grad``. The hooks put a placeholder into each ``.grad``. The placeholder records that the
+        script clears it, for ``apply_clearing``, and raises when the script reads it. A second call does nothing.
         """
         if self._slots:
             return
