@@ -168,8 +168,8 @@ class FullySharded:
     def unify_flags(self) -> None:
         """Copy a ``requires_grad`` that the script has changed on one object of a parameter to its other objects.
 
-        A sharded parameter has up to three objects: the optimizer's plain rows, FSDP2's DTensor, which the model has,
-            and after the first forward the unsharded parameter, which the model has between a forward and its backward.
+        The objects of a sharded parameter are the optimizer's plain rows, FSDP2's DTensor, which the model has, and
+            after the first forward the unsharded parameter, which the model has between a forward and its backward.
         """
         for name, twins in self._twins.items():
             if storage_key(twins[1]) != self._storages[name]:
@@ -274,8 +274,7 @@ class FullySharded:
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
     def begin_custom_loop(self) -> None:
-        """Register forward hooks by which a custom training loop may clear ``.grad`` between a forward and its
-        backward.
+        """Register forward hooks that let a custom loop clear ``.grad`` between a forward and its backward.
 
         In that time ``model.parameters()`` are FSDP2's unsharded parameters, and FSDP2 accumulates gradients elsewhere
         than in their ``.grad``. The hooks put a placeholder into each ``.grad``. The placeholder records that the
