@@ -15,13 +15,15 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class WholeLayout:
-    """The layout of strategies with the whole model on every rank, such as ``single`` and ``mirrored`` (DDP)."""
+    """Places the whole model on every rank, for strategies such as ``single`` and ``mirrored`` (DDP)."""
 
     def __init__(self, config: WholeConfig, run_context: RunContext) -> None:
         self._run_context = run_context
 
     def build(self, plain: nn.Module) -> WholeRunner:
-        """Move the whole model to this rank's device and return its runner. Not collective.
+        """Move the whole model to this rank's device and return the object that runs forward and backward.
+
+        Not collective.
 
         Activation checkpointing and ``torch.compile`` are applied in place.
 
