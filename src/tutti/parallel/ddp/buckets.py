@@ -181,8 +181,9 @@ class Tail:
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         """Write what one rank or logical worker adds to the sums that travel behind the gradients of the last bucket.
 
-        These are digests of the step (small hashes by which ranks find that they are in different steps), loss sums, a
-        stop flag, and for each parameter a flag that says whether it had a gradient. Does not wait for the device.
+        A logical worker is one of N fixed shares of the global batch. Written are digests of the step (small hashes by
+        which ranks find that they are in different steps), loss sums, a stop flag, and for each parameter a flag that
+        says whether it had a gradient. Does not wait for the device.
 
         Args:
             tail: (size,), the end of the bucket's flat vector, written in place.
@@ -223,7 +224,7 @@ class Tail:
         Args:
             tail: the sums behind the gradients of the last bucket, ``size`` numbers on the host.
             step_context: the step under way on this rank.
-            contributions: number of ranks or logical workers in the sums.
+            contributions: number of ranks, or of logical workers (fixed shares of the global batch), in the sums.
         """
         return digests_agree(tail, digests(step_context, self._key), contributions)
 
@@ -268,7 +269,7 @@ def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions:
     Args:
         sums: sums over the ranks of the four numbers that ``digests`` returns; further numbers are ignored.
         expected: the four numbers of this rank.
-        contributions: number of ranks or logical workers in the sums.
+        contributions: number of ranks, or of logical workers (fixed shares of the global batch), in the sums.
     """
     pairs = zip(sums, expected, strict=False)
     return all(abs(got - contributions * want) <= 1e-6 * contributions * max(want, 1) for got, want in pairs)
