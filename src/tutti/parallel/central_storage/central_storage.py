@@ -56,11 +56,11 @@ _ALIGN = 64
 
 
 class CentralStorageSync(AllReduceSync):
-    """Gradient synchronisation of ``central_storage``: one copy of the parameters in the shared memory of a node.
+    """Data parallelism with one copy of the parameters, in the shared memory of a node (strategy ``central_storage``).
 
     Every rank computes from this copy. Each rank owns whole tensors, evenly by size: it sums their gradients, keeps
     their optimizer state and updates them. On accelerators each rank computes with a copy on its device, and the update
-    is made in host memory. The object is also its own ``GradientReadyHook``.
+    is made in host memory. The object is also the hook that autograd calls for each complete gradient.
 
     Args:
         config: options of the strategy.
@@ -105,8 +105,8 @@ class CentralStorageSync(AllReduceSync):
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Sum the ranks' gradients and loss sums, and divide the gradients by the global count. Collective.
 
-        Each rank receives the sums of the tensors that it owns; in a custom training loop, and where workers are summed
-        in order, of all tensors.
+        Each rank receives the sums of the tensors that it owns; in a custom training loop, and where the gradients of
+        logical workers (fixed shares of the global batch) are summed in a fixed order, the sums of all tensors.
 
         Args:
             step_context: the step under way.
@@ -204,7 +204,7 @@ class CentralStorageSync(AllReduceSync):
     def adopt(self, optimizer: Optimizer) -> None:
         """Accept parameters that the script has added to ``optimizer`` or taken out of it, on a single rank only.
 
-        There nothing has to be done.
+        On a single rank nothing has to be done: the optimizer that updates the parameters is the script's own.
 
         Args:
             optimizer: the script's optimizer; unused.
@@ -258,7 +258,8 @@ class CentralStorageSync(AllReduceSync):
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
         ``model`` has the parameters that this rank owns and a part of the merged buffers, ``optim`` the optimizer state
-        of the owned parameters as ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers.
+        of the owned parameters as ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers
+        (shares of the global batch, each with its own buffers).
         """
         comm = self._run_context.comms.replica
         with self._updating():
@@ -272,7 +273,8 @@ class CentralStorageSync(AllReduceSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return by name the tensors of which all ranks see the same values. Not collective.
 
-        These are all parameters, and the buffers if the run has a single logical worker.
+        These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
+        its own buffers).
 
         Raises:
             UsageError: the script has written parameters since the last update, on several ranks.
