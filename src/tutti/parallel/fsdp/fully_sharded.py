@@ -169,7 +169,7 @@ class FullySharded:
         """Copy a ``requires_grad`` that the script has changed on one object of a parameter to its other objects.
 
         The objects of a sharded parameter are the optimizer's plain rows, FSDP2's DTensor, which the model has, and
-            after the first forward the unsharded parameter, which the model has between a forward and its backward.
+        after the first forward the unsharded parameter, which the model has between a forward and its backward.
         """
         for name, twins in self._twins.items():
             if storage_key(twins[1]) != self._storages[name]:
