@@ -204,7 +204,7 @@ class CentralStorageSync(AllReduceSync):
     def adopt(self, optimizer: Optimizer) -> None:
         """Accept parameters that the script has added to ``optimizer`` or taken out of it, on a single rank only.
 
-        On a single rank nothing has to be done: the optimizer that updates the parameters is the script's own.
+        A single rank accepts them and does nothing.
 
         Args:
             optimizer: the script's optimizer; unused.
