@@ -51,10 +51,10 @@ LOSS_LANES = 6 + METRICS + DIGESTS
 
 
 class LocalSGDSync:
-    """Gradient synchronisation of ``local_sgd``: workers step their own copies, which are averaged every H steps.
+    """Local SGD: each logical worker steps its own copy of the parameters; the copies are averaged every H steps.
 
-    Stich 2019, arXiv 1805.09767. Workers are logical workers, N shares of the global batch; a rank computes one or more
-    of them. Inner updates are made in ``end_worker``, averages in ``reduce_gradients``. With post-local SGD the first
+    Stich 2019, arXiv 1805.09767. Logical workers are N fixed shares of the global batch; a rank computes one or more of
+    them. Inner updates are made in ``end_worker``, averages in ``reduce_gradients``. With post-local SGD the first
     steps are synchronous: all copies make the same update with the gradient of the whole global batch. Sums over
     workers go through a fixed summation tree: the same bits for any number of ranks.
 
@@ -79,7 +79,8 @@ class LocalSGDSync:
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Make a copy of the trained parameters and an optimizer for each logical worker of this rank. Collective.
 
-        Before that, all ranks compare the model's names, shapes and dtypes, and take data rank 0's values.
+        A logical worker is one of N fixed shares of the global batch. Before that, all ranks compare the model's names,
+        shapes and dtypes, and take data rank 0's values.
 
         Args:
             replica: the replica on this rank.
@@ -118,6 +119,8 @@ class LocalSGDSync:
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Do nothing before the last backward of a logical worker: its gradients stay with the worker.
 
+        A logical worker (share of the global batch) steps its own copy of the parameters in local SGD.
+
         Args:
             part: unused; loss sums of the worker.
         """
@@ -131,6 +134,8 @@ class LocalSGDSync:
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Make the model compute with the logical worker's own parameters and buffers. Not collective.
+
+        A logical worker is one of N fixed shares of the global batch, with its own copy of the parameters in local SGD.
 
         Args:
             worker: index of the logical worker, one of this rank's.
@@ -148,9 +153,10 @@ class LocalSGDSync:
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Step a logical worker's own optimizer with its clipped gradient; skip the step if it is not finite.
 
-        In a synchronous step (the first ones of post-local SGD) no optimizer steps here: the gradient is added to the
-        sum over all workers. Loss sums are added up for ``reduce_gradients`` in both cases. Called after the worker's
-        last backward; all ``.grad`` are None afterwards in a local step.
+        A logical worker is one of N fixed shares of the global batch. In a synchronous step (the first ones of
+        post-local SGD) no optimizer steps here: the gradient is added to the sum over all workers. Loss sums are added
+        up for ``reduce_gradients`` in both cases. Called after the worker's last backward; all ``.grad`` are None
+        afterwards in a local step.
 
         Args:
             worker: index of the logical worker.
@@ -186,8 +192,9 @@ class LocalSGDSync:
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Sum the loss sums of all logical workers and, in every H-th step, average the workers' parameters.
 
-        Collective. In a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and
-        divided by the global count.
+        A logical worker is one of N fixed shares of the global batch; local SGD averages every H steps. Collective. In
+        a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and divided by the
+        global count.
 
         Args:
             step_context: the step under way.
@@ -246,8 +253,9 @@ class LocalSGDSync:
     def merged(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of one model, merged over all logical workers, by name.
 
-        Trained parameters are the mean of the workers', buffers are merged over workers; frozen parameters are the same
-        on all. Collective: a summation tree over the ranks, and an all-gather of the buffers.
+        A logical worker is one of N fixed shares of the global batch, with its own parameters and buffers. Trained
+        parameters are the mean of the workers', buffers are merged over workers; frozen parameters are the same on all.
+        Collective: a summation tree over the ranks, and an all-gather of the buffers.
         """
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
@@ -288,8 +296,9 @@ class LocalSGDSync:
     def load(self, saved: SavedState) -> None:
         """Restore every logical worker's parameters, optimizer state and buffers from a checkpoint. Not collective.
 
-        Where the checkpoint was saved with another number of workers, or by another strategy, all workers start from
-        its merged model and the state in its group ``optim``.
+        A logical worker is one of N fixed shares of the global batch. Where the checkpoint was saved with another
+        number of workers, or by another strategy, all workers start from its merged model and the state in its group
+        ``optim``.
 
         Args:
             saved: the checkpoint.
@@ -311,7 +320,9 @@ class LocalSGDSync:
         self._note()
 
     def own_gradients(self) -> NoReturn:
-        """Refuse to return gradients for the gradient noise scale: each logical worker's are at parameters of its own.
+        """Refuse to return gradients for the gradient noise scale: workers' gradients are at different parameters.
+
+        In local SGD each logical worker (share of the global batch) computes with its own copy of the parameters.
 
         Raises:
             UsageError: always.
@@ -333,7 +344,8 @@ class LocalSGDSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Do nothing when the script has added parameter groups to its optimizer.
 
-        The optimizers of the other logical workers follow the groups of ``optimizer`` anyway.
+        A rank has one optimizer for each logical worker (share of the global batch); those of the other workers follow
+        the groups of ``optimizer`` anyway.
 
         Args:
             optimizer: the script's optimizer.
@@ -341,6 +353,8 @@ class LocalSGDSync:
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Train parameters that were frozen: give each logical worker its own copy of them. Collective.
+
+        A logical worker is one of N fixed shares of the global batch.
 
         Args:
             names: parameters whose ``requires_grad`` the script has set to True since the last call.
