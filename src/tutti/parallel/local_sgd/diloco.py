@@ -31,11 +31,12 @@ _PARAMETER, _MOMENTUM = "outer/parameter/", "outer/momentum/"
 
 
 class DiLoCoSync(LocalSGDSync):
-    """Gradient synchronisation of ``diloco``: local steps of logical workers, then a step along their mean change.
+    """DiLoCo: logical workers step their own parameters; every H steps an outer step follows their mean change.
 
-    Douillard et al. 2023, arXiv 2311.08105, Algorithm 1. Every H steps the outer optimizer, SGD with Nesterov momentum,
-    takes the workers' mean change as its gradient, and all workers go on from the result. Every rank makes the same
-    outer update from the same mean, without a collective beyond those of local SGD.
+    Douillard et al. 2023, arXiv 2311.08105, Algorithm 1. Logical workers are N fixed shares of the global batch; a rank
+    computes one or more of them. Every H steps the outer optimizer, SGD with Nesterov momentum, takes the workers' mean
+    change as its gradient, and all workers go on from the result. Every rank makes the same outer update from the same
+    mean, without a collective beyond those of local SGD.
 
     Args:
         config: options of the strategy: steps between outer updates, and rate and momentum of the outer SGD.
@@ -49,9 +50,9 @@ class DiLoCoSync(LocalSGDSync):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Make parameters and an inner optimizer for each logical worker of this rank, and the outer parameters.
 
-        Collective: compares the model over the ranks, and broadcasts data rank 0's. The outer optimizer is SGD, with
-        the learning rate, momentum and Nesterov option of ``diloco``; its parameters start at the initial weights, its
-        momentum at zero.
+        A logical worker is one of N fixed shares of the global batch. Collective: compares the model over the ranks,
+        and broadcasts data rank 0's. The outer optimizer is SGD, with the learning rate, momentum and Nesterov option
+        of ``diloco``; its parameters start at the initial weights, its momentum at zero.
 
         Args:
             replica: the replica on this rank.
@@ -139,9 +140,10 @@ class DiLoCoSync(LocalSGDSync):
     def load(self, saved: SavedState) -> None:
         """Restore the logical workers, and the outer parameters with their momentum, from a checkpoint. Not collective.
 
-        Each worker gets its own parameters, inner optimizer state and buffers. With another number of workers, or from
-        another strategy's checkpoint, all workers get the merged model and the state in the group ``optim``. Without
-        outer state in the checkpoint, the outer parameters take the values of the group ``model`` with zero momentum.
+        A logical worker is one of N fixed shares of the global batch. Each worker gets its own parameters, inner
+        optimizer state and buffers. With another number of workers, or from another strategy's checkpoint, all workers
+        get the merged model and the state in the group ``optim``. Without outer state in the checkpoint, the outer
+        parameters take the values of the group ``model`` with zero momentum.
 
         Args:
             saved: the checkpoint.
