@@ -63,6 +63,8 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
 def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
     """Turn a logical worker's gradient of the mean of its losses into the gradient of their sum, in place.
 
+    A logical worker is one of N fixed shares of the global batch.
+
     Backward has computed the gradient of a mean times the loss scale: of the mean over the loss function's count for a
     single micro-batch (``part.whole``), else of the sum over samples divided by ``part.samples``. This function
     multiplies by that divisor and divides by ``loss_scale``. The sum of all workers' results, divided by the global
