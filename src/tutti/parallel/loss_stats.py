@@ -25,6 +25,8 @@ class LossCounter:
     def add(self, part: LossSums | None) -> None:
         """Add a logical worker's loss sums to this rank's total of the step.
 
+        A logical worker is one of N fixed shares of the global batch.
+
         Args:
             part: sums of loss, count and metrics; None if the worker had no samples, where nothing is added.
 
@@ -39,7 +41,7 @@ class LossCounter:
         """Record the metrics' names in a worker's loss sums, by which ``means`` names its results; nothing is added up.
 
         Args:
-            part: loss sums of a logical worker, with the metrics' names.
+            part: loss sums of a logical worker (share of the global batch), with the metrics' names.
 
         Raises:
             UsageError: the loss function reports more than ``METRICS`` metrics, for which the messages have no room.
@@ -52,7 +54,8 @@ class LossCounter:
         """Return the sum of this rank's loss sums in the step and a worker's further ones, without changing the total.
 
         Args:
-            part: loss sums of the current logical worker, not added yet; None if they are not known.
+            part: sums of loss, count and metrics of the current logical worker (share of the global batch), not added
+                yet; None if they are not known.
 
         Returns:
             The sum; None where ``part`` is None.
