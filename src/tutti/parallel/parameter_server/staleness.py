@@ -31,7 +31,8 @@ class Pushed(NamedTuple):
 class StalenessTracker:
     """Tracks steps, staleness and lost updates of the logical workers of one asynchronous parameter server.
 
-    Also decides which workers may begin a step, where a worker may be only so many steps ahead of the slowest.
+    A logical worker is one of N fixed shares of the global batch, with its own numbering of steps. Also decides which
+    workers may begin a step, where a worker may be only so many steps ahead of the slowest.
 
     Args:
         workers: number of logical workers.
@@ -74,8 +75,9 @@ class StalenessTracker:
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
         """Record a request of a logical worker: its number of steps, and the time, from which the lease runs anew.
 
-        The lease is the time without a request after which a worker counts as gone. The very first request sets the
-        steps of all workers. After a restore of the server, ``seen`` shows how many updates were lost.
+        A logical worker is a share of the global batch that steps by itself. The lease is the time without a request
+        after which a worker counts as gone. The very first request sets the steps of all workers. After a restore of
+        the server, ``seen`` shows how many updates were lost.
 
         Args:
             worker: index of the logical worker.
@@ -93,8 +95,8 @@ class StalenessTracker:
     def push(self, worker: int, clock: int, seen: int, update: Callable[[int], None] | None) -> Pushed:
         """Record that a logical worker pushes the gradient of one step, and make its update.
 
-        A repeated push makes no update, nor does one of a worker that is behind the slowest by more than the staleness
-        bound (its lease had run out).
+        A logical worker is a share of the global batch that steps by itself. A repeated push makes no update, nor does
+        one of a worker that is behind the slowest by more than the staleness bound (its lease had run out).
 
         Args:
             worker: index of the logical worker.
@@ -125,8 +127,8 @@ class StalenessTracker:
     def slowest(self) -> int:
         """Return the number of steps that the slowest logical worker has pushed; 0 where all workers are gone.
 
-        A worker that has sent no request for the lease time, or whose rank is known to be lost, is gone and does not
-        count.
+        A logical worker is a share of the global batch that steps by itself. A worker that has sent no request for the
+        lease time, or whose rank is known to be lost, is gone and does not count.
         """
         now, workers = self._now(), enumerate(zip(self._clocks, self._heard, strict=True))
         alive = [clock or 0 for w, (clock, heard) in workers if now - heard <= self._lease and w not in self._gone]
@@ -135,7 +137,8 @@ class StalenessTracker:
     def may_proceed(self, worker: int) -> bool:
         """Return whether a logical worker may begin a step: it is at most ``bound`` steps ahead of the slowest worker.
 
-        Always True without a bound. Workers of lost ranks, which are looked up only here, do not count as the slowest.
+        A logical worker is a share of the global batch that steps by itself. Always True without a bound. Workers of
+        lost ranks, which are looked up only here, do not count as the slowest.
 
         Args:
             worker: index of the logical worker.
