@@ -54,8 +54,8 @@ class AsynchronousServerSync(RemoteGradients):
     """Gradient synchronisation with asynchronous parameter servers, which update on every push without a barrier.
 
     Used for ``parameter_server:mode=async`` and, where a worker also waits if it is too many steps ahead of the slowest
-    one, ``mode=bounded``. Each logical worker, of which one rank can compute several in turn, computes with the
-    parameters of its own last read.
+    one, ``mode=bounded``. Each logical worker (a fixed share of the global batch; one rank can compute several in turn)
+    computes with the parameters of its own last read.
 
     Args:
         config: options of the ``parameter_server`` strategy.
@@ -164,8 +164,9 @@ class AsynchronousServerSync(RemoteGradients):
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Make the model compute with the parameters that logical worker ``worker`` read last, and with its buffers.
 
-        With mode ``bounded``, blocks while the worker is more steps ahead of the slowest one than the bound allows; a
-        worker from which the servers have received no request for the lease time does not count. Not collective.
+        A logical worker is one of N fixed shares of the global batch. With mode ``bounded``, blocks while the worker is
+        more steps ahead of the slowest one than the bound allows; a worker from which the servers have received no
+        request for the lease time does not count. Not collective.
 
         Args:
             worker: index of the logical worker, one of those that this rank computes.
@@ -189,10 +190,10 @@ class AsynchronousServerSync(RemoteGradients):
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Push ``worker``'s gradient to the servers every ``push`` steps, and read parameters every ``fetch`` steps.
 
-        ``push`` and ``fetch`` are options of the strategy. The gradient is the mean over the worker's own samples,
-        clipped; with ``push`` above 1 the sum of these since the last push is sent. A non-finite gradient makes no
-        update, and is left out of the sum. Sets every ``.grad`` to None. Waits for the servers' replies, not for other
-        ranks.
+        A logical worker is one of N fixed shares of the global batch. ``push`` and ``fetch`` are options of the
+        strategy. The gradient is the mean over the worker's own samples, clipped; with ``push`` above 1 the sum of
+        these since the last push is sent. A non-finite gradient makes no update, and is left out of the sum. Sets every
+        ``.grad`` to None. Waits for the servers' replies, not for other ranks.
 
         Args:
             worker: index of the logical worker.
@@ -268,6 +269,8 @@ class AsynchronousServerSync(RemoteGradients):
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Return the step's statistics of this rank's own logical workers; nothing is reduced or sent. Not collective.
+
+        A logical worker is one of N fixed shares of the global batch.
 
         Returns:
             ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of the step before
@@ -359,7 +362,7 @@ class AsynchronousServerSync(RemoteGradients):
         Returns:
             On rank 0 tensors by group and name: ``model`` has the servers' parameters, frozen parameters and merged
             buffers, ``optim`` the servers' optimizer state as ``{parameter}/{key}``, ``workers`` the buffers of every
-            logical worker.
+            logical worker (share of the global batch with its own buffers).
 
         Raises:
             UsageError: the script has written parameters since the last step.
@@ -373,8 +376,9 @@ class AsynchronousServerSync(RemoteGradients):
     def load(self, saved: SavedState) -> None:
         """Load a checkpoint into the parameter servers, and start all logical workers from its parameters.
 
-        Collective: every rank reads parameters and buffers, rank 0 sends to the servers, then a barrier. Gradients that
-        had not been pushed when the checkpoint was saved are lost.
+        A logical worker is one of N fixed shares of the global batch. Collective: every rank reads parameters and
+        buffers, rank 0 sends to the servers, then a barrier. Gradients that had not been pushed when the checkpoint was
+        saved are lost.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
@@ -393,6 +397,8 @@ class AsynchronousServerSync(RemoteGradients):
 
     def own_gradients(self) -> NoReturn:
         """Refuse to return gradients for the gradient noise scale: each worker's are at parameters of its own.
+
+        Each logical worker (share of the global batch) computes with the parameters of its own last read.
 
         Raises:
             UsageError: always.
