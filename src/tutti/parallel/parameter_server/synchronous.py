@@ -60,8 +60,9 @@ class ServerReducer:
         trained: (name, parameter) pairs of the trained parameters.
         run_context: communicators and settings of the run.
         link: session with the servers.
-        leaves: number of gradients that the servers sum in a step. If it is the number of logical workers, each of them
-            pushes its own gradients; otherwise each rank pushes one sum over its workers.
+        leaves: number of gradients that the servers sum in a step. If it is the number of logical workers (fixed shares
+            of the global batch), each of them pushes its own gradients; otherwise each rank pushes one sum over its
+            workers.
         backup: number of these gradients that the servers do not wait for.
 
     Attributes:
@@ -89,9 +90,9 @@ class ServerReducer:
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
 
-        The push sets every ``.grad`` to None; the call returns before the servers have replied. Where the servers sum
-        one push a rank, nothing is pushed: autograd accumulates the sum of the rank's workers in ``.grad``, and
-        ``finish`` pushes the sum. Not collective.
+        A logical worker is one of N fixed shares of the global batch. The push sets every ``.grad`` to None; the call
+        returns before the servers have replied. Where the servers sum one push a rank, nothing is pushed: autograd
+        accumulates the sum of the rank's workers in ``.grad``, and ``finish`` pushes the sum. Not collective.
 
         Args:
             step_context: the step under way.
@@ -315,8 +316,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def by_worker(self) -> bool:
         """Whether each logical worker pushes its own gradients; otherwise each rank pushes one sum over its workers.
 
-        True in reproducible mode, with backup workers, where the variance of the workers' gradients is measured, and
-        where there are as many logical workers as ranks.
+        A logical worker is one of N fixed shares of the global batch. True in reproducible mode, with backup workers,
+        where the variance of the workers' gradients is measured, and where there are as many logical workers as ranks.
         """
         return self._leaves == self._run_context.workers
 
@@ -362,8 +363,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return by name the tensors of which all ranks hold equal copies. Not collective.
 
-        These are all parameters, and the buffers if the run has a single logical worker. None with backup workers,
-        where ranks whose gradients came late have older parameters.
+        These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
+        its own buffers). None with backup workers, where ranks whose gradients came late have older parameters.
         """
         return None if self._servers.backup else super().replicated()
 
@@ -371,7 +372,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
         ``model`` has a part of the merged model, ``optim`` on rank 0 the servers' optimizer state as
-        ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers.
+        ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers (shares of the global batch).
         """
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()
