@@ -32,7 +32,8 @@ class Leaf:
 class ServerBarrier:
     """Sums the gradients that the logical workers or ranks push to one synchronous server, one step after the other.
 
-    Without backup workers the order of summation is that of a fixed tree, whatever the order of arrival.
+    A logical worker is one of N fixed shares of the global batch. Without backup workers the order of summation is that
+    of a fixed tree, whatever the order of arrival.
 
     Args:
         leaves: number of gradients (contributions) to a step, one of each logical worker or of each rank.
@@ -57,6 +58,8 @@ class ServerBarrier:
 
     def push(self, leaf: int, clock: int, vectors: Vectors, totals: Tensor) -> bool:
         """Add the gradients of one logical worker or rank to the server's sum of a step.
+
+        A logical worker is one of N fixed shares of the global batch.
 
         Args:
             leaf: index of the worker or rank, below the constructor's ``leaves``.
