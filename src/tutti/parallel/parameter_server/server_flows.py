@@ -45,7 +45,8 @@ def sync_floats(leaves: int, parameters: int, settings: int, variance: bool = Fa
     """Return how many 64-bit floats beside tensors each kind of request to a synchronous server carries.
 
     Args:
-        leaves: gradients that the server sums in a step: one for each logical worker, or one for each rank.
+        leaves: gradients that the server sums in a step: one for each logical worker (share of the global batch), or
+            one for each rank.
         parameters: number of trained tensors.
         settings: number of hyperparameters of the optimizer.
         variance: whether the variance of the workers' gradients is measured.
@@ -82,7 +83,8 @@ def server_bytes(plan: ServerPlan, server: int) -> int:
 def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) -> list[ServerFlow]:
     """List the requests of a rank to synchronous servers in a step with a finite gradient, in order.
 
-    A rank pushes one sum over its logical workers, asks for the sum over all ranks, and has the update applied.
+    A rank pushes one sum over its logical workers (shares of the global batch), asks for the sum over all ranks, and
+    has the update applied.
 
     Args:
         plan: partition of the parameters over the servers.
@@ -113,7 +115,8 @@ def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) 
 def async_step_flows(plan: ServerPlan, servers: int, settings: int, push: int, fetch: int) -> list[ServerFlow]:
     """List the requests of one logical worker to asynchronous servers in a step: a push, answered with parameters.
 
-    With bounded staleness a worker that is ahead makes a further request, which waits; it is not in the list.
+    A logical worker is one of N fixed shares of the global batch. With bounded staleness a worker that is ahead makes a
+    further request, which waits; it is not in the list.
 
     Args:
         plan: partition of the parameters over the servers.
