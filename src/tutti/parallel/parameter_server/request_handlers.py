@@ -115,7 +115,8 @@ class SyncHandler:
     Args:
         shard: parameter shard of this server.
         rounds: barrier and sum of the gradients of a step.
-        leaf: for each logical worker the index, in the sum, of the gradient that it pushes.
+        leaf: for each logical worker (share of the global batch) the index, among the gradients that the server sums,
+            of the gradient that is pushed for this worker.
         parameters: number of trained tensors of the model, on all servers.
 
     Attributes:
