@@ -196,7 +196,7 @@ def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> 
 class KeepsAverage(Protocol):
     """Protocol of a gradient synchronisation that has its own moving average (EMA) of the weights.
 
-    ``average`` uses ``ParameterAverage`` for all others.
+    The function ``average`` of this module uses a ``ParameterAverage`` for all other synchronisations.
     """
 
     def average(self, averaging: Averaging) -> Average:
