@@ -20,7 +20,12 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class TensorLayout:
-    """Model layout of ``--strategy tensor``: each rank holds a slice of every layer that tensor parallelism splits."""
+    """Splits the layers of a model over tensor-parallel ranks (``--strategy tensor``): each rank holds a slice of each.
+
+    Args:
+        config: options of tensor parallelism.
+        run_context: mesh, communicators and flags of the run.
+    """
 
     def __init__(self, config: TensorConfig, run_context: RunContext) -> None:
         self._config, self._run_context = config, run_context
@@ -77,11 +82,12 @@ class TensorRunner(WholeRunner):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches in order: forward and, with a gradient-ready hook, backward.
 
-        The loss function receives the model's output as a ``SplitTensor`` where the tensor-parallel plan leaves it
-        split. Collective over the tensor-parallel ranks, all of which run the same micro-batches.
+        A logical worker is one of N fixed shares of the global batch. The loss function receives the model's output as
+        a ``SplitTensor`` where the tensor-parallel plan leaves it split. Collective over the tensor-parallel ranks, all
+        of which run the same micro-batches.
 
         Args:
-            micro_batches: the logical worker's, in order; at least one.
+            micro_batches: the logical worker's micro-batches, in order; at least one.
             loss: the user's loss function.
             grad_hook: called with each gradient that backward has completed; None for forward alone.
 
