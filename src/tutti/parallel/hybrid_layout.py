@@ -15,7 +15,7 @@ from tutti.types import RunContext
 
 
 class HybridLayout:
-    """Model layout of ``--strategy hybrid``: pipeline stages, in each of which tensor parallelism splits the layers.
+    """Cuts a model into pipeline stages and splits the layers of each over tensor ranks (``--strategy hybrid``).
 
     Args:
         config: options of the strategy.
