@@ -70,10 +70,9 @@ class WholeTensors:
             optimizer.state.pop(parameter, None)
 
     def whole(self, parameter: Tensor) -> bool:
-        """Return whether this rank gathers the slices of this tensor, steps on the whole tensor and has its state.
+        """Return whether this rank gathers a tensor's slices, steps on the whole tensor and keeps its optimizer state.
 
-        The state is the optimizer's. False for tensors that another rank gathers, and for tensors that are stepped on
-        as slices.
+        False for tensors that another rank gathers, and for tensors that are stepped on as slices.
 
         Args:
             parameter: one of this rank's parameters.
