@@ -26,7 +26,8 @@ class RngSnapshot(NamedTuple):
     """State of a model's RNG streams (``RngStreams``) from which the same random numbers can be drawn again.
 
     Attributes:
-        micro_batch: key of the micro-batch, a hash of seed, step, logical worker and micro-batch.
+        micro_batch: key of the micro-batch, a hash of seed, step, logical worker (share of the global batch) and
+            micro-batch.
         calls: number of calls in this micro-batch of each module that draws from a stream of its own, by name.
         replaying: whether a forward is being recomputed, for activation checkpointing.
     """
@@ -70,7 +71,8 @@ class RngStreams:
         """Seed the device's generator for a micro-batch, and restart the counts of calls of modules that draw.
 
         Args:
-            key: the micro-batch's key, a hash of seed, step, logical worker and micro-batch.
+            key: the micro-batch's key, a hash of seed, step, logical worker (share of the global batch) and
+                micro-batch.
             before: number of calls of each drawing module in this micro-batch so far on other ranks, by the module's
                 name; None for none.
         """
@@ -154,7 +156,11 @@ def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_draws(what: str) -> NoReturn:
-    """Raise UsageError: synchronised batch norm with several logical workers a device excludes random draws.
+    """Raise the error for a random draw in a model that a device runs on the batches of several logical workers at
+    once.
+
+    A logical worker is one of N fixed shares of the global batch. Synchronised batch norm makes a device compute all
+    its workers as one batch; random numbers would then depend on the number of devices.
 
     Args:
         what: words for the drawing module or function, for the error.
