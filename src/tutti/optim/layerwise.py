@@ -78,16 +78,16 @@ class RowGroup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters of these tensors, in the order of ``rows``: an optimizer step updates them in one call."""
+        """The parameters that one call of an optimizer step's loops updates together, in the order of ``rows``."""
         return [row.param for row in self.rows]
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients of these tensors, in the order of ``rows``."""
+        """The gradients of the parameters that an optimizer step updates together, in the order of ``rows``."""
         return [row.grad for row in self.rows]
 
     def states(self, name: str) -> list[Tensor]:
-        """Return the optimizer state ``name`` of each of these tensors; create missing ones as zeros.
+        """Return one kind of optimizer state of each parameter that is updated together; create missing ones as zeros.
 
         A state has its parameter's shape, dtype, device and strides; a state that was loaded with others is converted.
 
