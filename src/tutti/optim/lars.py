@@ -17,8 +17,9 @@ Denominator = Literal["sum_of_norms", "norm_of_sum"]
 class LARS(LayerWise):
     """Layer-wise adaptive rate scaling. You, Gitman, Ginsburg 2017, arXiv 1708.03888, Algorithm 1, equation 6.
 
-    ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); v ← m·v + γ·ρ·(g + λw); w ← w − v. ρ is 1 where ‖w‖ or ‖g‖ is 0, and for tensors that
-    are not adapted.
+    For each tensor w with gradient g: ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); v ← m·v + γ·ρ·(g + λw); w ← w − v. ρ is 1 where ‖w‖
+    or ‖g‖ is 0, and for tensors that are not adapted. A tensor is adapted unless its group's ``adapt`` is False or,
+    with at most one dimension, ``adapt_1d`` is.
 
     Args:
         params: parameters, named parameters or groups.
@@ -91,8 +92,9 @@ class LARS(LayerWise):
 class LARC(LARS):
     """Momentum SGD with a layer's rate capped at γ: LARS multiplies by γ, LARC takes the minimum.
 
-    ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); u = min(ρ / γ, 1)·(g + λw); v ← m·v + u; w ← w − γ·v. This is NVIDIA's LARC of apex
-    around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where ‖w‖ or ‖g‖ is 0 the rate is γ.
+    For each tensor w with gradient g: ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); u = min(ρ / γ, 1)·(g + λw); v ← m·v + u; w ← w −
+    γ·v. This is NVIDIA's LARC of apex around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where
+    ‖w‖ or ‖g‖ is 0 the rate is γ.
 
     Args:
         params, momentum, weight_decay, nesterov, shared: as in ``LARS``: parameters or groups, m, λ, Nesterov momentum,
