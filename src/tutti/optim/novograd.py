@@ -16,8 +16,10 @@ class NovoGrad(LayerWise):
     Ginsburg et al. 2019, arXiv 1905.11286, Algorithm 1. The state is one buffer and one number a tensor: half of
     Adam's.
 
-    v ← β2·v + (1−β2)·‖g‖², at first ‖g‖²; m ← β1·m + (g/(√v + ε) + λw), at first without β1·m; w ← w − γ·m. For tensors
-    that are not adapted √v + ε is 1: momentum SGD; the paper adapts all (``adapt_1d=True, decay_1d=True``).
+    For each tensor w with gradient g: v ← β2·v + (1−β2)·‖g‖², at first ‖g‖²; m ← β1·m + (g/(√v + ε) + λw), at first
+    without β1·m; w ← w − γ·m. For tensors that are not adapted √v + ε is 1: momentum SGD; the paper adapts all
+    (``adapt_1d=True, decay_1d=True``). A tensor is adapted unless its group's ``adapt`` is False or, with at most one
+    dimension, ``adapt_1d`` is.
 
     Args:
         params: parameters, named parameters or groups.
