@@ -118,8 +118,8 @@ class Averages:
 def adascale_gain(variance: float, square: float, workers: float) -> float:
     """Return AdaScale's gain r = (σ² + μ²) / (σ²/S + μ²), from 1 (no noise) to S (nothing but noise).
 
-    Johnson et al. 2020, arXiv 2007.05105, Alg. 1: a step on S logical workers is worth r steps on one. A batch smaller
-    than one worker's, S < 1, is worth r < 1.
+    Johnson et al. 2020, arXiv 2007.05105, Alg. 1: a step on S logical workers (equal shares of the global batch) is
+    worth r steps on one. A batch smaller than one worker's, S < 1, is worth r < 1.
 
     Args:
         variance: σ², variance of one logical worker's gradient; negative estimates count as 0.
