@@ -82,9 +82,10 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
     """Return a function that maps (name, parameter) pairs to the user's optimizer, or to a rebuilt copy of it.
 
     The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a stage
-    that holds only some of them; one optimizer for each logical worker) builds an optimizer of the same class with the
-    same groups and settings, which copies changed settings of the original before each step. It returns None if none of
-    the optimizer's parameters are given, and raises UsageError if the optimizer has already stepped.
+    that holds only some of them; one optimizer for each logical worker, a share of the global batch) builds an
+    optimizer of the same class with the same groups and settings, which copies changed settings of the original before
+    each step. It returns None if none of the optimizer's parameters are given, and raises UsageError if the optimizer
+    has already stepped.
 
     Args:
         optimizer: the user's optimizer.
