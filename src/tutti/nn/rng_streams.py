@@ -156,8 +156,7 @@ def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_draws(what: str) -> NoReturn:
-    """Raise the error for a random draw in a model that a device runs on the batches of several logical workers at
-    once.
+    """Raise the error for random draws where a device computes several logical workers as one batch.
 
     A logical worker is one of N fixed shares of the global batch. Synchronised batch norm makes a device compute all
     its workers as one batch; random numbers would then depend on the number of devices.
