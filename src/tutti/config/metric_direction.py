@@ -33,7 +33,7 @@ _WORDS: Mapping[str, bool] = {"lower": False, "min": False, "higher": True, "max
 
 @dataclass(frozen=True)
 class Metric:
-    """A held-out value and its direction.
+    """A metric that is measured on held-out data, and whether higher or lower values of it are better.
 
     Attributes:
         name: ``loss``, or a metric that the loss function reports.
