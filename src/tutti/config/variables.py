@@ -17,7 +17,7 @@ PREFIX = "TUTTI_"
 
 @dataclass(frozen=True)
 class Values:
-    """The permitted values of a variable.
+    """The permitted values of an environment variable of tutti: a description in words and a check.
 
     Attributes:
         words: description of the values, for error messages.
