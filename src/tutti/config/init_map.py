@@ -50,7 +50,7 @@ class FittedWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InitMap:
-    """How weights of another model become those of this one.
+    """Options of a warm start: how saved weights are renamed, and in which tensors they may differ from the model.
 
     Attributes:
         rename: items ``old:new``: a tensor of the weights whose name begins with ``old`` gets ``new`` in its place; the
