@@ -36,7 +36,7 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run.
+    """Options of one training run; each attribute is the option of ``tutti train`` with the same name.
 
     Attributes:
         data: folder, file or hub name that the task reads.
