@@ -87,7 +87,8 @@ class AdamSqrtRule(SqrtRule):
 class AdaptiveRule(NoRule):
     """AdaScale rule: the learning rate of one logical worker's batch is multiplied by a gain measured in each step.
 
-    ``tutti.optim.adascale`` computes the gain from the workers' gradients.
+    A logical worker is one of N equal shares of the global batch. ``tutti.optim.adascale`` computes the gain from the
+    workers' gradients.
     """
 
     adaptive: ClassVar[bool] = True
