@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """Simulated delay of some ranks or some logical workers.
+    """Simulated delay of some ranks, or of some logical workers (shares of the global batch).
 
     Attributes:
         rank, worker: numbers of the delayed ranks, or of the delayed logical workers; exactly one of the two is given.
@@ -36,6 +36,8 @@ class Slowness:
     @classmethod
     def parse(cls, text: str, option: str = "--slow") -> tuple[Slowness, ...]:
         """Parse ``--slow``, simulated delays of ranks or logical workers: ``rank=1,factor=3`` or ``worker=1+2,ms=20``.
+
+        A logical worker is one of N fixed shares of the global batch.
 
         Args:
             text: the delays, separated by ``;``. Keys of each: ``rank`` or ``worker``, numbers joined by ``+``;
@@ -60,7 +62,7 @@ class Slowness:
 
         Args:
             ranks: number of ranks of the run.
-            workers: number of logical workers.
+            workers: number of logical workers, among which the global batch is divided.
             accelerated: whether devices are accelerators.
         """
         if accelerated and self.factor > 1:
@@ -79,7 +81,8 @@ class Slowness:
 
         Args:
             rank: this rank.
-            micro_batch: the micro-batch that has been computed, with the number of its logical worker.
+            micro_batch: the micro-batch that has been computed, with the index of its logical worker (share of the
+                global batch).
             needed: seconds of CPU time that its forward and backward took.
 
         Returns:
