@@ -23,7 +23,7 @@ _COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
 class WorkerBatchNorm:
     """Options of ``--batch-norm worker``: the model's own batch norm is kept; there are none.
 
-    Its statistics are those of a logical worker's micro-batch.
+    Its statistics are those of one micro-batch of a logical worker, a fixed share of the global batch.
     """
 
 
@@ -48,7 +48,7 @@ class Ghost:
 class Sync:
     """Options of ``--batch-norm sync``: statistics of the global batch, over all ranks; there are none.
 
-    A device computes the samples of all its logical workers as one batch.
+    A device computes the samples of all its logical workers (shares of the global batch) as one batch.
     """
 
 
@@ -60,7 +60,8 @@ BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "
 def check_batch_norm(text: str) -> BatchNormConfig:
     """Parse ``--batch-norm``, which samples batch norm takes its statistics from.
 
-    ``worker``: a logical worker's micro-batch; ``ghost:size=32``: 32 samples of it; ``sync``: the global batch.
+    ``worker``: one micro-batch of a logical worker (share of the global batch); ``ghost:size=32``: 32 samples of it;
+    ``sync``: the global batch.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
