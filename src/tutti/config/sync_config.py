@@ -175,7 +175,8 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         """Return capabilities that replace those in ``parallel/registry.py``, by name; empty unless ``shards`` > 1.
 
         Otherwise ``exchange`` names ``ShardedSync``, of the strategy ``sharded``, as the class that synchronises
-        gradients, and ``worker_gradients`` is False, because no rank has the gradient of one logical worker.
+        gradients, and ``worker_gradients`` is False, because no rank has the gradient of one logical worker (share of
+        the global batch).
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
@@ -188,6 +189,8 @@ class CentralConfig(StrategyOptions):
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(StrategyOptions):
     """Options of local SGD: each logical worker updates its own parameters, which are averaged every ``period`` steps.
+
+    A logical worker is one of N fixed shares of the global batch.
 
     Attributes:
         period: number of steps between two averages (H).
@@ -206,7 +209,8 @@ class LocalSGDConfig(StrategyOptions):
     def together(self) -> Duration:
         """Return the length of local SGD's initial phase, in which all logical workers make one update together a step.
 
-        It is the option ``post``; 0 steps without it. Raises UsageError if it is malformed.
+        A logical worker is one of N fixed shares of the global batch. It is the option ``post``; 0 steps without it.
+        Raises UsageError if it is malformed.
         """
         text = self.post or "0"
         return Duration.parse(text + "st" * text.isdecimal(), "post")
