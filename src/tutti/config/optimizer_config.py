@@ -14,7 +14,10 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig:
-    """Options of stochastic gradient descent, ``torch.optim.SGD``."""
+    """Options of stochastic gradient descent, ``torch.optim.SGD``.
+
+    The fields are arguments of that class with the same names.
+    """
 
     lr: float = 0.1
     momentum: float = 0.0
@@ -30,7 +33,10 @@ class SGDConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamConfig:
-    """Options of ``torch.optim.Adam``; weight decay is added to the gradient."""
+    """Options of ``torch.optim.Adam``; weight decay is added to the gradient.
+
+    The fields are arguments of that class with the same names; ``beta1`` and ``beta2`` are its ``betas``.
+    """
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -51,7 +57,7 @@ class AdamWConfig(AdamConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWiseConfig:
-    """Options of every layer-wise optimizer.
+    """Options that the layer-wise optimizers LARS, LARC, LAMB and NovoGrad have in common.
 
     Attributes:
         adapt_1d, decay_1d: whether tensors of at most one dimension get layer-wise adaptation and weight decay.
@@ -67,7 +73,10 @@ class LayerWiseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LARSConfig(LayerWiseConfig):
-    """Options of ``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888)."""
+    """Options of ``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888).
+
+    The fields are arguments of that class with the same names.
+    """
 
     lr: float = 1.0
     momentum: float = 0.9
@@ -88,7 +97,10 @@ class LARSConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LARCConfig(LayerWiseConfig):
-    """Options of ``tutti.optim.LARC``: SGD with each layer's learning rate capped; ``cap=false`` scales it instead."""
+    """Options of ``tutti.optim.LARC``: SGD with each layer's learning rate capped; ``cap=false`` scales it instead.
+
+    The fields are arguments of that class with the same names.
+    """
 
     lr: float = 0.1
     momentum: float = 0.9
@@ -104,7 +116,10 @@ class LARCConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LAMBConfig(LayerWiseConfig):
-    """Options of ``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962)."""
+    """Options of ``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962).
+
+    The fields are arguments of that class with the same names; ``beta1`` and ``beta2`` are its ``betas``.
+    """
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -129,7 +144,10 @@ class LAMBConfig(LayerWiseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class NovoGradConfig(LayerWiseConfig):
-    """Options of ``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286)."""
+    """Options of ``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286).
+
+    The fields are arguments of that class with the same names; ``beta1`` and ``beta2`` are its ``betas``.
+    """
 
     lr: float = 0.01
     beta1: float = 0.95
@@ -149,6 +167,9 @@ class NovoGradConfig(LayerWiseConfig):
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
     """Options of ``tutti.optim.Muon``: orthogonal steps for matrices, AdamW for the rest.
+
+    The fields are arguments of that class with the same names; ``adam_beta1`` and ``adam_beta2`` are its
+    ``adam_betas``, and ``adam`` is its ``adam_names``.
 
     Attributes:
         adam: name patterns of matrices that AdamW updates; ``adam=none``: no matrix.
