@@ -14,10 +14,11 @@ from tutti.optim.layerwise import LayerWise, LayerWiseArguments, RowGroup, Tenso
 class LAMB(LayerWise):
     """Layer-wise adaptive moments. You et al. 2020, arXiv 1904.00962, Algorithm 2.
 
-    For each tensor w with gradient g, in step t: m ← β1·m + (1−β1)·g; v ← β2·v + (1−β2)·g²; m̂ = m/(1−β1ᵗ), v̂ =
-    v/(1−β2ᵗ); u = m̂/(√v̂ + ε) + λw; w ← w − γ·ρ·u with ρ = φ(‖w‖)/‖u‖, φ(z) = min(max(z, φ_min), φ_max). ρ is 1 where
-    a norm is 0, and for tensors that are not adapted, which leaves AdamW. A tensor is adapted unless its group's
-    ``adapt`` is False or, with at most one dimension, ``adapt_1d`` is.
+    For each tensor w with gradient g, in step t:
+    m ← β1·m + (1−β1)·g; v ← β2·v + (1−β2)·g²; m̂ = m/(1−β1ᵗ), v̂ = v/(1−β2ᵗ); u = m̂/(√v̂ + ε) + λw;
+    w ← w − γ·ρ·u with ρ = φ(‖w‖)/‖u‖, φ(z) = min(max(z, φ_min), φ_max). ρ is 1 where a norm is 0, and for tensors that
+    are not adapted, which leaves AdamW. A tensor is adapted unless its group's ``adapt`` is False or, with at most one
+    dimension, ``adapt_1d`` is.
 
     Args:
         params: parameters, named parameters or groups.
