@@ -92,9 +92,9 @@ class LARS(LayerWise):
 class LARC(LARS):
     """Momentum SGD with a layer's rate capped at γ: LARS multiplies by γ, LARC takes the minimum.
 
-    For each tensor w with gradient g: ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); u = min(ρ / γ, 1)·(g + λw); v ← m·v + u; w ← w −
-    γ·v. This is NVIDIA's LARC of apex around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where
-    ‖w‖ or ‖g‖ is 0 the rate is γ.
+    For each tensor w with gradient g:
+    ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); u = min(ρ / γ, 1)·(g + λw); v ← m·v + u; w ← w − γ·v. This is NVIDIA's LARC of apex
+    around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where ‖w‖ or ‖g‖ is 0 the rate is γ.
 
     Args:
         params, momentum, weight_decay, nesterov, shared: as in ``LARS``: parameters or groups, m, λ, Nesterov momentum,
