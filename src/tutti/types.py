@@ -34,6 +34,8 @@ A 1-d tensor with one loss a sample may take the place of the mean or of the sum
 class MicroBatch:
     """Samples of one forward and backward pass of one logical worker.
 
+    A logical worker is one of N fixed shares of the global batch; its share is cut into micro-batches.
+
     Attributes:
         worker: logical worker, 0 … N-1.
         micro: index of this micro-batch within the worker's share of the global batch.
@@ -61,10 +63,11 @@ class MicroBatch:
 
     @property
     def share(self) -> float:
-        """Factor by which backward multiplies this micro-batch's mean loss: part of the global batch × loss scale.
+        """Factor by which backward multiplies this micro-batch's mean loss: its share of the global batch × loss scale.
 
-        The part is that of the worker's share where ``weight`` is normalised by that; for a ``whole`` micro-batch the
-        loss scale alone.
+        The product of ``samples`` and ``weight``. Where ``weight`` refers to the samples of one logical worker (a fixed
+        share of the global batch), it is the micro-batch's share of that worker's samples × loss scale; for a ``whole``
+        micro-batch (whose gradient is the mean over itself alone) the loss scale.
         """
         return self.weight if self.whole else self.samples * self.weight
 
@@ -171,7 +174,7 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContext:
-    """Facts of one training step that are the same for all logical workers.
+    """Facts of one training step that are the same for all logical workers, the N fixed shares of the global batch.
 
     Attributes:
         global_step: steps taken before this one.
@@ -200,7 +203,9 @@ class StepContext:
 
 
 class GradientVariance(NamedTuple):
-    """Mean square of the workers' own gradients, before clipping and without loss scale.
+    """Mean square of the logical workers' own gradients, before clipping and without loss scale.
+
+    A logical worker is one of N fixed shares of the global batch.
 
     Attributes:
         mean_of_squares: Σ pᵢ‖gᵢ‖², where pᵢ is worker i's part of the global count.
@@ -232,7 +237,8 @@ class OwnGradients:
 class StepStats:
     """Results of one training step, reduced over the global batch.
 
-    With asynchronous servers they are reduced over this rank's workers alone.
+    With asynchronous parameter servers the results are reduced over this rank's logical workers (fixed shares of the
+    global batch) alone.
 
     Attributes:
         loss: mean over ``count``.
@@ -257,6 +263,8 @@ class StepStats:
 @dataclass(frozen=True)
 class UpdateResult:
     """Result of the update at the end of a training step (``GradientSync.optimizer_step``).
+
+    A worker is a logical worker, one of N fixed shares of the global batch; under local SGD each updates by itself.
 
     Attributes:
         updates: number of writes of the parameters that this step counts for.
@@ -368,7 +376,7 @@ class RunContext:
     Attributes:
         grid: the device mesh and this rank's coordinates in it.
         comms: communicators along the axes of the mesh.
-        workers: number of logical workers N.
+        workers: number N of logical workers, the fixed shares of the global batch.
         mine: the contiguous logical workers whose micro-batches this data rank computes.
         sharers: where there are more data ranks R than workers, the contiguous data ranks that share this rank's
             worker; None where none do.
@@ -405,7 +413,8 @@ class RunContext:
     def begins_worker(self) -> bool:
         """Whether this rank runs the first micro-batches of its logical workers.
 
-        False only where several data ranks share a worker (R > N), on all of them but the first.
+        A logical worker is one of N fixed shares of the global batch. False only where several data ranks share a
+        worker (R > N), on all of them but the first.
         """
         return self.sharers is None or self.sharers.start == self.comms.replica.rank
 
@@ -419,8 +428,8 @@ class GradientReadyHook(Protocol):
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Announce the backward of a worker's last micro-batch, so that ``gradient_ready`` can start communication.
 
-        The replica calls it right before that backward. A worker is a logical worker, of which a rank may compute
-        several.
+        The replica calls it right before that backward. A worker is a logical worker, one of N fixed shares of the
+        global batch, of which a rank may compute several.
 
         Args:
             part: the worker's loss sums; None where this rank does not know them.
@@ -493,8 +502,8 @@ class ReplicaRunner(Protocol):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one worker's micro-batches in order, forward and, with a gradient-ready hook, backward.
 
-        Collective over the ranks of the replica if it spans several (stages, tensor slices) or gathers shards in a
-        forward.
+        A worker is a logical worker, one of N fixed shares of the global batch. Collective over the ranks of the
+        replica if it spans several (stages, tensor slices) or gathers shards in a forward.
 
         Args:
             micro_batches: this rank's micro-batches of one logical worker.
@@ -538,6 +547,8 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
     ) -> LossSums:
         """Run the backward of one micro-batch on the loss that the script computed; ``.grad`` accumulates.
 
+        A worker is a logical worker, one of N fixed shares of the global batch.
+
         Args:
             result: the loss, in one of the forms that a loss function may return.
             micro_batch: the micro-batch of the last ``begin``.
@@ -574,7 +585,8 @@ class SavedState(Protocol):
         """Return the names of the saved tensors of a group; none if the checkpoint does not have it.
 
         Args:
-            group: ``model``, ``ema`` (average of the weights), ``optim`` or ``workers`` (state of each logical worker).
+            group: ``model``, ``ema`` (average of the weights), ``optim`` or ``workers`` (state of each logical worker,
+                a fixed share of the global batch).
         """
 
     def get(self, group: str, name: str) -> Tensor:
@@ -676,21 +688,22 @@ class GradientSync(Protocol):
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Load a logical worker's state into the model before the worker's micro-batches run.
 
-        The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ (local
-        SGD).
+        A logical worker is one of N fixed shares of the global batch. The state is the worker's buffers, such as
+        batch-norm statistics, and its parameters where workers differ (local SGD).
 
         Args:
-            worker: number of the logical worker, one of those of this rank.
+            worker: index of the logical worker, one of those of this rank.
             step_context: facts of the step.
         """
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Collect a logical worker's gradients and loss sums for the reduction, after its last micro-batch of the step.
 
-        Where workers train parameters of their own (local SGD), this makes the worker's update instead.
+        A logical worker is one of N fixed shares of the global batch. Where workers train parameters of their own
+        (local SGD), this makes the worker's update instead.
 
         Args:
-            worker: number of the logical worker.
+            worker: index of the logical worker.
             part: the worker's loss sums in this step; None if it had no samples.
         """
 
@@ -723,7 +736,8 @@ class GradientSync(Protocol):
     def merged(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers as *one* model, by name, merged over all ranks' logical workers.
 
-        Collective: every rank calls it. Parameters that are split over ranks are this rank's slices.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers. Collective: every rank
+        calls it. Parameters that are split over ranks are this rank's slices.
         """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
@@ -736,8 +750,8 @@ class GradientSync(Protocol):
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
         """Return this rank's tensors for a checkpoint, by group and name; all ranks' together are the full state.
 
-        Collective. Groups ``model`` and ``optim`` do not depend on the strategy; ``workers`` holds each worker's own
-        state.
+        Collective. Groups ``model`` and ``optim`` do not depend on the strategy; ``workers`` holds the own state of
+        each logical worker (fixed share of the global batch), such as buffers.
         """
 
     def load(self, saved: SavedState) -> None:
@@ -753,7 +767,8 @@ class GradientSync(Protocol):
         """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
 
         Raises:
-            UsageError: workers make updates by themselves, so that there is no gradient of one global batch.
+            UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no
+                gradient of one global batch.
         """
 
     def facts(self) -> Mapping[str, Any]:
@@ -804,13 +819,16 @@ class CustomLoopSync(GradientSync, Protocol):
     def begin_custom_loop(self) -> None:
         """Switch to custom training loops: make complete gradients visible in ``.grad`` from now on.
 
-        Collective; called once, before the first step. Shards of gradients stay with the optimizer's shards.
+        A custom training loop is the script's own loop with forward, backward and update. Collective; called once,
+        before the first step. Shards of gradients stay with the optimizer's shards.
         """
 
     def leave_custom_loop(self) -> None:
-        """Note that the loop over an epoch's micro-batches has ended: the script's writes are in no body any more.
+        """End a script's own loop over an epoch: its further writes to buffers count for all logical workers of this
+        rank.
 
-        Called after each epoch, and where the script leaves the loop by ``break``. Not collective.
+        Within the loop, after an update, such a write counts for the last worker (fixed share of the global batch) of
+        this rank alone. Called after each epoch, and where the script leaves the loop by ``break``. Not collective.
         """
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
