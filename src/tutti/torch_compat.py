@@ -552,9 +552,10 @@ def mps_generator() -> torch.Generator:
 
 @cache
 def optimizer_attributes() -> frozenset[str]:
-    """Return the attributes of every optimizer, including those that PyTorch's schedulers and gradient scalers add.
+    """Return the names of the attributes that every optimizer has, those that schedulers and gradient scalers add
+    included.
 
-    The first call makes an optimizer, which imports ``torch._dynamo``: a second, which other programs need not spend.
+    The first call makes an optimizer, which imports ``torch._dynamo`` and so takes about a second.
     """
     own = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
     added = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling")
@@ -755,7 +756,13 @@ def set_elastic_restarts(agent: Any, left: int) -> None:
 
 
 def elastic_processes(agent: Any) -> list[Any]:
-    """Return the process objects that an elastic agent has started, in the order of ranks; publicly only ids are."""
+    """Return the process objects that an elastic agent of torchrun has started, in the order of ranks.
+
+    PyTorch's public interface gives the process ids only.
+
+    Args:
+        agent: the ``LocalElasticAgent``.
+    """
     return list(agent._pcontext._pc.processes)
 
 
