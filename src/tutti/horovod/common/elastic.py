@@ -26,7 +26,10 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets du
 
 
 class HostUpdateResult(IntFlag):
-    """Flags that say how the hosts of an elastic job have changed: some were removed, some were added, or both."""
+    """Flags that say how the hosts of an elastic job have changed since the last check.
+
+    ``removed`` is 1, ``added`` 2, ``mixed`` (both) 3, and ``no_update`` 0.
+    """
 
     no_update = 0
     removed = 1
