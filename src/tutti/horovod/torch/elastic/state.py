@@ -54,19 +54,21 @@ class StateHandler:
         self.save()
 
     def save(self) -> None:
-        """Keep a deep copy of the object's ``state_dict`` in memory, on this rank."""
+        """Keep a deep copy of the ``state_dict`` of this handler's object, such as a scheduler, in memory of this
+        rank."""
         self._saved: Any = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load the copy of the last ``save`` into the object, on this rank."""
+        """Load the ``state_dict`` that the last ``save`` has copied into this handler's object, on this rank."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load rank 0's ``state_dict`` into the object on every rank. Collective over all ranks; blocks."""
+        """Broadcast the ``state_dict`` of this handler's object from rank 0 and load it on every rank. Collective;
+        blocks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def skip_sync(self) -> None:
-        """Exchange only the parts of the object's state that differ between ranks, after hosts were merely removed.
+        """Exchange only parts of this handler's object that differ between ranks, after hosts were merely removed.
 
         Does nothing by default.
         """
@@ -105,12 +107,12 @@ class SamplerStateHandler(StateHandler):
     _restored = False
 
     def save(self) -> None:
-        """Keep a copy of the epoch and of the processed samples in memory, on this rank."""
+        """Keep a copy of an elastic sampler's epoch and processed samples in memory, on this rank."""
         self._saved, self._whole = self.value.snapshot(), not self.value.unshared()
         self._restored = False
 
     def restore(self) -> None:
-        """Set the sampler's epoch and processed samples back to the last ``save``, on this rank.
+        """Set an elastic sampler's epoch and processed samples back to the last ``save``, on this rank.
 
         The remaining samples are divided anew over the ranks at the next ``sync``.
         """
