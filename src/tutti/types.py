@@ -824,11 +824,11 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """End a script's own loop over an epoch: its further writes to buffers count for all logical workers of this
-        rank.
+        """End a script's own loop over an epoch: its writes to buffers then count for all workers of this rank.
 
-        Within the loop, after an update, such a write counts for the last worker (fixed share of the global batch) of
-        this rank alone. Called after each epoch, and where the script leaves the loop by ``break``. Not collective.
+        A worker is a logical worker, a fixed share of the global batch with buffers of its own. Within the loop, after
+        an update, such a write counts for the last worker of this rank alone. Called after each epoch, and where the
+        script leaves the loop by ``break``. Not collective.
         """
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
