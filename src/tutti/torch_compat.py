@@ -552,8 +552,7 @@ def mps_generator() -> torch.Generator:
 
 @cache
 def optimizer_attributes() -> frozenset[str]:
-    """Return the names of the attributes that every optimizer has, those that schedulers and gradient scalers add
-    included.
+    """Return the names of attributes that every optimizer has or that schedulers and gradient scalers add to it.
 
     The first call makes an optimizer, which imports ``torch._dynamo`` and so takes about a second.
     """
