@@ -54,8 +54,7 @@ class StateHandler:
         self.save()
 
     def save(self) -> None:
-        """Keep a deep copy of the ``state_dict`` of this handler's object, such as a scheduler, in memory of this
-        rank."""
+        """Keep a deep copy of the ``state_dict`` of this handler's object, such as a scheduler, on this rank."""
         self._saved: Any = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
@@ -63,8 +62,10 @@ class StateHandler:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Broadcast the ``state_dict`` of this handler's object from rank 0 and load it on every rank. Collective;
-        blocks."""
+        """Load rank 0's ``state_dict`` into this handler's object, such as a scheduler, on every rank.
+
+        Collective: a broadcast over all ranks; blocks.
+        """
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def skip_sync(self) -> None:
