@@ -664,6 +664,8 @@ class GradientSync(Protocol):
     """Protocol of the part of a strategy that reduces gradients over replicas and makes the optimizer's update.
 
     Attributes:
+        loss_normalisation: what backward divides losses by: ``step``, the samples of the global batch; ``worker``, the
+            samples of each logical worker (fixed share of the global batch), which then makes updates of its own.
         optimizers: the optimizers over this rank's parameters.
     """
 
