@@ -103,9 +103,9 @@ class ShardingEngine(Protocol):
         """
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter object of the user's model to this rank's rows of it, the optimizer's parameter.
+        """Return a dictionary from each parameter object of the user's model to this rank's rows of that parameter.
 
-        Several objects may stand for one parameter (FSDP2).
+        The rows are the optimizer's parameter. Several objects may stand for one parameter (FSDP2).
         """
 
     def used(self) -> list[bool]:
@@ -296,7 +296,7 @@ class ZeroSharding:
         """Do nothing with ``names``: ZeRO stage 1 shards trained parameters only, all trained from the start."""
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each full parameter of the script's model to this rank's rows of it, which the optimizer updates."""
+        """Return a dictionary from each full parameter of the script's model to the rows that the optimizer updates."""
         return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
 
     def used(self) -> list[bool]:
