@@ -47,6 +47,10 @@ class ReadOutsideError(UsageError):
 
     Every stage runs the model's own forward, and would need this parameter.
 
+    Args:
+        what, why, remedy: what happened, the cause and what the user can do, as in ``TuttiError``.
+        name: the parameter's name in the model.
+
     Attributes:
         name: the parameter's name in the model.
     """
