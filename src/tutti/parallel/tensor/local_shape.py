@@ -169,7 +169,12 @@ class LocalShapeMode(TorchFunctionMode):
 
 
 class HeadParallelBlock(TensorParallelLayer):
-    """Tensor-parallel block, such as attention: its own forward runs on this rank's slice of the heads or features."""
+    """Tensor-parallel block, such as attention: its own forward runs on this rank's slice of the heads or features.
+
+    Attributes:
+        tutti_local: the arguments ``width``, ``sizes`` and ``draws`` of ``LocalShapeMode``, set by ``run_within``.
+        tutti_forms: kinds of arguments, as texts of ``form_of``, that the forward accepts; empty for no check.
+    """
 
     tutti_local: tuple[int, Sequence[int], Sequence[int]]
     tutti_forms: frozenset[str]
