@@ -41,6 +41,10 @@ class RowParallelLinear(TensorParallelLayer):
     """A linear layer split by inputs: this rank's inputs → whole outputs. The bias is whole on every rank.
 
     Collective: an all-reduce of the outputs, or a reduce-scatter with sequence parallelism.
+
+    Attributes:
+        weight: this rank's columns, (outputs, inputs here), or transposed as in the layer that was split.
+        bias: (outputs,), the same on every rank; None for none.
     """
 
     weight: Tensor
@@ -94,6 +98,10 @@ class VocabParallelEmbedding(TensorParallelLayer):
     """An embedding split by rows of its table over ranks: indices → whole embeddings, which are summed over the ranks.
 
     Collective: an all-reduce, or a reduce-scatter with sequence parallelism.
+
+    Attributes:
+        weight: this rank's rows of the table, (rows here, features).
+        padding_idx: index in the whole table whose embedding gets no gradient; None for none.
     """
 
     weight: Tensor
@@ -114,7 +122,11 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
 
 class ParallelDropout(TensorParallelLayer):
-    """Dropout on this rank's slice of the features, with the masks that one device draws for all features."""
+    """Dropout on this rank's slice of the features, with the masks that one device draws for all features.
+
+    Attributes:
+        p: probability that a feature is set to zero.
+    """
 
     p: float
 
