@@ -63,6 +63,9 @@ def check_batch_norm(text: str) -> BatchNormConfig:
     ``worker``: one micro-batch of a logical worker (share of the global batch); ``ghost:size=32``: 32 samples of it;
     ``sync``: the global batch.
 
+    Returns:
+        The options: a ``WorkerBatchNorm``, ``Ghost`` or ``Sync``.
+
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
     """
