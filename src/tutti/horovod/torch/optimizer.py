@@ -520,7 +520,8 @@ def DistributedOptimizer(
     """Wrap an optimizer so that it all-reduces gradients over the ranks during backward, before ``step`` uses them.
 
     With ``Adasum``, each rank steps on its own gradients, and ``step`` combines the ranks' changes of the parameters.
-    ``step`` is collective over ``process_set``. Every gradient is set to zeros if several ranks take part.
+    ``step`` is collective over ``process_set``. A gradient that is None counts as zeros in the reduction, and is the
+    reduced tensor afterwards; with ``Adasum`` over several ranks gradients that are None become zeros at once.
 
     Args:
         optimizer: an optimizer of PyTorch's interface.
