@@ -189,9 +189,10 @@ class FullySharded:
         )
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter object of the user's model to this rank's rows of it, the optimizer's parameter.
+        """Return a dictionary from each parameter object of the user's model to this rank's rows of that parameter.
 
-        Keys are the rows themselves, FSDP2's DTensors, and after the first forward the unsharded parameters.
+        The rows are the optimizer's parameter. Keys are the rows themselves, FSDP2's DTensors, and after the first
+        forward the unsharded parameters.
         """
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
