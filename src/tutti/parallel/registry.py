@@ -22,6 +22,8 @@ from tutti.config.sync_config import (
 class Strategy:
     """One strategy of distributed training, a row of the registry: its classes, their options, and its capabilities.
 
+    A logical worker is one of N fixed shares of the global batch.
+
     Attributes:
         layout, exchange: classes of model layout and gradient synchronisation, ``module:class`` below
             ``tutti.parallel``.
