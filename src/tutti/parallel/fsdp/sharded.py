@@ -120,6 +120,8 @@ class ShardedSync:
 
         Raises:
             MismatchError: the ranks hold different models.
+            UsageError: FSDP2 cannot shard the model, or the optimizer cannot step on this rank's part of the tensors or
+                with ``offload``.
         """
         comm = self._run_context.comms.replica
         comm.share_memory()
@@ -314,10 +316,11 @@ class ShardedSync:
         self._counting.add(part)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Reduce-scatter gradients over the shards, sum them over copies (HSDP), divide by the global sample count.
+        """Reduce-scatter gradients over the shards, sum them over copies (HSDP), divide by the global count.
 
-        Collective over all ranks. Afterwards the ``.grad`` of this rank's rows is the gradient of the mean loss over
-        the global batch, not yet clipped; it is None for a parameter for which no rank computed a gradient.
+        The count is of samples or tokens, as the loss function reports it. Collective over all ranks. Afterwards the
+        ``.grad`` of this rank's rows is the gradient of the mean loss over the global batch, not yet clipped; it is
+        None for a parameter for which no rank computed a gradient.
 
         Args:
             step_context: the step under way, with its number and loss scale, by which gradients are divided.
