@@ -136,6 +136,7 @@ class AllReduceSync:
 
         Raises:
             MismatchError: the ranks hold different models.
+            UsageError: an optimizer needs tensors of several pipeline stages together, or whole tensors and a closure.
         """
         named = parameters(replica.parts)
         self._unite(replica, named)
