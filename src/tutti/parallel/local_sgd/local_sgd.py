@@ -79,8 +79,8 @@ class LocalSGDSync:
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Make a copy of the trained parameters and an optimizer for each logical worker of this rank. Collective.
 
-        A logical worker is one of N fixed shares of the global batch. Before that, all ranks compare the model's names,
-        shapes and dtypes, and take data rank 0's values.
+        A logical worker is one of N fixed shares of the global batch. Before the copies are made, all ranks compare the
+        model's names, shapes and dtypes, and take data rank 0's values.
 
         Args:
             replica: the replica on this rank.
