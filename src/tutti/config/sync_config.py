@@ -209,8 +209,8 @@ class LocalSGDConfig(StrategyOptions):
     def together(self) -> Duration:
         """Return the length of local SGD's initial phase, in which all logical workers make one update together a step.
 
-        A logical worker is one of N fixed shares of the global batch. It is the option ``post``; 0 steps without it.
-        Raises UsageError if it is malformed.
+        A logical worker is one of N fixed shares of the global batch. The length is the option ``post``; 0 steps
+        without the option. Raises UsageError if it is malformed.
         """
         text = self.post or "0"
         return Duration.parse(text + "st" * text.isdecimal(), "post")
