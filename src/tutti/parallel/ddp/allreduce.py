@@ -335,8 +335,8 @@ class AllReduceSync:
 
         Returns:
             ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data ranks
-            ``from`` and ``to`` and their counts. An empty dict where the backend's own all-reduce is used, which counts
-            nothing.
+            ``from`` and ``to``, and the numbers of ``messages`` and ``bytes`` sent on this link. An empty dict where
+            the backend's own all-reduce is used, which counts nothing.
         """
         if self._scheduled is None:
             return {}
