@@ -82,7 +82,11 @@ class ServerReducer:
         self._under_way = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing before this rank's last backward: ``collect`` or ``finish`` pushes the gradients afterwards."""
+        """Do nothing before this rank's last backward: ``collect`` or ``finish`` pushes the gradients afterwards.
+
+        Args:
+            step_context, loss_sums: unused.
+        """
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``collect`` or ``finish`` reads ``.grad`` once backward is complete."""
