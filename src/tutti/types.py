@@ -267,7 +267,8 @@ class UpdateResult:
     A worker is a logical worker, one of N fixed shares of the global batch; under local SGD each updates by itself.
 
     Attributes:
-        updates: number of writes of the parameters that this step counts for.
+        updates: number of updates of the parameters that this step counts for: 1, 0 for a skipped update; with
+            asynchronous parameter servers all updates since this rank's last step.
         skipped: whether the update, or that of one of the workers, was skipped because a gradient is not finite.
         nonfinite: names of parameters whose gradient is not finite.
         together: whether the parameters on this rank are now those of the whole run, and not one worker's own.
