@@ -56,7 +56,8 @@ def is_quiet(environ: Mapping[str, str]) -> bool:
 
 
 class StandardErrorHandler(logging.Handler):
-    """Write log records to ``sys.stderr`` as it is at the time: all of rank 0, and warnings and errors of every rank.
+    """Logging handler that writes to the present ``sys.stderr``: all records of rank 0, warnings and errors of all
+    ranks.
 
     With ``-vv`` every rank writes all. If a script has configured the root logger, the records go there alone.
 
