@@ -56,10 +56,10 @@ def is_quiet(environ: Mapping[str, str]) -> bool:
 
 
 class StandardErrorHandler(logging.Handler):
-    """Logging handler that writes to the present ``sys.stderr``: all records of rank 0, warnings and errors of all
-    ranks.
+    """Logging handler that writes to ``sys.stderr``: all records of rank 0, and warnings and errors of all ranks.
 
-    With ``-vv`` every rank writes all. If a script has configured the root logger, the records go there alone.
+    With ``-vv`` every rank writes all. The stream is looked up for each record. If a script has configured the root
+    logger, the records go there alone.
 
     Args:
         environ: the environment, whose ``RANK`` is this process's rank, if it is a rank.
