@@ -40,9 +40,11 @@ class PlanEntry:
 
     Attributes:
         name: name of the module in the unsplit model.
-        role: one of ``ROLES``. ``column``, ``row``, ``heads``, ``vocabulary``, ``gathered`` and ``scores`` split the
-            module's parameters; ``dropout`` and ``within`` hold no parameters, but draw or compute on a slice; ``slow``
-            turns off PyTorch's fused kernel, which ignores slices.
+        role: one of ``ROLES``. Roles that split the module's parameters: ``column`` (a linear layer by outputs),
+            ``row`` (by inputs), ``heads`` (attention by heads), ``vocabulary`` (an embedding by rows of its table),
+            ``gathered`` (a layer by outputs, which are all-gathered) and ``scores`` (the last linear layer by classes,
+            whose scores stay split). ``dropout`` and ``within`` hold no parameters, but draw or compute on a slice;
+            ``slow`` turns off PyTorch's fused kernel, which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: how each of the module's own parameters is split, by the parameter's name.
         local: for ``within``, the arguments ``width``, ``sizes`` and ``draws`` of
