@@ -179,6 +179,9 @@ class AllReduceSync:
         Args:
             worker: index of the worker, one of those that this rank computes (``RunContext.mine``).
             step_context: the step under way.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker.
         """
         self._step_context, self._worker = step_context, worker
         self._buffers.enter(worker, step_context.global_step)
