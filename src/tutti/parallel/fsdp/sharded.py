@@ -300,6 +300,9 @@ class ShardedSync:
         Args:
             worker: index of the logical worker, one that runs on this rank.
             step_context: the step under way.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker.
         """
         self._buffers.enter(worker, step_context.global_step)
 
