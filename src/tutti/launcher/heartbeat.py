@@ -27,7 +27,7 @@ class Phase:
     Plain integers: looking up and storing an enum member takes longer than the rest of a heartbeat.
 
     IDLE: the caller's own code, without a limit. START: everything up to and including the first step, which may
-    compile. DATA and COMPUTE: loading and computing in later steps. EVALUATE: one block of an evaluation. SAVE and
+    compile. DATA and COMPUTE: loading and computing in later steps. EVALUATE: an evaluation or a prediction. SAVE and
     REPORT: writing a checkpoint or a record. END: the end of the run. WAITING: waiting for other ranks, with polling.
     MEETING: waiting for other ranks in native code, which does not record heartbeats. ``NAMES``: name of each phase, in
     the order of the integers.
