@@ -167,9 +167,10 @@ class ShardingEngine(Protocol):
         """
 
     def begin_custom_loop(self) -> None:
-        """Follow, from now on, the script's clearing of ``.grad`` between a forward and its backward, in a custom loop.
+        """Prepare for a custom loop, in which a script may clear ``.grad`` between a forward and its backward.
 
-        For FSDP2, whose model has other parameter objects in that time.
+        For FSDP2, whose model has other parameter objects in that time: from now on, clearing their ``.grad`` also
+        clears the sharded gradient.
         """
 
     def apply_clearing(self) -> None:
@@ -503,7 +504,7 @@ def _block(tensor: Tensor, parts: int, index: int) -> Tensor:
 
 
 class RowNormReducer:
-    """Sums squared norms of sharded parameters over the shard ranks, for optimizers with a trust ratio a layer (LARS).
+    """Sums squared norms of sharded parameters over the shard ranks, for layer-wise optimizers such as LARS.
 
     Args:
         comm: the ranks that each hold some rows (of the first dimension) of every parameter.
