@@ -28,7 +28,8 @@ class HybridLayout:
     def build(self, plain: nn.Module) -> PipelineRunner | WholeRunner:
         """Build this rank's part of the replica: the layers of its pipeline stage, split over the tensor ranks.
 
-        Collective over the tensor ranks, to which the first of them broadcasts all values.
+        Collective over all ranks with several stages, otherwise over the tensor ranks. The first tensor rank of each
+        stage broadcasts all values to the others.
 
         Args:
             plain: the whole model, the same on every rank; its modules may be changed in place.
