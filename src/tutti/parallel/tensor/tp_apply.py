@@ -62,8 +62,10 @@ _KINDS: dict[str, type[TensorParallelLayer]] = {
 class TensorParallelizer:
     """Derives the tensor-parallel (TP) plan of a whole model, and slices the model for this rank by it.
 
-    The plan says which layers are split over the tensor ranks, and how. The constructor finds it on the first rank and
-    broadcasts it; ``apply`` slices the parameters. Both are collective over the tensor ranks.
+    The plan says which layers are split over the tensor ranks, and how. The constructor compares the model over the
+    ranks of one replica (stages and tensor ranks), finds the plan on the first tensor rank and broadcasts it over the
+    tensor ranks; ``apply`` slices the parameters. Both are collective over these ranks, and do nothing with one tensor
+    rank.
 
     Args:
         plain: the whole model.
