@@ -117,6 +117,10 @@ class SparseReducer:
         Returns:
             Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
             rank asks to stop; for each parameter whether any rank had a gradient.
+
+        Raises:
+            MismatchError: ranks are in different steps or hold different parameters.
+            UsageError: the entries of a sparse gradient are not whole rows.
         """
         self._armed = False
         self._make_all_dense()
