@@ -45,6 +45,7 @@ from tutti.torch_compat import (
     CrossEntropyNode,
     DropoutBase,
     FakeTensorMode,
+    FunctionModesDisabled,
     NormBase,
     TorchDispatchMode,
     TorchFunctionDisabled,
@@ -208,6 +209,10 @@ def subclasses_have_no_memory() -> None:
     assert made + 1 == "asked"
     with TorchFunctionDisabled():
         assert made.shape == (2, 3) and made.dtype is torch.float64
+    with torch.device("meta"):
+        assert torch.ones(1).is_meta
+        with FunctionModesDisabled():
+            assert not torch.ones(1).is_meta
 
 
 def hooks_of_tensors_are_found() -> None:
@@ -633,7 +638,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
     memory_is_told_apart: "storage_key",
     indices_need_no_coalescing: "sparse_indices",
-    subclasses_have_no_memory: "make_wrapper_subclass TorchFunctionDisabled",
+    subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",

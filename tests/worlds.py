@@ -251,3 +251,6 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
             code = int(getattr(error, "exit_code", 1))
             answer = ("error", Failure(type(error).__name__, str(error), code, traceback.format_exc()))
         pipe.send(answer)
+        # A run that waits for the garbage collector would check every call of PyTorch in the runs after it.
+        del answer, function, arguments
+        gc.collect()

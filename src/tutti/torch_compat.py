@@ -47,6 +47,7 @@ __all__ = [
     "CrossEntropyNode",
     "DropoutBase",
     "FakeTensorMode",
+    "FunctionModesDisabled",
     "NormBase",
     "TorchDispatchMode",
     "TorchFunctionDisabled",
@@ -255,6 +256,12 @@ def accumulation_hooks(tensor: Tensor) -> dict[int, Any] | None:
 
 TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 """Context within which ``__torch_function__`` of tensor subclasses is off; PyTorch's documentation names it."""
+
+FunctionModesDisabled = torch._C.DisableTorchFunction
+"""Context within which neither a ``TorchFunctionMode`` nor ``__torch_function__`` of a subclass sees calls of PyTorch.
+
+No public context disables modes of other code.
+"""
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

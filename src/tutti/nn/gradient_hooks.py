@@ -7,11 +7,35 @@ and ``register_full_backward_pre_hook``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from tutti.torch_compat import accumulation_hooks, gradient_hooks, set_gradient_hooks
+
+
+def add_accumulation_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a bound method as ``register_post_accumulate_grad_hook`` of a parameter, by a weak reference.
+
+    Python's garbage collector cannot follow such a hook: an object that a hook refers to, and that refers to the
+    parameter, would never be freed. The hook does nothing once the method's object is gone.
+
+    Args:
+        parameter: a trainable leaf.
+        method: bound method, called with the parameter after its gradient was accumulated.
+    """
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(partial(_call, WeakMethod(method)))
+    return handle
+
+
+def _call(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    target = method()
+    if target is not None:
+        target(parameter)
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:

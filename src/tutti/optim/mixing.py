@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tutti.comm.partition import block
 from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
+from tutti.torch_compat import FunctionModesDisabled
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
 """Scale of the gradients in each step: large steps after small ones, so that limits on an update take effect."""
@@ -92,7 +93,9 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
         # With several threads, waiting for cores that other ranks use takes a hundred times as long as computing.
         torch.set_num_threads(1)
         try:
-            _found[key] = _tried(optimizer, groups)
+            # Function modes, such as those of tutti that check what a script reads, need not see the trial's calls.
+            with FunctionModesDisabled():
+                _found[key] = _tried(optimizer, groups)
         finally:
             torch.set_num_threads(threads)
     return _found[key]
@@ -118,11 +121,11 @@ class _Cut(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """The trial's whole tensors: group index and value of each, gradients by step, and the steps to compare."""
+    """The trial's whole tensors: group index and value of each, gradients (steps, *shape), and the steps to compare."""
 
     groups: list[int]
     values: list[Tensor]
-    gradients: list[list[Tensor]]
+    gradients: list[Tensor]
     compared: tuple[int, ...]
 
 
@@ -241,17 +244,19 @@ def _trial(groups: Sequence[_Group], steps: int, compared: tuple[int, ...]) -> _
     """Make two tensors of every shape of every group, with gradients of very different magnitude."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(shape: Sequence[int]) -> Tensor:
-        tensor = torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+    def drawn(count: int, shape: Sequence[int]) -> Tensor:
+        """Return ``count`` tensors of a shape, (count, *shape), whose rows and columns differ in magnitude."""
+        tensors = torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu")
         for dim, size in enumerate(shape):
-            sizes = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
-            tensor *= (10 ** (2 * sizes - 1)).view(-1, *[1] * (len(shape) - dim - 1))
-        return tensor
+            sizes = torch.rand((count, size), generator=generator, dtype=torch.float64, device="cpu")
+            sizes = 10 ** (2 * sizes - 1)
+            tensors *= sizes.view(count, *[1] * dim, size, *[1] * (len(shape) - dim - 1))
+        return tensors
 
     places = [(g, shape) for g, group in enumerate(groups) for shape in group.shapes for _ in range(2)]
-    values = [drawn(shape) for _, shape in places]
-    scales = [_SCALES[step % len(_SCALES)] for step in range(steps)]
-    gradients = [[drawn(shape) * scale for _, shape in places] for scale in scales]
+    values = [drawn(1, shape)[0] for _, shape in places]
+    scales = torch.tensor([_SCALES[step % len(_SCALES)] for step in range(steps)], dtype=torch.float64, device="cpu")
+    gradients = [drawn(steps, shape) * scales.view(-1, *[1] * len(shape)) for _, shape in places]
     return _Trial([g for g, _ in places], values, gradients, compared)
 
 
@@ -269,9 +274,9 @@ def _run(
         optimizer, [{**deepcopy(groups[g].settings), "params": p} for g, p in members.items()], _off(optimizer)
     )
     copy_step = type(copy).step
-    for number, gradients in enumerate(trial.gradients):
+    for number in range(trial.compared[-1] + 1):
         for cut, param in zip(cuts, params, strict=True):
-            param.grad = cut.take(gradients[cut.of]).clone()
+            param.grad = cut.take(trial.gradients[cut.of][number]).clone()
         if hasattr(copy, "grad_norm"):
             copy.grad_norm = 1.0
         copy_step(copy, _loss) if closure else copy_step(copy)

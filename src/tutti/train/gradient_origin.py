@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, script_line
+from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.torch_compat import tensor_version
 from tutti.types import CustomLoopSync
@@ -100,7 +101,7 @@ class GradientOrigin:
             # A frozen one takes no hook; each later body looks again.
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                add_accumulation_hook(parameter, self._accumulated)
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:

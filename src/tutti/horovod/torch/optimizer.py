@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
 from tutti.horovod.torch.functions import group_name
 from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
+from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.torch_compat import accept_gradient_scale, is_wrapped_by_scheduler, mark_stepped, tensor_version
 
 _FIRST_BUCKET_BYTES = 1 << 20
@@ -179,10 +179,10 @@ class _Distributed:
             if parameter.grad is None and self.op == Adasum:
                 # Horovod's scripts read .grad before the first backward.
                 parameter.grad = torch.zeros_like(parameter)
-            hook = partial(self._on_gradient, self._backward[parameter])
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hooks.append(add_accumulation_hook(parameter, self._on_gradient))
 
-    def _on_gradient(self, backward: _Backward, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
+        backward = self._backward[parameter]
         bucket = backward.bucket
         if backward.delay <= 0 or bucket.handle is not None or (self._sparse and parameter in self._sparse):
             raise AssertionError(self._too_many(parameter))
@@ -489,7 +489,8 @@ class _DistributedDelta(_Distributed):
         self._reset_delays()
         return result
 
-    def _on_gradient(self, backward: _Backward, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
+        backward = self._backward[parameter]
         if backward.delay <= 0:
             raise AssertionError(self._too_many(parameter))
         backward.delay -= 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.nn.ac_and_compile import apply_ac_and_compile, restore_forwards
+from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.init_on_disk import load_spilled
 from tutti.nn.rng_streams import RngStreams, keyed_modules
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
@@ -136,9 +137,7 @@ class ReplicaPart:
         for handle in self._connected:
             handle.remove()
         trained = [parameter for _, parameter in parameters(self.parts) if parameter.requires_grad]
-        self._connected = [
-            parameter.register_post_accumulate_grad_hook(grad_hook.gradient_ready) for parameter in trained
-        ]
+        self._connected = [add_accumulation_hook(parameter, grad_hook.gradient_ready) for parameter in trained]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Do nothing when parameters of the model were replaced: parameters are looked up in the modules each time.

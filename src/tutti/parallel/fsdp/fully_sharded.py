@@ -202,7 +202,8 @@ class FullySharded:
         FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The call
         clears the record; ``mark_reached`` can set flags in it. Not collective.
         """
-        used, self._used = self._used, set()
+        used = self._used.copy()
+        self._used.clear()
         return [each.name in used for each in self.trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
@@ -438,7 +439,7 @@ class FullySharded:
                     self._twins[name].append(parameter)
                     trained = parameter.requires_grad
                     # PyTorch refuses a hook on a frozen parameter, but keeps the hook of one that is frozen later.
-                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(self._note, name))
+                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_note, self._used, name))
                     parameter.requires_grad_(trained)
 
         handle = cast(nn.Module, unit).register_forward_pre_hook(watch)
@@ -448,8 +449,10 @@ class FullySharded:
         here = parameters([self._model])
         return {name: p for name, p in here if name in self._twins and not hasattr(p, "to_local")}
 
-    def _note(self, name: str, parameter: Tensor) -> None:
-        self._used.add(name)
+
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
+    """Add a parameter's name to a set. The garbage collector cannot follow what a hook of a parameter refers to."""
+    used.add(name)
 
 
 def _shard(

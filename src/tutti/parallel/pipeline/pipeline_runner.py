@@ -23,6 +23,7 @@ from tutti.errors import TuttiError, UsageError
 from tutti.nn import ac_policy
 from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
+from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.swap import describe_tensors, parameters
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
@@ -254,7 +255,7 @@ class PipelineRunner(ReplicaPart):
         for handle in self._connected:
             handle.remove()
         trained = [p for _, p in parameters(self.parts) if p.requires_grad and p not in self._shared.parameters]
-        self._connected = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in trained]
+        self._connected = [add_accumulation_hook(parameter, self._ready) for parameter in trained]
         self._grad_hook = grad_hook
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,8 @@ class SplitReads(QuietMode):
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
-        self._blocks = WeakKeyDictionary(blocks)
+        # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
+        self._blocks = WeakKeyDictionary({layer: ref(block) for layer, block in blocks.items()})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -144,7 +145,8 @@ class SplitReads(QuietMode):
 
     def _split_output(self, layer: Any, result: Any) -> Any:
         """Return the outputs of a layer, as a ``SplitTensor`` if the script calls a column-parallel layer by itself."""
-        block = self._blocks.get(layer) if isinstance(layer, ColumnParallelLinear) else None
+        found = self._blocks.get(layer) if isinstance(layer, ColumnParallelLinear) else None
+        block = None if found is None else found()
         if block is None or current_autograd_node() is not None:
             return result
         if any(frame.f_locals.get("self") is block for frame in _frames()):

@@ -1,0 +1,46 @@
+"""A run that the script no longer refers to leaves memory, with its model and its function mode."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from tests import worlds
+from tests.parallel.mixers import loss, prepared
+from tutti.torch_compat import function_mode_depth
+
+
+def train(strategy: str, custom: bool) -> tuple[weakref.ref[object], weakref.ref[object]]:
+    run = prepared(strategy, "adamw")
+    if custom:
+        for batch in run.microbatches(0):
+            run.backward(loss(run.model, batch))
+            run.optimizer.step()  # type: ignore[union-attr]
+            run.optimizer.zero_grad()  # type: ignore[union-attr]
+    else:
+        for batch in run.epoch(0):
+            run.step(batch)
+    return weakref.ref(run), weakref.ref(run.model)
+
+
+def left_over(strategy: str, custom: bool) -> tuple[bool, bool, int]:
+    """Whether run and model are still there, and the number of function modes that are still active."""
+    gc.collect()
+    modes = function_mode_depth()
+    run, model = train(strategy, custom)
+    gc.collect()
+    return run() is not None, model() is not None, function_mode_depth() - modes
+
+
+ALL = ("mirrored", "sharded:stage=1", "sharded:units=Linear", "tensor:least=1", "central_storage", "parameter_server")
+PLACES = [
+    *((3, strategy, custom) for strategy in ALL for custom in (False, True)),
+    *((3, "local_sgd:period=2", False), (4, "hybrid:stages=2,tensor=2,least=1", False)),
+]
+
+
+@pytest.mark.parametrize(("size", "strategy", "custom"), PLACES)
+def test_a_run_that_is_no_longer_used_is_freed(size: int, strategy: str, custom: bool) -> None:
+    assert worlds.run(size, left_over, strategy=strategy, custom=custom) == [(False, False, 0)] * size
