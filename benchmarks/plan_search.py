@@ -42,7 +42,7 @@ MEMORY = 0.5 * (1 << 30)
 def main() -> None:
     torch.set_num_threads(1)
     base = TrainConfig(precision="bf16", optimizer="adamw:lr=0.001")
-    data = TargetData([MeasuredTarget(64, 640_000, 3), MeasuredTarget(256, 900_000, 3)], None, {})
+    data = TargetData([MeasuredTarget(64, 640_000, 3), MeasuredTarget(256, 900_000, 3)], None, {}, "digits")
     sizes = TaskSizes("text", base, ("blocks", "selective"))
     marks, found = [time.process_time()], PlanCandidates()
     for _ in range(2):

@@ -91,8 +91,8 @@ def test_a_plan_that_fits_little_memory_is_one_that_train_takes(tmp_path: Path) 
     [
         (("--runs", "runs", "--budget", "5"), "give --price"),
         (("--runs", "runs", "--target", "acuracy>=0.93"), "did you mean 'accuracy'"),
-        (("--runs", "runs", "--target", "accuracy=0.99"), "no run was trained to"),
-        (("--runs", "runs/32"), "second batch"),
+        (("--runs", "runs", "--target", "accuracy=0.99"), "run tutti train digits --batch-size b --until"),
+        (("--runs", "runs/32"), "second batch (tutti train digits --batch-size b --until"),
         (("--runs", "none"), "there is no run"),
         (("--machine", "a100x8"), "tutti train digits --until"),
         (("--recipe", "none.json", "--machine", "a100x8"), "cannot read the recipe"),

@@ -240,6 +240,8 @@ def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
     assert len(lines) <= most
     assert max(map(len, lines)) <= 80
     assert lines[3].startswith("Example: tutti ")
+    # An option whose description is not found would be an empty line.
+    assert "\n\n\n" not in done.stdout
 
 
 def test_help_lists_the_verbs(tmp_path: Path) -> None:

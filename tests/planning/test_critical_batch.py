@@ -36,7 +36,7 @@ def run_directory(
             line |= {"noise/adam/trace": 3 * trace, "noise/adam/square": square}
         lines.append(line)
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n{half a li")
-    summary: dict[str, Any] = {"global_batch_size": batch}
+    summary: dict[str, Any] = {"task": "digits", "global_batch_size": batch}
     if target is not None:
         before = None if samples is None else samples - 100
         summary["target"] = {"metric": "accuracy", "value": target, "samples": samples, "samples_before": before}
@@ -91,7 +91,7 @@ def test_the_table_and_the_figure(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ([{"noise": None}], "no run has recorded gradient noise"),
+        ([{"noise": None}], "such as tutti train digits --workers 8 --noise-every"),
         ([{"loss": None}], "the run diverged"),
         ([{"noise": None, "samples": 900, "target": 0.9}], "does not fix the two constants"),
         ([{"samples": None, "target": 0.9}], "a run did not reach its target"),

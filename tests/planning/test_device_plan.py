@@ -37,7 +37,7 @@ def step(devices: int, batch: int, terms: Mapping[str, float], spread: float = 0
 
 
 def plans(*steps: PlannedStep, price: float | None = None) -> list[DevicePlan]:
-    return device_plans(steps, TargetData([], LAW, {}), price)
+    return device_plans(steps, TargetData([], LAW, {}, "digits"), price)
 
 
 def row(times: Mapping[int, float]) -> list[DevicePlan]:
@@ -53,7 +53,7 @@ def test_time_steps_and_cost_are_those_of_the_law() -> None:
 
 
 def test_a_fit_through_the_laws_points_gives_the_law_back() -> None:
-    data = TargetData(MEASURED, None, {})
+    data = TargetData(MEASURED, None, {}, "digits")
     assert data.at(64).samples == 128000 and "measured in 3 runs" in data.at(64).text
     assert data.at(512).samples == pytest.approx(LAW.samples_at(512), rel=0.05)
     assert np.median(data.at(512).draws) == pytest.approx(data.at(512).samples, rel=0.05)
@@ -61,23 +61,23 @@ def test_a_fit_through_the_laws_points_gives_the_law_back() -> None:
 
 
 def test_one_measured_batch_says_nothing_of_another() -> None:
-    data = TargetData(MEASURED[:1], None, {})
+    data = TargetData(MEASURED[:1], None, {}, "digits")
     assert data.at(16).samples == 80000 and data.critical_batch is None
     with pytest.raises(UsageError, match="second batch"):
         data.at(32)
     with pytest.raises(UsageError, match="--runs or --recipe"):
-        TargetData([], None, {})
+        TargetData([], None, {}, "digits")
 
 
 def test_a_band_exists_only_where_the_back_test_has_a_cell() -> None:
-    data = TargetData(MEASURED, None, shipped_residuals())
+    data = TargetData(MEASURED, None, shipped_residuals(), "digits")
     near, middle, far = data.at(256), data.at(192), data.at(4096)
     assert near.band is not None and near.band[0] < near.samples < near.band[1]
     assert middle.band is None and "no band" in middle.text
     assert far.band is None and "no band" in far.text
     sets = {"a": CellScores((0.3,), 20), "b": CellScores((0.3,), 20)}
     cells = {"data to the target at smaller batches, at most 4 ×": sets}
-    narrow = TargetData(MEASURED, None, cells).at(256)
+    narrow = TargetData(MEASURED, None, cells, "digits").at(256)
     assert narrow.band is not None and narrow.band[1] < near.band[1]
     predicted = device_plans([step(2, 256, {"compute": 0.1})], data, None)[0]
     assert predicted.band is None and "no band" in predicted.band_text
@@ -140,7 +140,7 @@ def test_limits_are_judged_by_the_slow_end_of_a_band_and_by_the_point_without_on
     assert within_limits(point, 500.0, None) and not within_limits(point, 499.0, None)
     assert within_limits(point, None, 20.0) and not within_limits(point, None, 19.9)
     measured = PlannedStep(4, 256, "mirrored", 0.1, np.full(DRAWS, 0.1), {}, "measured", measured=True)
-    (banded,) = device_plans([measured], TargetData(MEASURED, None, shipped_residuals()), 36.0)
+    (banded,) = device_plans([measured], TargetData(MEASURED, None, shipped_residuals(), "digits"), 36.0)
     assert banded.band is not None and banded.seconds < banded.slow_end() == banded.band[1]
     assert not within_limits(banded, banded.seconds * 1.001, None)
     assert not within_limits(banded, None, (banded.cost or 0) * 1.001)

@@ -16,7 +16,7 @@ from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_
 from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
 from tutti.planning.step_prediction import TaskSizes
 
-DATA = TargetData([MeasuredTarget(8, 1600, 1), MeasuredTarget(64, 3200, 1)], None, {})
+DATA = TargetData([MeasuredTarget(8, 1600, 1), MeasuredTarget(64, 3200, 1)], None, {}, "digits")
 BATCHES = (8, 16)
 SLOW = LinkCost(1e-5, 1e6)
 

@@ -48,7 +48,7 @@ def test_steps_and_samples_are_read(tmp_path: Path) -> None:
     assert [path.name for path in find_runs([tmp_path, tmp_path / "a"])] == ["a", "b", "c"]
     runs = evidence(*find_runs([tmp_path]))
     assert runs[0].step_seconds == pytest.approx(0.01) and runs[0].host == "lab cpu"
-    target, found, notes = measured_targets(runs, None)
+    target, found, notes = measured_targets(runs, None, "digits")
     assert str(target) == str(TARGET) and not notes
     assert [(each.batch, each.samples, each.runs) for each in found] == [(32, 7000, 2), (128, 9600, 1)]
     steps = measured_steps(runs)
@@ -64,21 +64,21 @@ def test_a_run_that_missed_the_target_counts_as_infinite(tmp_path: Path) -> None
         write_run(tmp_path / "d", 32, 6000),
         write_run(tmp_path / "e", 32, None),
     )
-    _, found, notes = measured_targets(runs, TARGET)
+    _, found, notes = measured_targets(runs, TARGET, "digits")
     assert [(each.batch, each.samples) for each in found] == [(32, 6400)]
     assert any("batch 128 is left out" in note for note in notes)
     with pytest.raises(TargetError, match="no run has reached"):
-        measured_targets(runs[1:2], TARGET)
+        measured_targets(runs[1:2], TARGET, "digits")
 
 
 def test_other_targets_and_metrics_are_refused(tmp_path: Path) -> None:
     runs = evidence(write_run(tmp_path / "a", 32, 6400))
     with pytest.raises(UsageError, match=r"no run was trained to accuracy >= 0\.95"):
-        measured_targets(runs, TrainingTarget.parse("accuracy=0.95"))
+        measured_targets(runs, TrainingTarget.parse("accuracy=0.95"), "digits")
     with pytest.raises(UsageError, match="Did you mean 'accuracy'"):
-        measured_targets(runs, TrainingTarget.parse("acuracy>=0.9"))
+        measured_targets(runs, TrainingTarget.parse("acuracy>=0.9"), "digits")
     with pytest.raises(UsageError, match="targets of the runs are: none"):
-        measured_targets([], None)
+        measured_targets([], None, "digits")
 
 
 def test_runs_of_two_problems_are_refused_and_changing_batches_left_out(tmp_path: Path) -> None:

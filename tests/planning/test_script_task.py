@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,21 @@ def test_loops_that_cannot_be_followed_are_refused(body: str, message: str, tmp_
     with pytest.raises(UsageError) as caught:
         sizes(tmp_path, body, "mirrored")
     assert message in str(caught.value) and "train.py" in str(caught.value) and caught.value.remedy
+
+
+def test_a_script_is_planned_with_its_arguments(tmp_path: Path) -> None:
+    recipe = {"format": 1, "target": {"metric": "loss", "value": 0.5}, "samples_min": 6400, "critical_batch": 64}
+    (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "draws": [[6400, 64]], "basis": "stated"}))
+    path = script(tmp_path, LOOP, HEAD.replace("range(4)", "range(int(sys.argv[1]))"))
+    machine = ("--recipe", "recipe.json", "--machine", "a100x8", "--precision", "bf16", "--max-devices", "2")
+    words = ("plan", path, *machine, "--batch-size", "64", "--strategy", "mirrored", "pipeline:stages=2,schedule=1f1b")
+    shown = tutti(tmp_path, *words, "--", "6")
+    assert shown.code == 0, shown.err
+    assert "pipeline: a loop of its own cannot run in stages" in shown.out
+    assert f"then tutti run -np 1 {path} 6\n" in shown.out or f"then tutti run -np 2 {path} 6\n" in shown.out
+    assert "tutti.prepare(…, strategy='mirrored', batch_size=64" in shown.out
+    refused = tutti(tmp_path, *words, "--verify", "1", "--", "6")
+    assert refused.code == 2 and "--verify is of tutti train, which trains no script" in refused.err, refused.err
 
 
 def test_the_command_predicts_a_script_with_its_arguments(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_the_time_to_a_target_is_no_step(tmp_path: Path) -> None:
     step = PlannedStep(1, 64, "mirrored", 0.4, np.full(DRAWS, 0.4), {"compute": 0.4}, "measured")
     measured = [MeasuredTarget(64, 512.0, 1), MeasuredTarget(128, 600.0, 1)]
     other = replace(step, options=(("micro_batch", 8),))
-    plans = device_plans([step, other], TargetData(measured, None, {}), None)
+    plans = device_plans([step, other], TargetData(measured, None, {}, "digits"), None)
     values = plan_json(plans, {}, {})
     assert values[0]["seconds"] == pytest.approx(3.2)
     for value in values:

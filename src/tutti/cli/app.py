@@ -69,7 +69,7 @@ def build_app() -> App:
         name="simulate",
         usage="Usage: tutti simulate TASK --machine FILE [OPTIONS] [-- ARGUMENTS]",
     )
-    app.command(plan_devices, name="plan", usage="Usage: tutti plan TASK --runs DIR [OPTIONS]")
+    app.command(plan_devices, name="plan", usage="Usage: tutti plan TASK --runs DIR [OPTIONS] [-- ARGUMENTS]")
     app.command(report_runs, name="report", usage="Usage: tutti report RUN... [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     app.command(config_command.config_verb())

@@ -26,10 +26,10 @@ from tutti.distribution import pip_install
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text
-from tutti.launcher.launch import check_script, launch
+from tutti.launcher.launch import launch
 from tutti.metrics.records import write_json
 from tutti.planning.landscape_options import LANDSCAPE_FILE, PARTS, LandscapeOptions
-from tutti.tasks import task_registry
+from tutti.planning.task_or_script import TaskOrScript, is_script
 from tutti.train.rank_entry import PRELOADED
 
 
@@ -163,7 +163,7 @@ def landscape(
         reproducible=reproducible,
     )
     if script is None:
-        task_registry.check_task(task, data=chosen.data, model=chosen.model)
+        TaskOrScript.of(task).check_options(data=chosen.data, model=chosen.model)
     folder = out or _run_directory(manifest)
     facts = {"format": 1, "run": _run_directory(manifest).name, "task": task, "step": manifest.step}
     facts |= {} if to is None else {"to": to.name}
@@ -194,13 +194,15 @@ def _run_directory(manifest: Manifest) -> Path:
 
 def _check_script(run: Path, script: str | None, arguments: Sequence[str]) -> None:
     """Raise UsageError where a script is given as the run, does not exist, or has arguments and is not given."""
-    if run.suffix == ".py":
+    if is_script(run.name):
         raise UsageError(
             f"{run} is a script and has no trained weights",
             remedy=f"give the folder of its run.save: tutti landscape FOLDER --script {run}",
         )
     if script is not None:
-        check_script(script)
+        if not is_script(script):
+            raise UsageError(f"'{script}' is no script", where="--script", remedy="give a path that ends in .py")
+        TaskOrScript.of(script, tuple(arguments))
     elif arguments:
         raise UsageError(
             f"there is no argument '{arguments[0]}'", remedy="give options as --NAME VALUE, a second run by --to"

@@ -20,6 +20,7 @@ from tutti.launcher.encoding import json_text
 from tutti.optim.noise_scale import NoiseBand
 from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence, critical_batch, noise_evidence
 from tutti.planning.recipe import write_recipe
+from tutti.planning.task_or_script import is_script
 
 if TYPE_CHECKING:
     from tutti.compare.tuned_batches import TunedBatch
@@ -95,6 +96,11 @@ def noise(
     if batches:
         if len(runs) > 1 or branch:
             raise UsageError("--batches trains one TASK", remedy="leave out --branch and other runs, or --batches")
+        if is_script(str(runs[0])):
+            raise UsageError(
+                f"--batches trains a task with the batch sizes and rates of tutti, and {runs[0]} has its own",
+                remedy="give a task file.py:function with the script's model, loss and data",
+            )
         tuned = _train_batches(str(runs[0]), options, batches, seeds)
         directories = [run for each in tuned for run in each.runs]
     else:
@@ -103,6 +109,11 @@ def noise(
             name = min(options).replace("_", "-")
             raise UsageError(f"--{name} is an option of training", remedy="give a TASK with --batches, or leave it out")
     for run in directories:
+        if is_script(run.name):
+            raise UsageError(
+                f"{run} is a script, and no directory of a run",
+                remedy="train a task file.py:function with its model, loss and data, by tutti train --noise-every 10",
+            )
         if not run.is_dir():
             raise UsageError(
                 f"there is no run directory {run}",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +22,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
+from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry, user
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tutti.planning.machine_costs import StepCosts
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
+    from tutti.tasks.task import Task
 
 _Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 _VERIFY_STEPS = 25
@@ -39,7 +42,7 @@ _MANY = Parameter(consume_multiple=True, negative="", show_default=False)
 def plan_devices(
     task: Annotated[str | None, Parameter(show=False)] = None,
     /,
-    *,
+    *arguments: Annotated[str, Parameter(show=False)],
     law: Annotated[tuple[Path, ...], _MANY] = (),
     runs: Annotated[tuple[Path, ...], _MANY] = (),
     recipe: Annotated[Path | None, Parameter(show_default=False)] = None,
@@ -63,6 +66,9 @@ def plan_devices(
     """Say how many devices are worth it to train to a target, and why not others.
 
     Example: tutti plan digits --runs runs --machine machine.json
+
+    TASK is a task of tutti train, or with --recipe and --machine a script that
+    calls tutti.prepare; its own arguments follow --.
 
     Parameters
     ----------
@@ -90,8 +96,12 @@ def plan_devices(
         of one device for an hour
     device_memory:
         GiB of a device; plans that need more are refused
-    devices_per_node, network, precision:
-        as in tutti simulate; default precision: the runs'
+    devices_per_node:
+        as in tutti simulate
+    network:
+        as in tutti simulate
+    precision:
+        as in tutti simulate; default: that of the runs or the script
     out:
         write the plan here, for tutti train --config
     figure:
@@ -109,6 +119,9 @@ def plan_devices(
         return fit_law_of_runs(law, as_json)
     if task is None:
         raise UsageError("no task is given", remedy="write tutti plan TASK --runs DIR, or tutti plan --law RUN…")
+    named = TaskOrScript.of(task, arguments)
+    if named.script:
+        _check_options(task, runs, out, verify)
     asked = _Asked.check(max_devices, batch_size, deadline, budget, price, verify, device_memory)
     known = None if target is None else TrainingTarget.parse(target, "--target")
     if known is not None and not user.is_own(task):
@@ -116,19 +129,23 @@ def plan_devices(
     if not runs and recipe is None:
         raise UsageError(
             "nothing says how many samples the target needs",
-            remedy=f"give --runs: two runs of tutti train {task} --until NAME=VALUE with different --batch-size, or "
+            remedy="give --recipe"
+            if named.script
+            else f"give --runs: two runs of tutti train {task} --until NAME=VALUE with different --batch-size, or "
             "--recipe",
         )
     if not runs and machine is None:
-        raise UsageError("nothing says how long a step takes", remedy="give --machine, or --runs")
+        remedy = "give --machine" if named.script else "give --machine, or --runs"
+        raise UsageError("nothing says how long a step takes", remedy=remedy)
 
     from tutti.planning.device_plan import device_plans
     from tutti.planning.plan_candidates import step_key
     from tutti.planning.run_evidence import find_runs, read_evidence, usable_runs
 
     evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
-    known, data = _to_target(evidence, recipe, known, notes)
-    base, near = _base(evidence, precision)
+    known, data = _to_target(evidence, recipe, known, task, notes)
+    loaded = named.load_script()
+    base, near = _base(evidence, precision, None if loaded is None else loaded.options)
     batches = _batches(data, asked.batches)
     command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
     steps = _steps_of_runs(evidence, strategy, batches, max_devices, command)
@@ -139,7 +156,7 @@ def plan_devices(
 
         costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
         steps = _steps_of_machine(steps, evidence, costs, base.precision, notes)
-        search = _searcher(task, base, costs, data, asked, batches, strategy)
+        search = _searcher(task if loaded is None else loaded.task, base, costs, data, asked, batches, strategy)
         if asked.device_memory is None:
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
     found = search(steps)
@@ -150,7 +167,7 @@ def plan_devices(
             why=why or "no run has ten recorded steps",
             remedy="give --machine, other --strategy or --batch-size",
         )
-    answer = _Answer(task, known, device_plans(found.steps, data, price), found, notes, data, asked)
+    answer = _Answer(named, known, device_plans(found.steps, data, price), found, notes, data, asked)
     if verify:
         _check_here(costs, evidence)
         verified = _verify(answer, base, near)
@@ -161,7 +178,7 @@ def plan_devices(
 
 
 def _to_target(
-    evidence: Sequence[RunEvidence], recipe: Path | None, asked: TrainingTarget | None, notes: list[str]
+    evidence: Sequence[RunEvidence], recipe: Path | None, asked: TrainingTarget | None, task: str, notes: list[str]
 ) -> tuple[TrainingTarget, TargetData]:
     """Return the target of training, and what runs and recipe say of the samples that it takes.
 
@@ -169,6 +186,7 @@ def _to_target(
         evidence: the runs.
         recipe: file of ``tutti noise``; None for none.
         asked: the target of ``--target``; None for that of the runs or of the recipe.
+        task: name of the task, for messages.
         notes: what is not used, and why, is appended.
 
     Raises:
@@ -191,11 +209,11 @@ def _to_target(
     same = [run for run in evidence if is_single_update(run.config.strategy)]
     measured: Sequence[Any] = ()
     if any(run.target is not None for run in same) or posterior is None:
-        known, measured, more = measured_targets(same, known)
+        known, measured, more = measured_targets(same, known, task)
         notes += more
     if known is None:
         raise UsageError("no target is given", remedy="give --target, such as accuracy=0.93")
-    return known, TargetData(measured, posterior, shipped_residuals())
+    return known, TargetData(measured, posterior, shipped_residuals(), task)
 
 
 def _steps_of_runs(
@@ -242,6 +260,18 @@ def _steps_of_machine(
     notes.append(f"steps of {others} runs are not used: they were trained on another machine or precision")
     kept = {step_key(s) for s in measured_steps(here)}
     return [s for s in steps if step_key(s) in kept]
+
+
+def _check_options(script: str, runs: Sequence[Path], out: Path | None, verify: int) -> None:
+    """Raise UsageError for options that need runs of ``tutti train``, where a script is planned."""
+    for flag, given in (("--runs", runs), ("--out", out), ("--verify", verify)):
+        if given:
+            raise UsageError(
+                f"{flag} is of tutti train, which trains no script",
+                where=script,
+                remedy="leave it out and plan from --recipe and --machine, or plan a task file.py:function with the "
+                "script's model, loss and data",
+            )
 
 
 @dataclass(frozen=True)
@@ -344,7 +374,7 @@ def _planned_alone(steps: list[PlannedStep]) -> PlanCandidates:
 
 
 def _searcher(
-    task: str,
+    task: str | Task,
     base: TrainConfig,
     costs: StepCosts,
     data: TargetData,
@@ -355,7 +385,7 @@ def _searcher(
     """Return a search over all plans of a machine, given the measured steps.
 
     Args:
-        task: name of the task.
+        task: the task, or its name.
         base: options of the run besides those of a plan.
         costs: prices of the machine.
         data: to the target.
@@ -384,10 +414,20 @@ def _searcher(
     return search
 
 
-def _base(evidence: Sequence[RunEvidence], precision: _Precision | None) -> tuple[TrainConfig, RunEvidence | None]:
+def _base(
+    evidence: Sequence[RunEvidence], precision: _Precision | None, stated: Mapping[str, Any] | None
+) -> tuple[TrainConfig, RunEvidence | None]:
+    """Return the options of the planned run besides those of a plan, and the run that they come from.
+
+    Args:
+        evidence: the runs; of these that with the largest batch counts.
+        precision: of ``--precision``; None for that of run or script.
+        stated: options that a script gives to ``tutti.prepare``; None for a task.
+    """
     reached = [run for run in evidence if run.target is not None and run.target["reached"]]
     near = max(reached or evidence, key=lambda run: run.config.batch_size, default=None)
-    config = TrainConfig() if near is None else near.config
+    kept = {name: value for name, value in (stated or {}).items() if name not in ("strategy", "workers", "batch_size")}
+    config = TrainConfig(**kept) if near is None else near.config
     return (replace(config, precision=precision) if precision is not None else config), near
 
 
@@ -456,7 +496,7 @@ def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> lis
                 keep_best=None,
                 out=str(directory),
             )
-            file.write_text(config_toml(config, answer.task), encoding="utf-8")
+            file.write_text(config_toml(config, answer.subject.text), encoding="utf-8")
             words = [sys.executable, "-m", "tutti", "train", "--config", str(file)]
             done = subprocess.run(words, env=without_settings(os.environ), capture_output=True, text=True)
             label = _choice(plan)
@@ -472,6 +512,14 @@ def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> lis
             found.append(replace(step, basis="measured by --verify"))
     answer.notes.append(f"verify: before it, the fastest plan was {_short(min(first, key=lambda p: p.seconds))}")
     return found
+
+
+def _script_run(plan: DevicePlan, script: TaskOrScript) -> str:
+    """Return what to give to ``tutti.prepare`` in a script, and the command that starts it, for a plan."""
+    options = {"strategy": plan.step.strategy, "batch_size": plan.step.batch, **dict(plan.step.options)}
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    command = shlex.join(["tutti", "run", "-np", str(plan.devices), script.text, *script.arguments])
+    return f"tutti.prepare(…, {given}), then {command}"
 
 
 def _short(plan: DevicePlan) -> str:
@@ -490,7 +538,7 @@ def _choice(plan: DevicePlan) -> str:
 class _Answer:
     """Everything that is printed."""
 
-    task: str
+    subject: TaskOrScript
     target: TrainingTarget
     plans: list[DevicePlan]
     found: PlanCandidates
@@ -533,13 +581,15 @@ class _Answer:
         chosen = fastest if limited else knee or best[0]
         text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
         if out is not None and chosen is not None:
-            write_plan(plan_config(chosen, base, self.target, near), self.task, text, out)
+            write_plan(plan_config(chosen, base, self.target, near), self.subject.text, text, out)
         if figure is not None:
-            write_plan_figure(best, f"{self.task} to {self.target}", figure)
+            write_plan_figure(best, f"{self.subject.text} to {self.target}", figure)
         if as_json:
             print(json_text(self._json(text, plan_json(self.plans, reasons, marks), chosen, place), sys.stdout))
         else:
             self._print(text, best, marks, place, reasons)
+            if chosen is not None and self.subject.script:
+                print(f"to run it: {_script_run(chosen, self.subject)}")
             for path in (out if chosen is not None else None, figure):
                 if path is not None:
                     print(f"wrote {path}")
@@ -579,7 +629,7 @@ class _Answer:
         return {
             "format": "tutti plan",
             "version": 1,
-            "task": self.task,
+            "task": self.subject.text,
             "target": {"metric": self.target.metric.name, "value": self.target.value},
             "headline": text,
             "chosen": None if chosen is None else place[id(chosen)],

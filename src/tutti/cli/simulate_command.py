@@ -18,11 +18,10 @@ from tutti.config.train_config import TrainConfig
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text
-from tutti.tasks import task_registry
+from tutti.planning.task_or_script import TaskOrScript
 
 if TYPE_CHECKING:
     from tutti.planning.machine_costs import StepCosts
-    from tutti.planning.script_task import ScriptTask
     from tutti.planning.step_prediction import StepPrediction
     from tutti.planning.step_program import StepTimes
 
@@ -113,13 +112,8 @@ def simulate_step(
     as_json:
         print JSON
     """
-    script = task.endswith(".py")
-    if script and (data is not None or model is not None or augment):
-        raise UsageError("a script makes its own model and data", remedy="leave out --data, --model and --augment")
-    if not script:
-        task_registry.check_task(task, data=data, model=model, augment=augment)
-        if arguments:
-            raise UsageError(f"a task takes no argument '{arguments[0]}'", remedy="give options as --NAME VALUE")
+    named = TaskOrScript.of(task, arguments)
+    named.check_options(data=data, model=model, augment=augment)
     if optimizer is not None:
         check_optimizer(optimizer)
     counts = _counts(sweep, devices)
@@ -146,7 +140,7 @@ def simulate_step(
         "activation_checkpointing": activation_checkpointing,
         "slow": slow,
     }
-    loaded = _script(task, arguments) if script else None
+    loaded = named.load_script()
     subject = task if loaded is None else loaded.task
     chosen = {
         **_DEFAULTS,
@@ -170,12 +164,6 @@ def simulate_step(
     for count in counts:
         config = run_of(count)
         parts = _parts(config)
-        if loaded is not None and loaded.own_loop and parts[0] > 1:
-            raise UsageError(
-                "a loop of its own cannot run in stages",
-                where=f"{task}, --strategy {config.strategy}",
-                remedy="give the loss to tutti.prepare(model, optimizer, data, loss), and call run.step(batch)",
-            )
         if sizes is None or parts != cut:
             sizes, cut = gather_sizes(subject, config), parts
         prediction, times = predict_step(subject, sizes, config, costs, residuals)
@@ -194,13 +182,6 @@ def simulate_step(
             if path is not None:
                 print(f"drawn into {path}")
     return ExitCode.DONE
-
-
-def _script(script: str, arguments: Sequence[str]) -> ScriptTask:
-    """Return a script's model, loss and data as a task, and the options that it states."""
-    from tutti.planning.script_task import load_script
-
-    return load_script(script, arguments)
 
 
 def _parts(config: TrainConfig) -> tuple[int, int]:

@@ -24,7 +24,6 @@ _NOISE_SPREAD = 0.7
 _BRANCH_SPREAD = 0.35
 """Standard deviation of log B_crit given the noise scale, from the back-test, and given branches: half of it, a
 guess."""
-_RECORD = "train again with --noise-every, such as tutti train TASK --workers 8 --noise-every 10"
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class NoiseEvidence:
 
     Attributes:
         path: the run directory.
+        task: name of the run's task.
         batch: samples in a global batch.
         estimates: gradient noise estimates of the run's last measured steps, in order.
         scaled: the same estimates for Adam's preconditioned gradient.
@@ -41,6 +41,7 @@ class NoiseEvidence:
     """
 
     path: Path
+    task: str
     batch: int
     estimates: tuple[NoiseEstimate, ...]
     scaled: tuple[NoiseEstimate, ...]
@@ -101,6 +102,7 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         )
     return NoiseEvidence(
         path,
+        str(summary["task"]),
         int(summary["global_batch_size"]),
         _estimates(steps, "noise", last),
         _estimates(steps, "noise/adam", last),
@@ -143,7 +145,11 @@ def critical_batch(
     batches = _batches(runs)
     where = ", ".join(str(run.path) for run in runs)
     if not batches and prior is None and branches is None:
-        raise UsageError("no run has recorded gradient noise", where=where, remedy=_RECORD)
+        raise UsageError(
+            "no run has recorded gradient noise",
+            where=where,
+            remedy=f"train again with --noise-every, such as tutti train {runs[0].task} --workers 8 --noise-every 10",
+        )
     ways = []
     if prior is not None and known:
         ways.append(CriticalBatchWay("noise", prior.scale, prior.low, prior.high, "gradient noise alone"))

@@ -72,16 +72,19 @@ class TargetData:
         recipe: a posterior over E_min and B_crit, from ``tutti noise``, which replaces the fit of the law to
             ``measured``; None fits the law.
         residuals: scores of checked predictions from which bands are derived (``shipped_residuals``).
+        task: name of the task, for the command in messages.
 
     Raises:
         UsageError: neither a measured batch nor a recipe is known.
     """
 
-    def __init__(self, measured: Sequence[MeasuredTarget], recipe: TrainingRecipe | None, residuals: Residuals) -> None:
+    def __init__(
+        self, measured: Sequence[MeasuredTarget], recipe: TrainingRecipe | None, residuals: Residuals, task: str
+    ) -> None:
         if not measured and recipe is None:
             raise UsageError("nothing says how many samples the target needs", remedy="give --runs or --recipe")
         self.measured = {each.batch: each for each in sorted(measured, key=lambda each: each.batch)}
-        self._recipe, self._residuals = recipe, residuals
+        self._recipe, self._residuals, self._task = recipe, residuals, task
         generator = np.random.default_rng(0)
         self._normal = generator.standard_normal(DRAWS)
         self.spread = 0.0
@@ -141,8 +144,8 @@ class TargetData:
             raise UsageError(
                 f"the data to the target at a batch of {batch} are unknown",
                 why="one measured batch cannot give the two constants of E(B) = E_min(1 + B/B_crit)",
-                remedy="train to the target with a second batch (tutti train TASK --batch-size B --until …), or give "
-                "--recipe, or plan for the measured batch alone with --batch-size",
+                remedy=f"train to the target with a second batch (tutti train {self._task} --batch-size B --until …), "
+                "or give --recipe, or plan for the measured batch alone with --batch-size",
             )
         draws = self._least * (1 + batch / self._critical) * np.exp(self.spread * self._normal)
         if self._recipe is not None:

@@ -35,6 +35,7 @@ from tutti.planning.loss_surface import LossSurface, SampleBlocks, SurfaceValue,
 from tutti.planning.pass_counter import PassCounter
 from tutti.planning.script_task import load_script
 from tutti.planning.sharpness import epsilon_sharpness, sam_sharpness
+from tutti.planning.task_or_script import is_script
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.train.main import prepare_process
@@ -68,7 +69,7 @@ def landscape_rank(
     prepare_process(config, world)
     rank, ranks = world.identity.rank, world.identity.size
     comm = Communicators(world, Grid(replica=ranks, rank=rank)).replica
-    if task.endswith(".py"):
+    if is_script(task):
         chosen = _task_of_script(task, arguments)
     else:
         chosen = task_registry.load_task(task, data=config.data, model=config.model)

@@ -196,7 +196,7 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
 
 
 def measured_targets(
-    runs: Sequence[RunEvidence], target: TrainingTarget | None
+    runs: Sequence[RunEvidence], target: TrainingTarget | None, task: str
 ) -> tuple[TrainingTarget, list[MeasuredTarget], list[str]]:
     """Return the samples that runs needed to a target metric, as the median for each batch size.
 
@@ -205,6 +205,7 @@ def measured_targets(
     Args:
         runs: runs of one task, model and data, with synchronous strategies.
         target: metric and level; None for the one target of the runs.
+        task: name of the task, for the command in messages.
 
     Returns:
         The target; for each batch the median samples to it and the number of runs; and lines in words on what was left
@@ -215,7 +216,7 @@ def measured_targets(
         TargetError: no run has reached it.
     """
     trained = {(str(r.target["metric"]), float(r.target["value"])): r for r in runs if r.target is not None}
-    train = "tutti train TASK --batch-size B --until NAME=VALUE, with two batch sizes at least"
+    train = f"tutti train {task} --batch-size B --until NAME=VALUE, with two batch sizes at least"
     if target is None:
         if len(trained) != 1:
             shown = ", ".join(f"{name}={value:g}" for name, value in sorted(trained)) or "none"

@@ -82,7 +82,7 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
     task = Task(
         name=Path(script).name,
         model=lambda: copy_model(model),
-        loss=loss if loss is not None else _LoopLoss(script, tuple(arguments)),
+        loss=loss if loss is not None else ScriptLoopLoss(script, tuple(arguments)),
         train=adapt_training(sampling.dataset, sampling.collate, sampling.drop_last),
     )
     stated = {
@@ -146,7 +146,7 @@ class _Reached(BaseException):
         self.found = found
 
 
-class _LoopLoss:
+class ScriptLoopLoss:
     """The loss of a script with a loop of its own, as ``loss(model, batch)``: the script runs up to its first backward.
 
     Args:
@@ -158,6 +158,7 @@ class _LoopLoss:
         self._script, self._arguments = script, arguments
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Run the script with ``model`` and ``batch`` up to its first ``run.backward``, and return the loss there."""
         with ExitStack() as outside:
             # Building the script's model and data is no part of the step that is traced.
             outside.enter_context(without_dispatch_modes())

@@ -32,6 +32,7 @@ from tutti.planning.memory_plan import (
 )
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.scaling_laws import Array
+from tutti.planning.script_task import ScriptLoopLoss
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups, pipeline_layout
 from tutti.planning.step_program import StepTimes, evaluate_program
@@ -147,6 +148,12 @@ class TaskSizes:
         """
         check_buildable(config)
         key = self._key(config)
+        if isinstance(self._task.loss, ScriptLoopLoss) and key[1] > 1:
+            raise UsageError(
+                "a loop of its own cannot run in stages",
+                where=f"{self._name}, --strategy {config.strategy}",
+                remedy="give the loss to tutti.prepare(model, optimizer, data, loss), and call run.step(batch)",
+            )
         if key not in self._steps:
             # A model that cannot be cut into some stages cannot be cut into more of them.
             fewer = [

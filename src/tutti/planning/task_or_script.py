@@ -1,0 +1,81 @@
+"""Tell tasks of ``tutti train`` from training scripts: commands take both by name. Loads torch for a script alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tutti.errors import UsageError
+from tutti.launcher.launch import check_script
+from tutti.tasks import task_registry
+
+if TYPE_CHECKING:
+    from tutti.planning.script_task import ScriptTask
+
+
+def is_script(text: str) -> bool:
+    """Return whether a text names a training script that calls ``tutti.prepare``, and not a task: it ends in ``.py``.
+
+    >>> is_script("train.py"), is_script("train.py:task"), is_script("digits")
+    (True, False, False)
+    """
+    return text.endswith(".py")
+
+
+@dataclass(frozen=True)
+class TaskOrScript:
+    """A task of ``tutti train``, or a training script with its command-line arguments, that was found to exist.
+
+    Attributes:
+        text: name of a built-in task, ``file.py:function``, ``module:function``, or path of a script.
+        arguments: command-line arguments of the script; none for a task.
+    """
+
+    text: str
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, arguments: tuple[str, ...] = ()) -> TaskOrScript:
+        """Return the task or script of a command line; a script is checked to exist, and its code is not run.
+
+        Args:
+            text: as on the command line.
+            arguments: words behind ``--`` on the command line.
+
+        Raises:
+            UsageError: there is no such script, or a task gets arguments.
+        """
+        if is_script(text):
+            check_script(text)
+        elif arguments:
+            raise UsageError(f"a task takes no argument '{arguments[0]}'", remedy="give options as --NAME VALUE")
+        return cls(text, arguments)
+
+    def check_options(self, *, data: str | None = None, model: str | None = None, augment: bool = False) -> None:
+        """Check that a task exists and takes these options of ``tutti train``, and that a script gets none of them.
+
+        Raises:
+            UsageError: there is no such task, it does not take an option, or a script gets one.
+            DataError: data of the task are missing.
+        """
+        if not self.script:
+            task_registry.check_task(self.text, data=data, model=model, augment=augment)
+        elif data is not None or model is not None or augment:
+            raise UsageError("a script makes its own model and data", remedy="leave out --data, --model and --augment")
+
+    @property
+    def script(self) -> bool:
+        """Whether this is a script and not a task."""
+        return is_script(self.text)
+
+    def load_script(self) -> ScriptTask | None:
+        """Run a script up to ``tutti.prepare`` and return its model, loss, data and options; None for a task.
+
+        Raises:
+            UsageError: the script raises or ends before ``tutti.prepare``, or its model cannot be simulated.
+        """
+        if not self.script:
+            return None
+        from tutti.planning.script_task import load_script
+
+        return load_script(self.text, self.arguments)
