@@ -4,9 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A .venv that is a link belongs to another checkout: it is used as it is, nothing is installed, and the sources are
+# those from here.
+LINKED := $(shell test -L $(VENV) && test -x $(BIN)/python && echo yes)
+ifeq ($(LINKED),yes)
+export PYTHONPATH := $(CURDIR)/src
+else
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
 SITE := $(VENV)/.site
+endif
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -17,6 +24,7 @@ help:  ## this list
 
 venv: $(READY)  ## the pinned environment in .venv
 
+ifneq ($(LINKED),yes)
 # torch comes first and alone, so that nothing after it can choose another build. Compiled once, the sources start every
 # process half a second sooner, also where PYTHONDONTWRITEBYTECODE is set.
 $(READY): pyproject.toml constraints.txt
@@ -34,6 +42,7 @@ $(BENCH): $(READY)
 $(SITE): $(READY)
 	$(INSTALL) --editable '.[site]'
 	touch $@
+endif
 
 # Four at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
 test: $(READY)  ## every test and doctest; of large tables a pairwise part
@@ -100,8 +109,8 @@ gpu: $(BENCH)  ## what needs a GPU: tests, contract, step tax, MFU; a dated resu
 # DATA is also where the studies below read their images, so only a stated one counts here.
 BACKTEST := $(if $(filter command environment,$(origin DATA)),$(DATA),data/scaling)
 
-backtest: $(READY)  ## predictions against published measurements: DATA=folder, JSON=1 for lines of JSON and no files
-	@$(BIN)/python benchmarks/backtest.py '$(BACKTEST)' $(if $(JSON),--json)
+backtest: $(READY)  ## predictions against published measurements: DATA=folder; JSON=1 or LEAVE_OUT=source prints and writes no files
+	@$(BIN)/python benchmarks/backtest.py '$(BACKTEST)' $(if $(JSON),--json) $(if $(LEAVE_OUT),--leave-out $(LEAVE_OUT))
 
 backtest-net: $(READY)  ## predictions against runs between network namespaces: root, an hour; NET="--only uneven" for a part, NET=--save keeps it
 	@$(BIN)/python benchmarks/backtest_net.py $(NET)

@@ -1,10 +1,11 @@
 """Back-test predictions on a folder of published measurements.
 
-    python benchmarks/backtest.py FOLDER [--json]
+    python benchmarks/backtest.py FOLDER [--json] [--leave-out source]
 
 Write the figures to `benchmarks/results/DATE-backtest.json`, the page `docs/backtest.md`, and the scores that give
 bands their widths to the package (`planning/residuals.json`). With `--json` print one line of JSON for each table,
-group and protocol, and write nothing.
+group and protocol, and write nothing. With `--leave-out source` print for each source how far off it is when bands rest
+on all other sources: a table, or with `--json` lines of JSON.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ published measurements. `make backtest` writes it, from the measurements in a fo
 make backtest DATA=path/to/folder
 ```
 
+`LEAVE_OUT=source` prints a table of the residuals of each source, whose bands rest on all other sources.
+
 A table is recognised by its columns, never by its name. A column that is missing is derived where other columns
 determine it; a guess is printed as `note` of the group (`JSON=1`), and a group or protocol that cannot be predicted is
 printed with the reason.
@@ -147,7 +150,7 @@ these measurements in sight. Only measurements that are not in these sets can co
 | iteration by grid | seconds of a GPT iteration on one host, by tensor, data and pipeline ranks |
 | published jobs | device-seconds per sample of training jobs: the inverse of throughput |
 | data to target | samples or epochs to a benchmark's target, by batch size; time, by batch size and devices |
-| metric by epoch | samples to a level of a metric, by batch size |
+| metric by epoch | samples until two of three neighbouring epochs reach a level of a metric, by batch size |
 | scaling law | loss, by parameters and FLOP |
 
 | protocol | the fit uses | predicted rows |
@@ -291,6 +294,21 @@ def page(stored: dict[str, Any], file: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def source_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the residuals of each source that was left out."""
+    lines = [
+        "| source left out | cell | predictions | series | median error % | worst error % "
+        "| 90 % score | of other sources | coverage % |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        others = "no band" if row["others90"] is None else f"{row['others90']:.2f}"
+        head = f"| {row['source']} | {row['cell']} | {row['n']} | {row['series']} |"
+        figures = f"{share(row['median'])} | {share(row['worst'])} | {row['score90']:.2f} | {others}"
+        lines.append(f"{head} {figures} | {share(row['coverage'])} |")
+    return lines
+
+
 def json_lines(result: BacktestResult) -> list[str]:
     """Return one line of JSON for each table, group and protocol; without predictions it has n = 0 and the reason."""
     nothing = dict.fromkeys(("mean", "median", "worst", "coverage90", "median_band_width"))
@@ -307,12 +325,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", action="store_true", help="print lines of JSON and write nothing")
+    parser.add_argument("--leave-out", choices=["source"], help="print residuals of each source that is left out")
     options = parser.parse_args()
     if not options.folder.is_dir():
         print(f"{options.folder} is no folder; say make backtest DATA=folder", file=sys.stderr)
         return 2
     began = time.perf_counter()
     result = run_backtest(options.folder)
+    if options.leave_out:
+        rows = result.left_out()
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows] if options.json else source_table(rows)
+        print("\n".join(lines))
+        return 0
     if options.json:
         print("\n".join(json_lines(result)))
         return 0

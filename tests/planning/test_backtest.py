@@ -315,6 +315,40 @@ def test_time_to_a_target_is_predicted_from_a_quarter_of_the_devices(tmp_path: P
     assert [*predicted(spoilt=4).values()][1] > 1.5 * [*truth.values()][1]
 
 
+def progress(folder: Path, spoilt: dict[tuple[int, int], float]) -> backtest.BacktestResult:
+    """Runs at four batches whose metric rises to 1; some (batch, epoch) have another metric."""
+    rows = []
+    for batch in (32, 64, 128, 256):
+        for epoch in range(1, 41):
+            metric = 1 - np.exp(-epoch / (4 + batch / 64))
+            rows.append(["w", batch, epoch, spoilt.get((batch, epoch), metric), 1.0, 4.0])
+    write(folder / "p.csv", ["workload", "batch", "epoch", "metric", "grad_sqr", "grad_var"], rows)
+    return backtest.run_backtest(folder, {})
+
+
+def test_an_outlier_of_a_metric_reaches_no_level(tmp_path: Path) -> None:
+    clean = progress(tmp_path, {})
+    spoilt = progress(tmp_path, {(32, 20): 70.0, (64, 30): -9.0, (128, 2): 70.0, (256, 40): 70.0})
+    pairs = [(one, other) for (_, one), (_, other) in zip(clean.checked, spoilt.checked, strict=True)]
+    assert len(pairs) > 10
+    for one, other in pairs:
+        # Beside an outlier, a level may move by an epoch.
+        assert other.measured == pytest.approx(one.measured, abs=1.05)
+        assert other.predicted == pytest.approx(one.predicted, rel=0.05)
+
+
+def test_a_source_is_left_out_of_its_own_bands(tmp_path: Path) -> None:
+    result = backtest.run_backtest(synthetic_folder(tmp_path))
+    rows = result.left_out()
+    assert {row["source"] for row in rows} == {one.set_name for _, one in result.checked}
+    assert sum(int(str(row["n"])) for row in rows) == len(result.checked)
+    banded = [row for row in rows if row["others90"] is not None]
+    assert banded
+    for row in banded:
+        cell = {name: scores for name, scores in result.residuals[str(row["cell"])].items() if name != row["source"]}
+        assert row["others90"] == pytest.approx(band_factor({str(row["cell"]): cell}, str(row["cell"]), ""))
+
+
 def test_hyperbola_is_found_from_three_batches() -> None:
     batches = np.array([100.0, 1000.0, 4000.0])
     posterior = fit_target(batches, 1e6 * (1 + batches / 2000), np.full(3, 5.0))
@@ -380,6 +414,9 @@ def test_an_anchor_is_another_sets_and_never_the_data_sheet_alone() -> None:
     for chip in ("V100", "A100", "H100", "T4"):
         assert any(anchor.chip == chip and anchor.source for anchor in anchors)
     assert "no published row" in anchored_rate("L40S", "bf16", anchors, without="")[2]
+    # A card has less power than the socketed chip of the same name, and two chips at once have no rate.
+    for other in ("NVIDIA H100-PCIe-80GB", "A100 PCI-E 40GB", "8 x A100 and 8 x V100"):
+        assert "no published row" in anchored_rate(other, "bf16", anchors, without="")[2]
     own = {anchor.set_name for anchor in anchors if anchor.chip == "H100"}
     assert "another set" in anchored_rate("H100", "bf16", anchors, without=own.pop())[2]
 
@@ -392,6 +429,8 @@ def test_the_command_prints_a_line_of_json_a_group(tmp_path: Path) -> None:
     keys = {"table", "group", "protocol", "n", "mean", "median", "worst", "coverage90", "median_band_width"}
     assert rows and all(keys <= set(row) for row in rows)
     assert all(row["n"] > 0 or row["reason"] for row in rows)
+    left = subprocess.run([*command, "--leave-out", "source"], check=True, capture_output=True, text=True).stdout
+    assert all(set(json.loads(line)) >= {"source", "cell", "others90", "coverage"} for line in left.splitlines())
     missing = subprocess.run([*command[:2], str(tmp_path / "none"), "--json"], capture_output=True, text=True)
     assert missing.returncode == 2 and "no folder" in missing.stderr
 

@@ -20,6 +20,7 @@ from tutti.planning.backtest_target import time_to_target
 from tutti.planning.backtest_time import all_reduce, iteration_by_grid, published_jobs, scaling_law, small_cluster
 from tutti.planning.conformal_band import (
     LEAST_SERIES,
+    LEVEL,
     NO_BAND,
     CellScores,
     CheckedPrediction,
@@ -69,12 +70,45 @@ class BacktestResult:
         refused: one dictionary for each group and protocol without a prediction, and for each unused table, with the
             keys ``table``, ``group``, ``protocol`` and ``reason``.
         checked: every prediction with its measurement, and the group and protocol that it belongs to.
+        residuals: scores from which the bands are made, of this back-test and of the package, by cell and source.
     """
 
     rows: list[JsonRow] = field(default_factory=list)
     cells: list[JsonRow] = field(default_factory=list)
     refused: list[JsonRow] = field(default_factory=list)
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
+    residuals: Residuals = field(default_factory=dict)
+
+    def left_out(self) -> list[JsonRow]:
+        """Return how far off each source is that was left out: bands of its predictions rest on other sources alone.
+
+        Returns:
+            One dictionary for each source and cell, with the keys ``source``, ``cell``, ``n`` (predictions), ``series``
+            (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the source's own
+            scores, the errors over their units), ``others90`` (that of all other sources, with which bands are drawn;
+            None where they are too few) and ``coverage`` (share of the source's measurements within these bands).
+        """
+        found: list[JsonRow] = []
+        by_source: dict[tuple[str, str], list[CheckedPrediction]] = {}
+        for _, one in self.checked:
+            by_source.setdefault((one.set_name, one.cell), []).append(one)
+        for (source, cell), same in sorted(by_source.items()):
+            errors = [abs(one.predicted / one.measured - 1) for one in same]
+            others = band_factor(self.residuals, cell, source)
+            found.append(
+                {
+                    "source": source,
+                    "cell": cell,
+                    "n": len(same),
+                    "series": len({one.series for one in same}),
+                    "median": statistics.median(errors),
+                    "worst": max(errors),
+                    "score90": float(np.quantile([one.score for one in same], LEVEL)),
+                    "others90": others,
+                    "coverage": None if others is None else statistics.fmean(one.score <= others for one in same),
+                }
+            )
+        return found
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
         """Return the errors of all predictions, each divided by a unit that grows with its stated uncertainty.
@@ -154,7 +188,7 @@ def _summarise(result: BacktestResult, asked: Sequence[Asked], shipped: Residual
             result.refused.append(lost)
             each.predictions = kept
         result.checked += [(each, one) for one in each.predictions]
-    residuals = _merged(result.scores(), shipped)
+    residuals = result.residuals = _merged(result.scores(), shipped)
     factors: dict[tuple[str, str], float | None] = {}
     hits: dict[str, dict[str, list[bool]]] = {}
     widths: dict[str, list[float]] = {}

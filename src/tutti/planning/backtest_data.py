@@ -106,12 +106,26 @@ class _Curve:
         self.metric = np.array([row.number("metric") for row in ordered])
         self.ratio = np.array([row.number("grad_var") / row.number("grad_sqr") for row in ordered])
 
+    def best(self) -> Array:
+        """Return the best metric until each epoch, where two of three neighbouring epochs have to be as good.
+
+        The metric of an epoch is replaced by the median of it and of its neighbours; that of the first by the worst of
+        the first three, that of the last by the worse of it and the better one of the two before. So a single epoch,
+        whose number may be a mistake, reaches no level.
+        """
+        values = self.metric
+        if len(values) < 3:
+            return np.maximum.accumulate(values)
+        middle = np.median(np.array([values[:-2], values[1:-1], values[2:]]), axis=0)
+        first, last = values[:3].min(), min(values[-1], values[-3:-1].max())
+        return np.maximum.accumulate(np.array([first, *middle, last]))
+
     def reached(self, level: float) -> float:
         """Return after how many training samples the best metric so far passes a level; NaN where it never does.
 
         Between two epochs it is interpolated linearly.
         """
-        best = np.maximum.accumulate(self.metric)
+        best = self.best()
         place = int(np.searchsorted(best, level))
         if place >= len(best):
             return math.nan
@@ -140,7 +154,8 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
     A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the gradient noise scale at that
     time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). The column
     ``grad_var`` is the variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr. *Anchored*
-    predictions see the run of the smallest batch alone, *extrapolated* ones also a run of one other batch.
+    predictions see the run of the smallest batch alone, *extrapolated* ones also a run of one other batch. A level is
+    reached where two of three neighbouring epochs reach it, so that a single outlier does not.
 
     Args:
         rows: one row for each epoch of a training run, with workload, batch, metric, ``grad_var`` and ``grad_sqr``, as
@@ -163,8 +178,8 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
         if _falls(curves[0]):
             for curve in curves:
                 curve.metric = -curve.metric
-        start = max(float(curve.metric[0]) for curve in curves)
-        end = min(float(curve.metric.max()) for curve in curves)
+        start = max(float(curve.best()[0]) for curve in curves)
+        end = min(float(curve.best()[-1]) for curve in curves)
         for share in _LEVELS if end > start else ():
             level = start + share * (end - start)
             _ask_level(alone, more, curves, level)
@@ -177,7 +192,7 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
 
 def _falls(curve: _Curve) -> bool:
-    return bool(np.isfinite(curve.metric).all() and curve.metric[-1] < curve.metric[0])
+    return bool(np.median(curve.metric[-3:]) < np.median(curve.metric[:3]))
 
 
 def _ask_level(alone: Asked, more: Asked, curves: Sequence[_Curve], level: float) -> None:

@@ -19,13 +19,19 @@ import numpy as np
 
 _PEAKS = {
     "V100": {"16": 125.0, "32": 15.7},
+    "V100 PCIE": {"16": 112.0, "32": 14.0},
     "P100": {"16": 21.2, "32": 10.6},
+    "P100 PCIE": {"16": 18.7, "32": 9.3},
     "T4": {"16": 65.0, "32": 8.1},
     "A100": {"16": 312.0, "tf32": 156.0, "32": 19.5},
+    "A100 PCIE": {"16": 312.0, "tf32": 156.0, "32": 19.5},
     "H100": {"16": 989.0, "tf32": 495.0, "8": 1979.0, "32": 67.0},
+    "H100 PCIE": {"16": 756.0, "tf32": 378.0, "8": 1513.0, "32": 51.0},
+    "H100 NVL": {"16": 835.0, "tf32": 418.0, "8": 1671.0, "32": 60.0},
 }
 """Dense TFLOP/s by chip and class of precision, from the makers' data sheets: the unit of utilisation, never a
-prediction."""
+prediction. A name without a form is of the socketed chip; cards have less power, so that they are chips of their own
+even where the peak is the same."""
 
 _LINKS = {
     "P100": (6e10, 6.25e9),
@@ -33,10 +39,16 @@ _LINKS = {
     "T4": (1e10, 1.5e9),
     "A100": (2.3e11, 2.5e10),
     "H100": (3.6e11, 5e10),
+    "P100 PCIE": (1e10, 6.25e9),
+    "V100 PCIE": (1e10, 6.25e9),
+    "A100 PCIE": (2e10, 2.5e10),
+    "H100 PCIE": (4e10, 5e10),
+    "H100 NVL": (4e10, 5e10),
 }
 """Bytes/s of a collective within a node, and of a device's share of the node's network, by chip: those of the makers'
 own servers (NVLink of each generation at four fifths of its one-way rate; one adapter of 50, 200 or 400 Gbit/s a
-device; for the T4 PCIe 3 and a cloud server's 50 Gbit/s), where a table does not state a network."""
+device; for the T4 PCIe 3 and a cloud server's 50 Gbit/s; for cards PCIe of their generation, without bridges), where a
+table does not state a network."""
 _HALF_RATE_WIDTH = 400.0
 _LINKS_ELSEWHERE = (5e10, 6.25e9)
 
@@ -48,7 +60,7 @@ class HardwareAnchor:
     Predictions of the speed of other jobs on the chip start from such anchors.
 
     Attributes:
-        chip: the chip's name without maker, memory and form, such as ``A100``.
+        chip: the chip's name without maker and memory, such as ``A100``; a card's with its form (``chip_of``).
         memory_gb: memory of the chip in GB, 0 where the source does not say.
         precision: class of precision: 8, 16, tf32, 32.
         utilisation: median over the jobs of hardware FLOP/s over the chip's dense peak.
@@ -74,14 +86,19 @@ def chip_of(hardware: str) -> tuple[str, int]:
     """Parse a hardware name as people write it into the chip's name and its memory in GB.
 
     Returns:
-        The chip, such as ``A100``, empty where it is none of V100, P100, T4, A100 and H100; and its memory in GB, 0
-        where not stated or where the chip is unknown.
+        The chip with its form, such as ``A100`` or ``A100 PCIE``, empty where it is none of V100, P100, T4, A100 and
+        H100, or where several are named; and its memory in GB, 0 where not stated or where the chip is unknown.
 
     >>> chip_of("NVIDIA A100-SXM4-80GB (400W)"), chip_of("8x Tesla V100 32 GB"), chip_of("TPU")
     (('A100', 80), ('V100', 32), ('', 0))
+    >>> chip_of("NVIDIA H100-PCIe-80GB"), chip_of("4 x V100 and 4 x P100")
+    (('H100 PCIE', 80), ('', 0))
     """
     plain = hardware.upper()
-    chip = next((each for each in _PEAKS if re.search(rf"(?<![A-Z0-9]){each}(?![0-9])", plain)), "")
+    named = [each for each in _PEAKS if " " not in each and re.search(rf"(?<![A-Z0-9]){each}(?![0-9])", plain)]
+    chip = named[0] if len(named) == 1 else ""
+    form = re.search(r"PCI-?E|NVL(?!INK)", plain)
+    chip = next((each for each in _PEAKS if form and each == f"{chip} {form[0].replace('-', '')}"), chip)
     memory = re.search(r"(\d+)\s*-?\s*GI?B", plain)
     return chip, int(memory[1]) if memory and chip else 0
 
