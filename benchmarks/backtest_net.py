@@ -36,10 +36,10 @@ from namespace_ranks import run_ranks, tutti_command
 from slept_layers import Slept
 
 from tutti.comm.collective_schedules import LinkCost
-from tutti.config.train_config import TrainConfig
 from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode
+from tutti.planning.planned_run import PlannedRun
 
 if TYPE_CHECKING:
     from tutti.workload.machine_file import Curve, Machine
@@ -119,9 +119,9 @@ class Case:
         ]
         return f"{self.strategy}, {', '.join(filter(None, parts))}"
 
-    def config(self) -> TrainConfig:
+    def config(self) -> PlannedRun:
         """The run as ``tutti train`` and the simulator take it."""
-        return TrainConfig(
+        return PlannedRun(
             strategy=self.strategy,
             devices=str(self.ranks),
             batch_size=self.samples * (self.workers or self.ranks),
@@ -342,7 +342,7 @@ class Predictor:
         program, _ = build_step(facts, config, costs, prices)
         return float(np.median(evaluate_program(program, SAMPLES).seconds))
 
-    def _facts(self, case: Case, config: TrainConfig) -> Any:
+    def _facts(self, case: Case, config: PlannedRun) -> Any:
         from tutti.planning.step_prediction import TaskSizes
 
         if case.slept not in self._sizes:

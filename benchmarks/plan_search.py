@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from tutti.config.train_config import TrainConfig
 from tutti.distribution import VERSION
 from tutti.planning.device_plan import (
     MeasuredTarget,
@@ -31,6 +30,7 @@ from tutti.planning.device_plan import (
 from tutti.planning.machine_costs import open_machine
 from tutti.planning.plan_candidates import PlanCandidates
 from tutti.planning.plan_search import STRATEGIES, StepPricer, plan_choices, search_plans
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_prediction import TaskSizes
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ MEMORY = 0.5 * (1 << 30)
 
 def main() -> None:
     torch.set_num_threads(1)
-    base = TrainConfig(precision="bf16", optimizer="adamw:lr=0.001")
+    base = PlannedRun(precision="bf16", optimizer="adamw:lr=0.001")
     data = TargetData([MeasuredTarget(64, 640_000, 3), MeasuredTarget(256, 900_000, 3)], None, {}, "digits")
     sizes = TaskSizes("text", base, ("blocks", "selective"))
     marks, found = [time.process_time()], PlanCandidates()

@@ -31,12 +31,12 @@ import torch
 
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.optimizer_config import check_optimizer
-from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt_training
 from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
 from tutti.optim.factory import from_config
 from tutti.planning.machine_costs import MeasuredCosts, Network, open_machine
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_prediction import gather_sizes, predict_step
 from tutti.tasks import task_registry
 from tutti.workload import bench_device
@@ -61,12 +61,12 @@ _SKIPPED = 5
 """First steps of a run, which also allocate memory."""
 
 
-def config_of(strategy: str, devices: int) -> TrainConfig:
+def config_of(strategy: str, devices: int) -> PlannedRun:
     """Return the run of a case."""
-    return TrainConfig(strategy=strategy, devices=str(devices), batch_size=BATCH, optimizer=OPTIMIZER)
+    return PlannedRun(strategy=strategy, devices=str(devices), batch_size=BATCH, optimizer=OPTIMIZER)
 
 
-def predicted(task: str, config: TrainConfig, machine: Any) -> float:
+def predicted(task: str, config: PlannedRun, machine: Any) -> float:
     """Return the median of the predicted seconds of a step."""
     return predict_step(task, gather_sizes(task, config), config, machine, {})[0].seconds
 

@@ -11,13 +11,13 @@ import pytest
 
 from tests.forkserver import run
 from tests.simulated_accelerator import build
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.host_memory import parse_bytes
 from tutti.planning import dry_run as command_line
 from tutti.planning.dry_run import _notes
 from tutti.planning.memory_plan import model_facts, nearest_plan, plan_memory
 from tutti.planning.pipeline_memory import observe_stages
+from tutti.planning.planned_run import PlannedRun
 from tutti.workload.tensor_memory import Tracker
 
 BASE = {"batch_size": 32, "device": "cpu", "devices": "2"}
@@ -53,7 +53,7 @@ def test_what_cannot_fit_is_refused_with_what_does(tmp_path: Path) -> None:
 
 
 def test_plans_fit_and_share_out_no_more_than_needed() -> None:
-    config = TrainConfig(**BASE)
+    config = PlannedRun(**BASE)
     found = model_facts("digits", config)
     total = plan_memory(found, config).total
     assert (
@@ -66,8 +66,8 @@ def test_plans_fit_and_share_out_no_more_than_needed() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_divides_what_it_shares_out(stage: int) -> None:
-    whole = plan_memory(found := model_facts("digits", TrainConfig(**BASE)), TrainConfig(**BASE))
-    part = plan_memory(found, TrainConfig(**{**BASE, "strategy": f"sharded:stage={stage}"}))
+    whole = plan_memory(found := model_facts("digits", PlannedRun(**BASE)), PlannedRun(**BASE))
+    part = plan_memory(found, PlannedRun(**{**BASE, "strategy": f"sharded:stage={stage}"}))
     assert part.optimizer == whole.optimizer / 2
     assert part.gradients == whole.gradients / (2 if stage > 1 else 1)
     assert part.parameters == whole.parameters / (2 if stage > 2 else 1)
@@ -76,12 +76,12 @@ def test_a_stage_divides_what_it_shares_out(stage: int) -> None:
 def test_recomputation_and_smaller_batches_take_less() -> None:
     text = {**BASE, "model": "gpt:layers=4,width=64"}
     data = {"data": __file__}
-    whole = model_facts("text", TrainConfig(**text, **data)).activations
+    whole = model_facts("text", PlannedRun(**text, **data)).activations
     again, chosen = (
-        model_facts("text", TrainConfig(**text, **data, activation_checkpointing=kind)).activations
+        model_facts("text", PlannedRun(**text, **data, activation_checkpointing=kind)).activations
         for kind in ("blocks", "selective")
     )
-    half = model_facts("text", TrainConfig(**{**text, "batch_size": 16}, **data)).activations
+    half = model_facts("text", PlannedRun(**{**text, "batch_size": 16}, **data)).activations
     assert whole is not None and again is not None and chosen is not None and half is not None
     assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
     assert again < chosen < 0.9 * whole
@@ -111,7 +111,7 @@ def test_a_pipeline_is_looked_at_where_it_is_cut(options: str, words: str, tmp_p
 def test_a_cut_that_does_not_fit_is_moved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All the time is in the first convolution, and most parameters in the first linear layer."""
     monkeypatch.setattr(command_line, "_seconds", lambda *_: {"conv1": 1.0, "conv2": 1e-3, "fc1": 1e-3})
-    config = TrainConfig(**{**BASE, "strategy": "pipeline:micro_batches=8"})
+    config = PlannedRun(**{**BASE, "strategy": "pipeline:micro_batches=8"})
     found = model_facts("digits", config)
     own, other, chosen = command_line._of_stages("digits", config, found, 10**9, ())
     assert (other, chosen.strategy) == (None, "pipeline:micro_batches=8,cuts=conv2")
@@ -149,7 +149,7 @@ def task():
 def test_stages_of_a_recorded_forward_are_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deciding.py").write_text(DECIDING)
     monkeypatch.chdir(tmp_path)
-    config = TrainConfig(**BASE, strategy="pipeline")
+    config = PlannedRun(**BASE, strategy="pipeline")
     with pytest.raises(UsageError, match="the memory of the stages of this model cannot be predicted"):
         observe_stages("deciding.py:task", config, {})
 
@@ -160,7 +160,7 @@ def test_what_this_host_has_no_room_for_is_not_measured(
     """It fits into the devices that were told of, which need not be here."""
     monkeypatch.setattr("tutti.planning.dry_run.free_memory", lambda processes: 2**29 // processes)
     monkeypatch.setattr(command_line, "launch", lambda *_, **__: pytest.fail("a process was started"))
-    assert command_line.dry_run("digits", TrainConfig(**BASE), "16GB", ()) == 0
+    assert command_line.dry_run("digits", PlannedRun(**BASE), "16GB", ()) == 0
     *table, said = capsys.readouterr().out.splitlines()
     assert table[-1].startswith("total")
     assert said == "not measured: this host has 256 MiB free for each of 2 processes, too little for that"
@@ -168,11 +168,11 @@ def test_what_this_host_has_no_room_for_is_not_measured(
 
 def test_what_is_taken_for_granted_is_said() -> None:
     strategies = ("pipeline", "tensor", "central_storage", "parameter_server")
-    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in strategies}
+    told = {s: _notes(PlannedRun(**BASE, strategy=s), known=True) for s in strategies}
     assert told["pipeline"] == []
     assert "into equal parts" in told["tensor"][0] and "not one copy for all" in told["central_storage"][0]
     assert told["parameter_server"] == told["central_storage"]
-    assert "without activations" in _notes(TrainConfig(**BASE), known=False)[0]
+    assert "without activations" in _notes(PlannedRun(**BASE), known=False)[0]
 
 
 def test_bytes_are_counted_while_they_are_there() -> None:

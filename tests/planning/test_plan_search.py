@@ -9,11 +9,11 @@ import pytest
 
 from tests.planning.test_step_prediction import TASK, costs
 from tutti.comm.collective_schedules import LinkCost
-from tutti.config.train_config import TrainConfig
 from tutti.planning.device_plan import DRAWS, MeasuredTarget, PlannedStep, TargetData, best_by_devices, device_plans
 from tutti.planning.machine_costs import StepCosts, open_machine
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
 from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_prediction import TaskSizes
 
 DATA = TargetData([MeasuredTarget(8, 1600, 1), MeasuredTarget(64, 3200, 1)], None, {}, "digits")
@@ -29,7 +29,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pricer_of(task: str, prices: StepCosts, precision: str = "fp32") -> StepPricer:
-    base = TrainConfig(precision=precision, optimizer="sgd:lr=0.1")
+    base = PlannedRun(precision=precision, optimizer="sgd:lr=0.1")
     return StepPricer(TaskSizes(task, base, ("blocks", "selective")), base, prices)
 
 
@@ -67,7 +67,7 @@ def fits(step: PlannedStep) -> bool:
 
 def test_memory_refuses_plans_and_makes_micro_batches_worth_it() -> None:
     prices = open_machine("a100x8", "bf16", None, None)
-    base = TrainConfig(precision="bf16", optimizer="adam:lr=0.1", model="gpt:layers=2")
+    base = PlannedRun(precision="bf16", optimizer="adam:lr=0.1", model="gpt:layers=2")
     pricer = StepPricer(TaskSizes("text", base, ("blocks",)), base, prices)
     assert pricer.checkpointing() == ("none", "blocks")
     whole = PlannedStep(2, 64, "mirrored", 0.0, np.zeros(0), {}, "")

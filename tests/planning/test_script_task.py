@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tests.faults.commands import tutti
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.conformal_band import shipped_residuals
 from tutti.planning.machine_costs import Network, PublishedCosts
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.script_task import copy_model, load_script
 from tutti.planning.step_prediction import ModelSizes, gather_sizes, predict_step
 from tutti.torch_compat import FakeTensorMode, is_fake
@@ -97,7 +97,7 @@ def script(folder: Path, body: str, head: str = HEAD) -> str:
 
 
 def sizes(folder: Path, body: str, strategy: str, devices: int = 4) -> ModelSizes:
-    config = TrainConfig(strategy=strategy, devices=str(devices), batch_size=32, micro_batch=4)
+    config = PlannedRun(strategy=strategy, devices=str(devices), batch_size=32, micro_batch=4)
     return gather_sizes(load_script(script(folder, body)).task, config)
 
 
@@ -148,7 +148,7 @@ def test_tied_weights_are_one_parameter_and_the_scripts_model_stays(tmp_path: Pa
 @pytest.mark.parametrize("strategy", ["pipeline:micro_batches=2", "tensor"])
 def test_scripts_are_cut_and_split_as_tasks_are(strategy: str, tmp_path: Path) -> None:
     loaded = load_script(script(tmp_path, STEPS))
-    config = TrainConfig(strategy=strategy, devices="2", batch_size=32)
+    config = PlannedRun(strategy=strategy, devices="2", batch_size=32)
     costs = PublishedCosts("a100", "bf16", Network(8))
     found, times = predict_step(loaded.task, gather_sizes(loaded.task, config), config, costs, shipped_residuals())
     assert found.seconds > 0 and len(times.seconds) == 256 and found.memory["total"] > 0

@@ -14,12 +14,12 @@ from torch import nn
 import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import LinkCost
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, StepCosts, curve_seconds, open_machine
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
@@ -95,16 +95,16 @@ def costs(**values: Any) -> MeasuredCosts:
     return MeasuredCosts(machine(values.pop("jitter", 0.0)), "fp32", Network(2, **values))
 
 
-def run(strategy: str, devices: int = 1, **values: Any) -> TrainConfig:
+def run(strategy: str, devices: int = 1, **values: Any) -> PlannedRun:
     values = {"batch_size": 8 * devices, "optimizer": "sgd:lr=0.1", **values}
-    return TrainConfig(strategy=strategy, devices=str(devices), **values)
+    return PlannedRun(strategy=strategy, devices=str(devices), **values)
 
 
-def program_of(step: StepFacts, config: TrainConfig, prices: StepCosts) -> StepProgram:
+def program_of(step: StepFacts, config: PlannedRun, prices: StepCosts) -> StepProgram:
     return build_step(step, config, prices)[0]
 
 
-def seconds_of(step: StepFacts, config: TrainConfig, prices: StepCosts) -> float:
+def seconds_of(step: StepFacts, config: PlannedRun, prices: StepCosts) -> float:
     return float(np.median(evaluate_program(program_of(step, config, prices), SAMPLES).seconds))
 
 

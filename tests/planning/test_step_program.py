@@ -12,9 +12,9 @@ from torch import nn
 import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import Algorithm, LinkCost, schedule_of
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.machine_costs import SAMPLES, schedule_seconds, slowest_factor
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import check_buildable
 from tutti.planning.step_facts import TensorFacts, gradient_vectors, local_sgd_collectives
 from tutti.planning.step_program import StepAction, StepProgram, collective_totals, evaluate_program
@@ -79,7 +79,7 @@ def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
 )
 def test_what_cannot_be_simulated_is_refused_by_name(strategy: str, word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        check_buildable(TrainConfig(strategy=strategy, devices="4"))
+        check_buildable(PlannedRun(strategy=strategy, devices="4"))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_what_cannot_be_simulated_is_refused_by_name(strategy: str, word: str) -
 )
 def test_splits_whose_messages_are_not_known_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        check_buildable(TrainConfig(devices="4", **options))
+        check_buildable(PlannedRun(devices="4", **options))
     plain = {**options, "strategy": "tensor:tensor=2", "optimizer": "adam:lr=0.1"}
-    check_buildable(TrainConfig(devices="4", **plain))
+    check_buildable(PlannedRun(devices="4", **plain))
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:

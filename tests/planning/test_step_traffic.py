@@ -10,10 +10,10 @@ import pytest
 import tutti
 from tests import worlds
 from tests.planning.test_step_prediction import LINK, line, machine, run
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.parallel.parameter_server.server_flows import flow_totals
 from tutti.planning.machine_costs import MeasuredCosts, Network, StepCosts, open_machine
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import build_step
 from tutti.planning.step_prediction import TaskSizes
 from tutti.planning.step_program import StepProgram, collective_totals
@@ -103,7 +103,7 @@ def on_cpus(devices: int) -> StepCosts:
     return prices
 
 
-def program_of(task: str, config: TrainConfig, prices: StepCosts | None = None) -> StepProgram:
+def program_of(task: str, config: PlannedRun, prices: StepCosts | None = None) -> StepProgram:
     prices = on_cpus(int(config.devices)) if prices is None else prices
     sizes = TaskSizes(task, config, (config.activation_checkpointing,))
     return build_step(sizes.step(config), config, prices)[0]

@@ -18,10 +18,10 @@ from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
 from tutti.cli.simulate_command import parse_link
-from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry, user
 
@@ -375,7 +375,7 @@ def _planned_alone(steps: list[PlannedStep]) -> PlanCandidates:
 
 def _searcher(
     task: str | Task,
-    base: TrainConfig,
+    base: PlannedRun,
     costs: StepCosts,
     data: TargetData,
     asked: _Asked,
@@ -416,7 +416,7 @@ def _searcher(
 
 def _base(
     evidence: Sequence[RunEvidence], precision: _Precision | None, stated: Mapping[str, Any] | None
-) -> tuple[TrainConfig, RunEvidence | None]:
+) -> tuple[PlannedRun, RunEvidence | None]:
     """Return the options of the planned run besides those of a plan, and the run that they come from.
 
     Args:
@@ -427,7 +427,7 @@ def _base(
     reached = [run for run in evidence if run.target is not None and run.target["reached"]]
     near = max(reached or evidence, key=lambda run: run.config.batch_size, default=None)
     kept = {name: value for name, value in (stated or {}).items() if name not in ("strategy", "workers", "batch_size")}
-    config = TrainConfig(**kept) if near is None else near.config
+    config = PlannedRun(**kept) if near is None else PlannedRun.of(near.config)
     return (replace(config, precision=precision) if precision is not None else config), near
 
 
@@ -464,7 +464,7 @@ def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> Non
         )
 
 
-def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> list[PlannedStep]:
+def _verify(answer: _Answer, base: PlannedRun, near: RunEvidence | None) -> list[PlannedStep]:
     """Train the best plans that this machine has devices for, and return their measured steps."""
     from tutti.config.variables import without_settings
     from tutti.launcher.devices import count_accelerators
@@ -547,7 +547,7 @@ class _Answer:
     asked: _Asked
 
     def show(
-        self, base: TrainConfig, near: RunEvidence | None, out: Path | None, figure: Path | None, as_json: bool
+        self, base: PlannedRun, near: RunEvidence | None, out: Path | None, figure: Path | None, as_json: bool
     ) -> int:
         """Print the answer of ``tutti plan``, write plan file and figure, and return the exit code.
 

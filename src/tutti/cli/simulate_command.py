@@ -14,10 +14,10 @@ from tutti.cli.console_tables import print_table
 from tutti.cli.workload_command import quantity
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.optimizer_config import check_optimizer
-from tutti.config.train_config import TrainConfig
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.task_or_script import TaskOrScript
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ def simulate_step(
     }
     whole = chosen.pop("batch_size")
 
-    def run_of(count: int) -> TrainConfig:
+    def run_of(count: int) -> PlannedRun:
         samples = batch_size or (device_batch or 0) * count or whole
-        return TrainConfig(devices=str(count), batch_size=samples, data=data, model=model, augment=augment, **chosen)
+        return PlannedRun(devices=str(count), batch_size=samples, data=data, model=model, augment=augment, **chosen)
 
     from tutti.planning.conformal_band import shipped_residuals
     from tutti.planning.machine_costs import open_machine
@@ -184,12 +184,9 @@ def simulate_step(
     return ExitCode.DONE
 
 
-def _parts(config: TrainConfig) -> tuple[int, int]:
+def _parts(config: PlannedRun) -> tuple[int, int]:
     """Return pipeline stages and tensor ranks of a replica, on which its trace depends."""
-    from tutti import parallel
-
-    shape = parallel.parse_strategy(config.strategy).shape(int(config.devices))
-    return shape["stage"], shape["tensor"]
+    return config.shape["stage"], config.shape["tensor"]
 
 
 def _counts(sweep: str | None, devices: int) -> list[int]:

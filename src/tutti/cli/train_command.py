@@ -150,6 +150,7 @@ def _finished_code(directory: Path) -> int:
 def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process_context.Identity | None) -> int:
     """Run ``--dry-run`` in place of training and return its exit code. Raises UsageError in a joined job."""
     from tutti.planning.dry_run import dry_run
+    from tutti.planning.planned_run import PlannedRun
 
     if config.precision == "fp8":
         raise UsageError(
@@ -159,7 +160,7 @@ def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process
         )
     if joined is not None:
         raise UsageError("--dry-run starts processes of its own", remedy="call it without torchrun, srun or mpirun")
-    return dry_run(task, config, memory, PRELOADED)
+    return dry_run(task, PlannedRun.of(config), memory, PRELOADED)
 
 
 BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--noise-every": "50", "--compile": "default"}

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from tutti.errors import UsageError
+from tutti.parallel import Choice, parse_strategy
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
 from tutti.planning.recipe import TrainingRecipe
@@ -197,6 +199,11 @@ class PlannedStep:
     options: tuple[tuple[str, object], ...] = ()
     samples: float | None = None
     least: bool = False
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The step's parallel strategy with its options. Raises UsageError for an unknown one."""
+        return parse_strategy(self.strategy)
 
     @property
     def family(self) -> str:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti import parallel
-from tutti.config.train_config import TrainConfig
 from tutti.errors import ExitCode, UsageError
 from tutti.host_memory import format_bytes, free_memory, memory_share, parse_bytes
 from tutti.launcher import isolated
@@ -21,6 +19,7 @@ from tutti.launcher.launch import launch
 if TYPE_CHECKING:
     from tutti.parallel.pipeline.stage_memory import StagePlan
     from tutti.planning.memory_plan import Facts
+    from tutti.planning.planned_run import PlannedRun
     from tutti.workload.memory_formula import Memory
 
 _PATIENCE = 120.0
@@ -29,7 +28,7 @@ _RUNTIME, _HEAP = 0.4 * 2**30, 1.3
 _REST = ("gradients", "messages", "average", "activations")
 
 
-def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequence[str]) -> int:
+def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence[str]) -> int:
     """Print the predicted memory of a device; if the run fits, train two steps and print the measured memory too.
 
     The steps run on all devices of the configuration, in processes of this host; printed is the memory of the device
@@ -54,7 +53,7 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {format_bytes(room)}")
     for text in _notes(config, known=found.activations is not None):
         print(text)
-    if parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"] > 1:
+    if config.shape["stage"] > 1:
         own, other, chosen = _of_stages(task, config, found, room, preload)
     else:
         chosen, own = config, planned.plan_memory(found, config)
@@ -71,7 +70,7 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
         code = launch(
             _step,
             (task, chosen, Path(folder)),
-            processes=int(config.devices),
+            processes=config.device_count,
             logs=Path(folder) / "logs",
             timeout=config.timeout,
             preload=preload,
@@ -84,8 +83,8 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
 
 
 def _of_stages(
-    task: str, config: TrainConfig, found: Facts, room: int, preload: Sequence[str]
-) -> tuple[Memory, TrainConfig | None, TrainConfig]:
+    task: str, config: PlannedRun, found: Facts, room: int, preload: Sequence[str]
+) -> tuple[Memory, PlannedRun | None, PlannedRun]:
     """Predict the stages of a pipeline, print the stage partition, and search for a better one if it does not fit.
 
     Args:
@@ -105,16 +104,14 @@ def _of_stages(
     plans = pipeline_memory.plan_stage_memory(found, ahead, config)
     other = None
     if max(plan.total for plan in plans) > room:
-        asked = (
-            "as asked for" if parallel.parse_strategy(config.strategy).layout.begins else f"most even in {_kind(ahead)}"
-        )
+        asked = "as asked for" if config.choice.layout.begins else f"most even in {_kind(ahead)}"
         print(f"{asked}: {_cut(ahead, plans)}, which does not fit")
         if (better := pipeline_memory.fitting(found, ahead, config, room)) is not None:
             ahead, plans = better, pipeline_memory.plan_stage_memory(found, better, config)
             print(f"most even that fits: {_cut(ahead, plans)}")
             print(f"to train so: {pipeline_memory.pinned(config, ahead).strategy}")
         else:
-            workers = config.workers and max(config.workers, int(config.devices))
+            workers = config.workers and max(config.workers, config.device_count)
             shared = replace(config, strategy="sharded", workers=workers)
             other = pipeline_memory.nearest_stage_plan(found, ahead, config, room) or planned.nearest_plan(
                 found, shared, room
@@ -136,7 +133,7 @@ def _kind(ahead: StagePlan) -> str:
     return "time" if ahead.measured else "parameters"
 
 
-def _seconds(task: str, config: TrainConfig, preload: Sequence[str]) -> dict[str, float]:
+def _seconds(task: str, config: PlannedRun, preload: Sequence[str]) -> dict[str, float]:
     """Measure the seconds of each module in a process of its own; empty if a run would not measure, or it fails."""
     from tutti.planning import pipeline_memory
 
@@ -159,16 +156,16 @@ def _seconds(task: str, config: TrainConfig, preload: Sequence[str]) -> dict[str
     return seconds
 
 
-def _clock(task: str, config: TrainConfig, folder: Path) -> None:
+def _clock(task: str, config: PlannedRun, folder: Path) -> None:
     from tutti.planning.pipeline_memory import time_modules
 
     time_modules(task, config, folder)
 
 
-def _notes(config: TrainConfig, known: bool) -> list[str]:
+def _notes(config: PlannedRun, known: bool) -> list[str]:
     """Return the assumptions of the prediction, for the user."""
-    choice = parallel.parse_strategy(config.strategy)
-    shape = choice.shape(int(config.devices))
+    choice = config.choice
+    shape = config.shape
     notes = [] if known else ["without activations: what a stream gives is not known before it is read"]
     if shape["tensor"] > 1:
         notes.append("layers are taken to be split into equal parts; the fullest one may need more")
@@ -177,7 +174,7 @@ def _notes(config: TrainConfig, known: bool) -> list[str]:
     return notes
 
 
-def _room(config: TrainConfig, memory: str | None) -> int:
+def _room(config: PlannedRun, memory: str | None) -> int:
     """Return the bytes of a device: as given, else of the smallest GPU, else a process's share of this node."""
 
     if memory is not None:
@@ -187,22 +184,22 @@ def _room(config: TrainConfig, memory: str | None) -> int:
         gpus = json.loads(result.out)["gpus"] if result.code == 0 else []
         if gpus:
             return min(int(gpu["memory_bytes"]) for gpu in gpus)
-    return memory_share(int(config.devices))
+    return memory_share(config.device_count)
 
 
-def _short(config: TrainConfig, each: float) -> str | None:
+def _short(config: PlannedRun, each: float) -> str | None:
     """Return why no step is measured: this node has too little free memory for the processes. None if it has enough."""
 
     if count_accelerators(config.device, os.environ):
         return None
-    here = free_memory(int(config.devices))
+    here = free_memory(config.device_count)
     if _HEAP * each + _RUNTIME <= here:
         return None
     room = format_bytes(here)
     return f"not measured: this host has {room} free for each of {config.devices} processes, too little for that"
 
 
-def _step(task: str, config: TrainConfig, folder: Path) -> None:
+def _step(task: str, config: PlannedRun, folder: Path) -> None:
     from tutti.planning.memory_plan import measure
 
     measure(task, config, folder)
@@ -231,7 +228,7 @@ def _table(rows: Mapping[str, float], found: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _too_large(config: TrainConfig, other: TrainConfig | None, room: int, total: float) -> UsageError:
+def _too_large(config: PlannedRun, other: PlannedRun | None, room: int, total: float) -> UsageError:
     """Return the error, with the nearest plan that fits as its remedy."""
     remedy = "no number of devices up to 1,024 makes it fit: take a smaller model"
     if other is not None:

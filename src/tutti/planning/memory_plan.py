@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tutti import parallel
 from tutti.config import optimizer_config as options
 from tutti.config.module_config import Sync
-from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import map_tensors
 from tutti.data.contract import BatchContract
@@ -24,8 +22,8 @@ from tutti.data.stream import Stream
 from tutti.device import peak_memory, reset_peak_memory
 from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
-from tutti.parallel import Choice
 from tutti.parallel.fsdp import fsdp_wrap_policy
+from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
@@ -63,7 +61,7 @@ class Facts:
     activations: float | None
 
 
-def resolve_task(task: str | Task, config: TrainConfig) -> Task:
+def resolve_task(task: str | Task, config: PlannedRun) -> Task:
     """Return the task of a run (its model, loss and data): load it by name, or return a task object unchanged.
 
     Args:
@@ -75,7 +73,7 @@ def resolve_task(task: str | Task, config: TrainConfig) -> Task:
     return task_registry.load_task(task, data=config.data, model=config.model, augment=config.augment)
 
 
-def model_facts(name: str | Task, config: TrainConfig) -> Facts:
+def model_facts(name: str | Task, config: PlannedRun) -> Facts:
     """Return the bytes of a task's parameters, buffers, optimizer state and activations before any split over devices.
 
     The sizes come from shapes, on fake tensors: nothing is allocated or computed. The exception are the activations of
@@ -89,10 +87,9 @@ def model_facts(name: str | Task, config: TrainConfig) -> Facts:
         The sizes; activations are those of the largest forward of the run, None where the task reads a stream.
     """
     task = resolve_task(name, config)
-    choice = parallel.parse_strategy(config.strategy)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(task, config)
-        units = fsdp_wrap_policy.wrapped_modules(model, choice.exchange.wrap_policy)
+        units = fsdp_wrap_policy.wrapped_modules(model, config.choice.exchange.wrap_policy)
         inside = {id(p) for unit in units for p in unit.parameters()}
         whole = sum(p.nbytes for p in model.parameters())
         rest = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
@@ -104,13 +101,13 @@ def model_facts(name: str | Task, config: TrainConfig) -> Facts:
             sum(b.nbytes for b in model.buffers()),
             max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0),
             rest,
-            _largest(config, choice, int(config.devices)),
+            _largest(config),
             None,
         )
     return replace(found, activations=_activations(task, config, found.samples))
 
 
-def plan_memory(found: Facts, config: TrainConfig) -> Memory:
+def plan_memory(found: Facts, config: PlannedRun) -> Memory:
     """Estimate the bytes on the fullest device, with the strategy and number of devices of ``config``.
 
     Formulas over sizes; nothing is allocated or measured. Stages and tensor ranks count as even parts of the model.
@@ -123,15 +120,14 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
         The bytes by kind: parameters, gradients, optimizer state, communication buffers (``messages``), the averaged
         weights (``average``), activations and buffers.
     """
-    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
-    split, ranks = _split(choice, devices), choice.data_ranks(devices)
+    split, ranks = _split(config), config.data_ranks
     each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))
     memory = state_memory(found.parameters, each, split)
     model = split.stages * split.tensor
     workers = -(-(config.workers or ranks) // ranks)
-    if not choice.row.single_update:
+    if not config.choice.row.single_update:
         memory = replace(memory, parameters=memory.parameters * workers, optimizer=memory.optimizer * workers)
-    samples = _largest(config, choice, devices)
+    samples = _largest(config)
     return replace(
         memory,
         messages=_messages(found, split, ranks),
@@ -141,15 +137,15 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
     )
 
 
-def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
+def _largest(config: PlannedRun) -> int:
     """Return the number of samples in the largest forward."""
-    ranks = choice.data_ranks(devices)
+    ranks = config.data_ranks
     contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     together = isinstance(config.batch_norm_options, Sync)
     return len(contract.part(config.batch_size, 0) if together else contract.first_micro_batch(config.batch_size))
 
 
-def model_of(task: Task, config: TrainConfig) -> nn.Module:
+def model_of(task: Task, config: PlannedRun) -> nn.Module:
     """Build and return a task's model, in float64 for the precision fp64, and else as the task builds it.
 
     Args:
@@ -160,9 +156,9 @@ def model_of(task: Task, config: TrainConfig) -> nn.Module:
     return model.double() if config.precision == "fp64" else model
 
 
-def _split(choice: Choice, devices: int) -> DeviceSplit:
-    shape = choice.shape(devices)
-    zero = choice.exchange.zero_stage if shape["shard"] > 1 else 0
+def _split(config: PlannedRun) -> DeviceSplit:
+    shape = config.shape
+    zero = config.choice.exchange.zero_stage if shape["shard"] > 1 else 0
     return DeviceSplit(shape["shard"], zero, shape["stage"], shape["tensor"])
 
 
@@ -201,7 +197,7 @@ def _words(chosen: options.OptimizerConfig) -> float:
     return 1.0
 
 
-def _activations(task: Task, config: TrainConfig, samples: int) -> float | None:
+def _activations(task: Task, config: PlannedRun, samples: int) -> float | None:
     """Return the peak bytes of a forward and backward, without parameters' gradients; None for a stream."""
     sample = first_sample(task)
     if sample is None:
@@ -216,7 +212,7 @@ def _activations(task: Task, config: TrainConfig, samples: int) -> float | None:
         return max(few[0] + slope * (samples - 2), 0.0)
 
 
-def _peak(model: nn.Module, task: Task, config: TrainConfig, sample: Any, samples: int) -> float:
+def _peak(model: nn.Module, task: Task, config: PlannedRun, sample: Any, samples: int) -> float:
     recompute(model, config.checkpointing)
     batch = batch_of(sample, samples, config)
     with Tracker() as tracker:
@@ -234,7 +230,7 @@ def first_sample(task: Task) -> Any:
     return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
 
 
-def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
+def batch_of(sample: Any, samples: int, config: PlannedRun) -> Any:
     """Return a batch of copies of one sample, with floats in float64 if the run's precision is fp64.
 
     Args:
@@ -250,7 +246,7 @@ def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
     return map_tensors(sample, more)
 
 
-def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
+def backward(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
     """Run forward and backward of the task's loss on a micro-batch, under CPU autocast for 16-bit precisions.
 
     The gradients are left in the parameters' ``grad``.
@@ -268,7 +264,7 @@ def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
     objective.sum().backward()
 
 
-def measure(name: str, config: TrainConfig, directory: Path) -> None:
+def measure(name: str, config: PlannedRun, directory: Path) -> None:
     """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
 
     Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``,
@@ -317,7 +313,7 @@ def memory_rows(memory: Memory) -> Mapping[str, float]:
     return {**{name: value for name, value in named.items() if value}, "total": memory.total}
 
 
-def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig | None:
+def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | None:
     """Search the run nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
 
     Args:
@@ -329,16 +325,16 @@ def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig 
         The changed configuration; None if no plan with up to 1,024 devices fits.
     """
     own = plan_memory(found, config)
-    each = own.activations / _largest(config, parallel.parse_strategy(config.strategy), int(config.devices))
+    each = own.activations / _largest(config)
     most = math.floor((room - own.total + own.activations) / each) if each else 0
     if most >= 1 and not isinstance(config.batch_norm_options, Sync):
         return replace(config, micro_batch=most)
-    for devices in sorted({max(int(config.devices), 2), *(2**n for n in range(1, 11))}):
+    for devices in sorted({max(config.device_count, 2), *(2**n for n in range(1, 11))}):
         for stage in (1, 2, 3):
             workers = max(config.workers or 0, devices) if config.workers else None
             batch = max(config.batch_size, devices)
             shared = f"sharded:stage={stage}"
             other = replace(config, strategy=shared, devices=str(devices), workers=workers, batch_size=batch)
-            if devices >= int(config.devices) and plan_memory(found, other).total <= room:
+            if devices >= config.device_count and plan_memory(found, other).total <= room:
                 return other
     return None

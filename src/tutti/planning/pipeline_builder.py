@@ -186,5 +186,5 @@ class PipelineBuilder(ReplicaBuilder):
             cut = min(action.stage, other)
             size = crossing_bytes(self.prices, facts, cut, count)
             program.count_between_stages(rank, other % ranks, len(facts.crossing[cut]), round(size))
-            price = self.costs.message(size, int(self.config.devices))
+            price = self.costs.message(size, self.config.device_count)
             arrivals[action] = self.message(program, price, (places[action],), text, rank)

@@ -13,16 +13,15 @@ from typing import Any
 from tutti import parallel
 from tutti.config.module_config import Sync
 from tutti.config.spec import Spec
-from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
-from tutti.parallel import Choice
 from tutti.parallel.pipeline.graph_trace import UntraceableError
 from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition, observe_blocks
 from tutti.planning.memory_plan import Facts, backward, batch_of, first_sample, model_of, resolve_task, summing
+from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
@@ -47,7 +46,7 @@ class MicroBatchSizes:
     samples: int
 
     @classmethod
-    def of(cls, config: TrainConfig) -> MicroBatchSizes:
+    def of(cls, config: PlannedRun) -> MicroBatchSizes:
         """Compute number and size of a logical worker's micro-batches from strategy, batch and ``--micro-batch``.
 
         With synchronised batch norm there is one micro-batch, the share of data rank 0.
@@ -58,10 +57,9 @@ class MicroBatchSizes:
         Returns:
             The number of micro-batches in a full batch, and the samples in the first one, which is the largest.
         """
-        choice = parallel.parse_strategy(config.strategy)
-        ranks = choice.data_ranks(int(config.devices))
+        ranks = config.data_ranks
         workers = config.workers or ranks
-        micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
+        micro = parallel.micro_batch(config.choice, config.micro_batch, config.batch_size, workers)
         contract = BatchContract(1, config.batch_size, workers, ranks, micro)
         if isinstance(config.batch_norm_options, Sync):
             return cls(1, len(contract.part(config.batch_size, 0)))
@@ -69,7 +67,7 @@ class MicroBatchSizes:
         return cls(len(micro_batches), len(micro_batches[0]))
 
 
-def timed(config: TrainConfig) -> bool:
+def timed(config: PlannedRun) -> bool:
     """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
 
     False for the schedule ``one_by_one``, for reproducible runs, and where the strategy's options fix the cuts.
@@ -77,11 +75,11 @@ def timed(config: TrainConfig) -> bool:
     Args:
         config: configuration of the run; its strategy is a pipeline.
     """
-    layout = parallel.parse_strategy(config.strategy).layout
+    layout = config.choice.layout
     return layout.schedule != "one_by_one" and not config.reproducible and not layout.begins
 
 
-def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
+def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
     """Measure the seconds of each of the model's modules on one device, and write them into the file ``seconds.json``.
 
     The file holds the seconds by name of the module. The function initialises and ends tutti on one device, so call it
@@ -102,7 +100,7 @@ def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
     context.shutdown()
 
 
-def alone(config: TrainConfig) -> TrainConfig:
+def alone(config: PlannedRun) -> PlannedRun:
     """Return a configuration with one device and strategy ``single``, and micro-batches of a pipeline run's size.
 
     ``time_modules`` measures the seconds of the pipeline's modules with this configuration.
@@ -110,12 +108,12 @@ def alone(config: TrainConfig) -> TrainConfig:
     Args:
         config: configuration of the pipeline run, with a number of devices.
     """
-    workers = config.workers or parallel.parse_strategy(config.strategy).data_ranks(int(config.devices))
+    workers = config.workers or config.data_ranks
     micro = MicroBatchSizes.of(config).samples
     return replace(config, strategy="single", devices="1", workers=workers, micro_batch=micro)
 
 
-def observe_stages(name: str | Task, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
+def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, float]) -> StagePlan:
     """Partition the model into pipeline stages as a run would, and find out how much memory each part needs.
 
     The parts are blocks: runs of consecutive calls in the model's graph, between which stages may be cut. The model is
@@ -150,14 +148,13 @@ def observe_stages(name: str | Task, config: TrainConfig, seconds: Mapping[str, 
 
 
 def _look(
-    task: Task, config: TrainConfig, seconds: Mapping[str, float], samples: int, fake: AbstractContextManager[Any]
+    task: Task, config: PlannedRun, seconds: Mapping[str, float], samples: int, fake: AbstractContextManager[Any]
 ) -> StagePlan:
-    choice = parallel.parse_strategy(config.strategy)
     sample = first_sample(task)
     with fake:
         model = model_of(task, config)
     model.train()
-    found = find_measured_partition(choice.layout, model, choice.shape(int(config.devices))["stage"], seconds)
+    found = find_measured_partition(config.choice.layout, model, config.shape["stage"], seconds)
     recompute(model, config.checkpointing)
     with fake, Tracker() as tracker:
         batch = None if sample is None else batch_of(sample, samples, config)
@@ -169,7 +166,7 @@ def _look(
         return observe_blocks(model, found, seconds, run, tracker, samples)
 
 
-def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> list[Memory]:
+def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> list[Memory]:
     """Estimate the bytes on the devices of a pipeline, by kind (parameters, gradients, activations and so on).
 
     Args:
@@ -180,13 +177,12 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
     Returns:
         One entry for each pipeline rank: the bytes on its device.
     """
-    choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
-    ranks = choice.shape(int(config.devices))["stage"]
-    held = ahead.held(choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
-    return [_memory(one, found, choice, config) for one in held]
+    micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
+    held = ahead.held(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
+    return [_memory(one, found, config) for one in held]
 
 
-def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> StagePlan | None:
+def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> StagePlan | None:
     """Find the most even partition of a model into pipeline stages of which each fits into a device's memory.
 
     Args:
@@ -198,16 +194,15 @@ def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) ->
     Returns:
         The blocks of the model with the new bounds of the stages; None if no partition fits.
     """
-    choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
-    ranks = choice.shape(int(config.devices))["stage"]
+    micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
 
     def part(held: Any) -> float:
-        return _memory(held, found, choice, config).total / room
+        return _memory(held, found, config).total / room
 
-    return ahead.fitting(choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
+    return ahead.fitting(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
 
 
-def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
+def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
     """Return ``config`` with a partition into pipeline stages written as the option ``cuts`` of its strategy.
 
     Unchanged if a cut is before a module without a name and so cannot be written.
@@ -218,13 +213,13 @@ def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
     """
     if not all(ahead.names):
         return config
-    if parallel.parse_strategy(config.strategy).layout.modules:
-        stages = parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"]
+    if config.choice.layout.modules:
+        stages = config.shape["stage"]
         config = replace(config, strategy=_with(config.strategy, stages=stages))
     return replace(config, strategy=_with(config.strategy, cuts="+".join(ahead.names)))
 
 
-def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> TrainConfig | None:
+def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> PlannedRun | None:
     """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages and devices.
 
     Args:
@@ -242,22 +237,21 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room
     return None
 
 
-def _others(config: TrainConfig, blocks: int) -> Iterator[TrainConfig]:
+def _others(config: PlannedRun, blocks: int) -> Iterator[PlannedRun]:
     """Yield configurations with smaller micro-batches and more stages, the nearest first."""
-    choice, samples = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config).samples
-    stages = choice.shape(int(config.devices))["stage"]
+    layout, samples, stages = config.choice.layout, MicroBatchSizes.of(config).samples, config.shape["stage"]
     sync = isinstance(config.batch_norm_options, Sync)
-    for times in range(1, max(blocks // (stages * choice.layout.chunks), 1) + 1):
+    for times in range(1, max(blocks // (stages * layout.chunks), 1) + 1):
         text = _with(config.strategy, cuts=None, micro_batches=None)
-        if choice.layout.stages is not None:
+        if layout.stages is not None:
             text = _with(text, stages=times * stages)
         for halvings in range(1 if sync else 1 + int(math.log2(samples))):
             micro = config.micro_batch if sync else math.ceil(samples / 2**halvings)
-            yield replace(config, strategy=text, devices=str(times * int(config.devices)), micro_batch=micro)
+            yield replace(config, strategy=text, devices=str(times * config.device_count), micro_batch=micro)
 
 
-def _memory(held: Any, found: Facts, choice: Choice, config: TrainConfig) -> Memory:
-    shape, ranks = choice.shape(int(config.devices)), choice.data_ranks(int(config.devices))
+def _memory(held: Any, found: Facts, config: PlannedRun) -> Memory:
+    shape, ranks = config.shape, config.data_ranks
     tensor, shards = shape["tensor"], shape["shard"]
     trained = held.trained / tensor
     return Memory(

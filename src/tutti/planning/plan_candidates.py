@@ -11,9 +11,9 @@ import numpy as np
 
 from tutti import parallel
 from tutti.config.layout_config import PipelineConfig
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.device_plan import DRAWS, PlannedStep
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.run_evidence import RunEvidence
 
 _OPTIONS = ("micro_batch", "activation_checkpointing")
@@ -147,7 +147,7 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
             )
 
 
-def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
+def plan_config_of(step: PlannedStep, base: PlannedRun) -> PlannedRun:
     """Return the configuration of a run with the devices, batch, strategy and further options of a planned step.
 
     Args:
@@ -171,7 +171,7 @@ def step_key(step: PlannedStep) -> tuple[object, ...]:
     >>> step_key(made("pipeline:micro_batches=4")) == step_key(made("pp:stages=4,schedule=1f1b", micro_batch=16))
     True
     """
-    choice, options = parallel.parse_strategy(step.strategy), dict(step.options)
+    choice, options = step.choice, dict(step.options)
     shape, ranks = choice.shape(step.devices), choice.data_ranks(step.devices)
     given: Any = options.pop("micro_batch", None)
     share = math.ceil(step.batch / ranks)

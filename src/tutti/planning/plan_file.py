@@ -16,13 +16,14 @@ from tutti.errors import DiskError, UsageError
 from tutti.metrics.records import config_toml
 from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, find_knee, last_gain
 from tutti.planning.plan_candidates import plan_config_of
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.run_evidence import RunEvidence
 
 _ROOM = 2.0
 """The planned run may take so many times the samples that the target needs, before it ends without it."""
 
 
-def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, near: RunEvidence | None) -> TrainConfig:
+def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near: RunEvidence | None) -> TrainConfig:
     """Return the configuration of the planned run, which trains until the target is reached or its length ends.
 
     Args:

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tutti import parallel
 from tutti.config.spec import Spec
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
+from tutti.parallel import check_strategy, parse_strategy
 from tutti.planning.conformal_band import NO_BAND
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
 from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import build_step, rank_micro_batches
 from tutti.planning.step_facts import StepFacts
@@ -60,7 +60,7 @@ def plan_choices(
         # Two devices are one stage or one tensor rank each, which other strategies are.
         named = [s for s in named if devices > 3 or s != "hybrid" or len(strategies) == 1]
         for text in (text for name in named for text in open_options(name, devices)):
-            choice = parallel.parse_strategy(text)
+            choice = parse_strategy(text)
             ranks, shape = choice.data_ranks(devices), choice.shape(devices)
             # The simulator knows no recomputation in pipeline stages that are split over tensor ranks.
             recomputing = checkpointing[:1] if shape["stage"] > 1 and shape["tensor"] > 1 else checkpointing
@@ -95,7 +95,7 @@ def open_options(text: str, devices: int) -> list[str]:
 'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
     """
     given = Spec.parse(text, "--strategy")
-    name = parallel.parse_strategy(text).name
+    name = parse_strategy(text).name
     extents = [str(1 << power) for power in range(1, _MOST_STAGES.bit_length()) if devices % (1 << power) == 0]
     searched: Mapping[str, Sequence[str]] = {}
     if name == "sharded":
@@ -144,7 +144,7 @@ class StepPricer:
     """
 
     sizes: TaskSizes
-    base: TrainConfig
+    base: PlannedRun
     costs: StepCosts
     factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     _prices: dict[tuple[int, int], PassPrices] = field(default_factory=dict)
@@ -203,11 +203,11 @@ class StepPricer:
             replace(self.base, strategy="mirrored", devices="1", workers=None)
         ).workload.checkpointing()
 
-    def _open(self, step: PlannedStep) -> tuple[TrainConfig, StepFacts, PassPrices]:
+    def _open(self, step: PlannedStep) -> tuple[PlannedRun, StepFacts, PassPrices]:
         key = step.strategy, step.devices
         if key not in self._checked:
             try:
-                parallel.check_strategy(step.strategy, step.devices, workers=None)
+                check_strategy(step.strategy, step.devices, workers=None)
                 self._checked[key] = ""
             except UsageError as error:
                 self._checked[key] = error.what
@@ -230,12 +230,12 @@ class StepPricer:
         draws = seconds * factor
         return replace(step, seconds=median_draw(draws), draws=draws, terms=scaled, basis=basis, least=least)
 
-    def _terms(self, terms: Mapping[str, float], config: TrainConfig, prices: PassPrices) -> dict[str, float]:
+    def _terms(self, terms: Mapping[str, float], config: PlannedRun, prices: PassPrices) -> dict[str, float]:
         """Return the terms with recomputation apart from the rest of computing."""
         choice = config.activation_checkpointing
         if choice == "none":
             return dict(terms)
-        stages = parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"]
+        stages = config.shape["stage"]
         again = sum(
             median_draw(prices.total("backward", samples, choice) - prices.total("backward", samples, "none"))
             for worker in rank_micro_batches(config)

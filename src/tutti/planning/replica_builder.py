@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tutti.config.sync_config import DiLoCoConfig, LocalSGDConfig
-from tutti.config.train_config import TrainConfig
 from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.planning.machine_costs import SAMPLES, StepCosts, schedule_seconds
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import (
@@ -168,7 +168,7 @@ class ReplicaBuilder:
     """
 
     facts: StepFacts
-    config: TrainConfig
+    config: PlannedRun
     costs: StepCosts
     slow: Array
     prices: PassPrices

@@ -278,7 +278,7 @@ class _Service:
     """
 
     def __init__(self, builder: ReplicaBuilder, plan: ServerPlan, servers: int, shared: bool) -> None:
-        self._builder, self._devices = builder, int(builder.config.devices)
+        self._builder, self._devices = builder, builder.config.device_count
         costs, host, sizes = (
             builder.costs,
             HostPrices(builder.costs),

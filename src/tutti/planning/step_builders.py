@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,12 +16,12 @@ from tutti.config.sync_config import (
     ParameterServerConfig,
     RowsConfig,
 )
-from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
 from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.pipeline_builder import PipelineBuilder
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.server_builder import ServerBuilder, is_elementwise
@@ -31,7 +30,7 @@ from tutti.planning.step_facts import StepFacts, pipeline_layout
 from tutti.planning.step_program import StepProgram
 
 
-def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
+def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
     """Return the sizes in samples of the micro-batches of data rank 0, one list for each of its logical workers.
 
     Rank 0 has at least as many samples as any other.
@@ -39,10 +38,9 @@ def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
     Args:
         config: configuration of the run, with a number of devices.
     """
-    choice = parallel.parse_strategy(config.strategy)
-    ranks = choice.data_ranks(int(config.devices))
+    ranks = config.data_ranks
     workers = config.workers or ranks
-    micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
+    micro = parallel.micro_batch(config.choice, config.micro_batch, config.batch_size, workers)
     contract = BatchContract(1, config.batch_size, workers, ranks, micro)
     return [
         [len(part) for part in contract.micro_batches(len(contract.worker(config.batch_size, worker)))]
@@ -50,16 +48,15 @@ def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
     ]
 
 
-def check_buildable(config: TrainConfig) -> None:
+def check_buildable(config: PlannedRun) -> None:
     """Raise UsageError if the training step of a run cannot be simulated with its strategy or options.
 
     Args:
         config: configuration of the run, with a number of devices.
     """
-    choice = parallel.parse_strategy(config.strategy)
     where = f"--strategy {config.strategy}"
-    exchange = choice.exchange
-    check_split(choice, config)
+    exchange = config.choice.exchange
+    check_split(config)
     check_delays(config)
     if isinstance(exchange, AllReduceConfig) and exchange.algorithm == "shared_memory":
         raise UsageError(
@@ -96,7 +93,7 @@ def check_buildable(config: TrainConfig) -> None:
 
 
 def build_step(
-    facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices | None = None
+    facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: PassPrices | None = None
 ) -> tuple[StepProgram, Array]:
     """Build the simulated training step of a run: its computations and messages, with their seconds and dependences.
 
@@ -115,15 +112,13 @@ def build_step(
         UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.
     """
     check_buildable(config)
-    choice = parallel.parse_strategy(config.strategy)
-    devices = int(config.devices)
     # The number of devices must fit the strategy.
-    shape = choice.shape(devices)
+    choice, shape = config.choice, config.shape
     parts = rank_micro_batches(config)
     prices = PassPrices(facts.workload, costs) if prices is None else prices
     slow = slowness(config, costs, typical_computing(config, parts, prices))
     common = facts, config, costs, slow, prices, shape
-    exchange, data_ranks = choice.exchange, choice.data_ranks(devices)
+    exchange = choice.exchange
     if pipeline_layout(choice, shape) is not None:
         return PipelineBuilder(*common).build(choice, parts), slow
     if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
@@ -132,15 +127,15 @@ def build_step(
             return builder.fully_sharded(exchange.stage, parts), slow
         return builder.sharded_optimizer(parts), slow
     if isinstance(exchange, LocalSGDConfig):
-        return ReplicaBuilder(*common).local_steps(exchange, parts, devices), slow
+        return ReplicaBuilder(*common).local_steps(exchange, parts, config.device_count), slow
     if isinstance(exchange, CentralConfig):
         return ServerBuilder(*common).central_storage(parts), slow
     if isinstance(exchange, ParameterServerConfig):
         return ServerBuilder(*common).servers(exchange, parts), slow
-    return ReplicaBuilder(*common).whole(exchange, parts, data_ranks), slow
+    return ReplicaBuilder(*common).whole(exchange, parts, config.data_ranks), slow
 
 
-def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
+def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
     """Predict how many times longer the slowest device, for which all others wait, computes than a typical one.
 
     Asynchronous workers do not wait for each other, so that all their ratios are 1.
@@ -153,20 +148,19 @@ def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
     Returns:
         (256,) ratios, at least 1, one for each Monte Carlo draw.
     """
-    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
-    if isinstance(choice.exchange, ParameterServerConfig) and choice.exchange.mode == "async":
+    exchange = config.choice.exchange
+    if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
         return np.ones(SAMPLES)
-    return costs.slowest(devices, median_draw(computing) / choice.shape(devices)["stage"])
+    return costs.slowest(config.device_count, median_draw(computing) / config.shape["stage"])
 
 
-def check_split(choice: Any, config: TrainConfig) -> None:
+def check_split(config: PlannedRun) -> None:
     """Raise UsageError if the step of a model split over tensor ranks cannot be simulated with the run's options.
 
     Args:
-        choice: the parsed strategy.
         config: configuration of the run.
     """
-    layout, shape = choice.layout, choice.shape(int(config.devices))
+    layout, shape = config.choice.layout, config.shape
     if not isinstance(layout, TensorConfig):
         return
     where = f"--strategy {config.strategy}"
@@ -177,7 +171,7 @@ def check_split(choice: Any, config: TrainConfig) -> None:
             why="the rows of a stage's parameters are not in the program",
             remedy="leave out shards, or take stages=1",
         )
-    if shape["shard"] > 1 and shape["tensor"] > 1 and choice.exchange.zero_stage > 1:
+    if shape["shard"] > 1 and shape["tensor"] > 1 and config.choice.exchange.zero_stage > 1:
         raise UsageError(
             "shards of the gradients or parameters of split layers cannot be simulated",
             where=where,
@@ -204,7 +198,7 @@ def check_split(choice: Any, config: TrainConfig) -> None:
         )
 
 
-def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], prices: PassPrices) -> Array:
+def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices: PassPrices) -> Array:
     """Predict the seconds of forward and backward of all micro-batches of a data rank, on one typical device.
 
     Args:

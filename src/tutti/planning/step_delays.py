@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from tutti import parallel
 from tutti.comm.partition import workers_of
 from tutti.config.sync_config import ParameterServerConfig
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.machine_costs import SAMPLES, median_draw
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import Array
 
 
-def check_delays(config: TrainConfig) -> None:
+def check_delays(config: PlannedRun) -> None:
     """Raise UsageError if a run's ``--slow`` names a rank or worker that does not exist, or cannot be simulated.
 
     Args:
@@ -24,10 +23,10 @@ def check_delays(config: TrainConfig) -> None:
     """
     if not config.slowness:
         return
-    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
+    exchange = config.choice.exchange
     for slow in config.slowness:
-        slow.check(devices, config.workers or choice.data_ranks(devices))
-    if isinstance(choice.exchange, ParameterServerConfig) and choice.exchange.mode == "async":
+        slow.check(config.device_count, config.workers or config.data_ranks)
+    if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
         raise UsageError(
             "delays of asynchronous workers cannot be simulated",
             where=f"--slow {config.slow}",
@@ -36,7 +35,7 @@ def check_delays(config: TrainConfig) -> None:
         )
 
 
-def worker_delays(config: TrainConfig, computing: Sequence[Array], stage: int = 0) -> list[Array]:
+def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0) -> list[Array]:
     """Return the delays of the data rank that ``--slow`` delays most, one for each of its logical workers.
 
     A delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the update.
@@ -52,8 +51,7 @@ def worker_delays(config: TrainConfig, computing: Sequence[Array], stage: int = 
     nothing = [np.zeros(SAMPLES) for _ in computing]
     if not config.slowness:
         return nothing
-    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
-    shape, data_ranks = choice.shape(devices), choice.data_ranks(devices)
+    shape, data_ranks = config.shape, config.data_ranks
     workers = config.workers or data_ranks
     most = nothing
     for data_rank in range(data_ranks):

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tutti import parallel
 from tutti.config.sync_config import AllReduceConfig, RowsConfig
-from tutti.config.train_config import TrainConfig
 from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.replica_builder import all_reduce_seconds, collective_seconds, message_seconds, pass_messages
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
@@ -52,7 +51,7 @@ class StepFloor:
     terms: Mapping[str, float]
 
 
-def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices) -> StepFloor | None:
+def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: PassPrices) -> StepFloor | None:
     """Return a lower bound of a training step's seconds in closed form, without simulating the step.
 
     Args:
@@ -68,8 +67,7 @@ def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: 
     Raises:
         UsageError: the speed of a link is not known, or the devices do not fit the strategy.
     """
-    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
-    shape, parts = choice.shape(devices), rank_micro_batches(config)
+    choice, shape, parts = config.choice, config.shape, rank_micro_batches(config)
     computing = typical_computing(config, parts, prices)
     floor = _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
     if pipeline_layout(choice, shape) is not None:
@@ -77,7 +75,7 @@ def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: 
     if isinstance(choice.exchange, RowsConfig) and shape["shard"] > 1:
         return floor.rows(choice.exchange.stage, parts)
     if isinstance(choice.exchange, AllReduceConfig):
-        return floor.whole(choice.exchange, parts, choice.data_ranks(devices))
+        return floor.whole(choice.exchange, parts, config.data_ranks)
     return None
 
 
@@ -93,7 +91,7 @@ class _Floor:
     """
 
     facts: StepFacts
-    config: TrainConfig
+    config: PlannedRun
     costs: StepCosts
     prices: PassPrices
     slow: Array
@@ -273,7 +271,7 @@ class _Floor:
         )
 
     def _message(self, size: float) -> Array:
-        devices = int(self.config.devices)
+        devices = self.config.device_count
         return self.prices.once(("message", size, devices), lambda: self.costs.message(size, devices))
 
     def _of(self, seconds: Array, typical: Array, pipeline: bool = False) -> StepFloor:

@@ -13,7 +13,6 @@ from torch import nn
 
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
@@ -31,6 +30,7 @@ from tutti.planning.memory_plan import (
     resolve_task,
 )
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import Array
 from tutti.planning.script_task import ScriptLoopLoss
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
@@ -111,7 +111,7 @@ class TaskSizes:
         UsageError: the task reads a stream.
     """
 
-    def __init__(self, task: str | Task, config: TrainConfig, choices: Sequence[str] = ()) -> None:
+    def __init__(self, task: str | Task, config: PlannedRun, choices: Sequence[str] = ()) -> None:
         self._task, self._choices = resolve_task(task, config), tuple(dict.fromkeys(("none", *choices)))
         self._name = task if isinstance(task, str) else task.name
         self._sample = first_sample(self._task)
@@ -131,7 +131,7 @@ class TaskSizes:
         self._memory: dict[str, Facts] = {}
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
-    def step(self, config: TrainConfig) -> StepFacts:
+    def step(self, config: PlannedRun) -> StepFacts:
         """Trace the training step of a run: its work, parameters, pipeline stages and tensor-parallel collectives.
 
         The trace is made on fake tensors, or on real ones where layers return tensors that are split over ranks. Runs
@@ -170,7 +170,7 @@ class TaskSizes:
             raise found
         return found
 
-    def memory(self, config: TrainConfig) -> Facts:
+    def memory(self, config: PlannedRun) -> Facts:
         """Return the bytes of the task's parameters, buffers, optimizer state and activations before any split.
 
         Computed once for each choice of activation checkpointing.
@@ -183,14 +183,14 @@ class TaskSizes:
             self._memory[choice] = model_facts(self._task, config)
         return self._memory[choice]
 
-    def device_bytes(self, config: TrainConfig) -> float:
+    def device_bytes(self, config: PlannedRun) -> float:
         """Return the predicted bytes that training the task takes on the device that holds most.
 
         Args:
             config: configuration of the run, with a number of devices.
         """
-        choice, facts = parallel.parse_strategy(config.strategy), self.memory(config)
-        if choice.shape(int(config.devices))["stage"] == 1:
+        facts = self.memory(config)
+        if config.shape["stage"] == 1:
             return plan_memory(facts, config).total
         # The parts of a stage on its tensor ranks count as even ones.
         key = (*self._key(config)[:-1], config.activation_checkpointing)
@@ -199,18 +199,18 @@ class TaskSizes:
         return max(plan.total for plan in plan_stage_memory(facts, self._observed[key], config))
 
     @staticmethod
-    def _key(config: TrainConfig) -> tuple[Any, ...]:
+    def _key(config: PlannedRun) -> tuple[Any, ...]:
         """Return all of a run that the modules and stages of its model depend on."""
-        choice = parallel.parse_strategy(config.strategy)
-        units, shape = getattr(choice.exchange, "units", ("auto",)), choice.shape(int(config.devices))
+        choice = config.choice
+        units, shape = getattr(choice.exchange, "units", ("auto",)), config.shape
         split = _split_key(choice.layout, shape["tensor"])
         if not isinstance(choice.layout, PipelineConfig | LayersConfig):
             return units, 1, split
         return units, shape["stage"], choice.layout.chunks, choice.layout.begins, split
 
-    def _trace(self, config: TrainConfig) -> StepFacts:
-        choice, model = parallel.parse_strategy(config.strategy), self._model
-        shape, split = choice.shape(int(config.devices)), self._split(choice.layout, config)
+    def _trace(self, config: PlannedRun) -> StepFacts:
+        choice, model = config.choice, self._model
+        shape, split = config.shape, self._split(choice.layout, config)
         names = {id(module): name for name, module in model.named_modules()}
         units = getattr(choice.exchange, "units", ("auto",))
         modules = [names[id(module)] for module in wrapped_modules(model, units)]
@@ -237,9 +237,9 @@ class TaskSizes:
         workload = self._workload(tuple(modules), config, split)
         return StepFacts(workload, tensors, stages, frozen, self._messages[id(workload)], whole)
 
-    def _split(self, layout: Any, config: TrainConfig) -> TensorSplit | None:
+    def _split(self, layout: Any, config: PlannedRun) -> TensorSplit | None:
         """Return the split of the model over tensor ranks, found once for equal options; None for one rank."""
-        ranks = parallel.parse_strategy(config.strategy).shape(int(config.devices))["tensor"]
+        ranks = config.shape["tensor"]
         if ranks == 1:
             return None
         key = _split_key(layout, ranks)
@@ -247,7 +247,7 @@ class TaskSizes:
             self._splits[key] = TensorSplit(self._task, self._sample, config, layout, ranks)
         return self._splits[key]
 
-    def _workload(self, modules: tuple[str, ...], config: TrainConfig, split: TensorSplit | None = None) -> Workload:
+    def _workload(self, modules: tuple[str, ...], config: PlannedRun, split: TensorSplit | None = None) -> Workload:
         key = modules, 0 if split is None else id(split)
         if key not in self._workloads:
             log = None if split is None else MessageLog(split.ranks)
@@ -307,7 +307,7 @@ def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[st
     return StageFacts(groups, held, crossing_groups(called, partition.bounds))
 
 
-def gather_sizes(task: str | Task, config: TrainConfig) -> ModelSizes:
+def gather_sizes(task: str | Task, config: PlannedRun) -> ModelSizes:
     """Trace a training step on fake tensors: its work, tensor-parallel collectives, and the memory of its state.
 
     Fake tensors have shapes and no values, so that nothing is computed. Exceptions, computed with a few samples, are
@@ -329,7 +329,7 @@ def gather_sizes(task: str | Task, config: TrainConfig) -> ModelSizes:
 
 
 def predict_step(
-    task: str | Task, sizes: ModelSizes, config: TrainConfig, costs: StepCosts, residuals: Residuals
+    task: str | Task, sizes: ModelSizes, config: PlannedRun, costs: StepCosts, residuals: Residuals
 ) -> tuple[StepPrediction, StepTimes]:
     """Predict time, memory and messages of a training step by simulating it.
 
@@ -346,7 +346,7 @@ def predict_step(
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
     """
-    devices = int(config.devices)
+    devices = config.device_count
     choice = parallel.check_strategy(config.strategy, devices, workers=config.workers)
     costs.share_node(devices)
     program, slow = build_step(sizes.step, config, costs)
@@ -410,7 +410,7 @@ def step_band(
     return (centre / wide, centre * wide), f"90 % of checked predictions like this were within it ({cell})"
 
 
-def alone_config(config: TrainConfig) -> TrainConfig:
+def alone_config(config: PlannedRun) -> PlannedRun:
     """Return a run's configuration changed to one device: the same global batch, in micro-batches of the same size.
 
     The option ``--slow``, which delays ranks, is dropped.
@@ -418,7 +418,7 @@ def alone_config(config: TrainConfig) -> TrainConfig:
     Args:
         config: configuration of the run, with a number of devices.
 
-    >>> alone_config(TrainConfig(devices="4", batch_size=64)).micro_batch
+    >>> alone_config(PlannedRun(devices="4", batch_size=64)).micro_batch
     16
     """
     most = max(count for worker in rank_micro_batches(config) for count in worker)
@@ -494,9 +494,8 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
     }
 
 
-def _memory(task: str | Task, facts: Facts, config: TrainConfig) -> Mapping[str, float]:
-    choice = parallel.parse_strategy(config.strategy)
-    if choice.shape(int(config.devices))["stage"] > 1:
+def _memory(task: str | Task, facts: Facts, config: PlannedRun) -> Mapping[str, float]:
+    if config.shape["stage"] > 1:
         plans = plan_stage_memory(facts, observe_stages(task, config, {}), config)
         return memory_rows(max(plans, key=lambda plan: plan.total))
     return memory_rows(plan_memory(facts, config))

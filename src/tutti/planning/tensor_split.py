@@ -10,10 +10,10 @@ from torch import nn
 from tutti.comm.communicator import Communicator
 from tutti.comm.differentiable import TensorRanks
 from tutti.config.layout_config import TensorConfig
-from tutti.config.train_config import TrainConfig
 from tutti.parallel.tensor.tp_apply import closed_blocks, find_tp_plan, is_parted, split_layers
 from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
 from tutti.planning.memory_plan import batch_of, model_of
+from tutti.planning.planned_run import PlannedRun
 from tutti.tasks.task import Task
 from tutti.workload.message_log import MessageLog
 
@@ -41,7 +41,7 @@ class TensorSplit:
         UsageError: a plan that the user has written by hand cannot be carried out.
     """
 
-    def __init__(self, task: Task, sample: Any, config: TrainConfig, layout: TensorConfig, ranks: int) -> None:
+    def __init__(self, task: Task, sample: Any, config: PlannedRun, layout: TensorConfig, ranks: int) -> None:
         self._task, self._layout = task, layout
         self.ranks = ranks
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tutti import parallel
-from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning import memory_plan, pipeline_memory
+from tutti.planning.planned_run import PlannedRun
 
 BASE = {"batch_size": 32, "device": "cpu", "devices": "2", "optimizer": "adam"}
 TEXT = {**BASE, "model": "gpt:layers=4,width=32,block=16", "data": __file__}
 
 
-def config(strategy: str, **options: object) -> TrainConfig:
-    return TrainConfig(**{**TEXT, "strategy": strategy, **options})  # type: ignore[arg-type]
+def config(strategy: str, **options: object) -> PlannedRun:
+    return PlannedRun(**{**TEXT, "strategy": strategy, **options})  # type: ignore[arg-type]
 
 
 def test_parameters_are_those_of_the_stages() -> None:
@@ -79,7 +79,7 @@ def test_samples_and_activations_are_in_proportion() -> None:
 
 
 def test_skip_connections_enter_every_stage_that_they_pass() -> None:
-    ahead = pipeline_memory.observe_stages(f"{__file__}:skip", TrainConfig(**{**BASE, "strategy": "pipeline"}), {})
+    ahead = pipeline_memory.observe_stages(f"{__file__}:skip", PlannedRun(**{**BASE, "strategy": "pipeline"}), {})
     entering = {block.name: block.entering for block in ahead.blocks}
     assert entering["up"] == 2 * entering["down"]
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 def test_blocks_are_whole_and_in_order() -> None:
     ahead = pipeline_memory.observe_stages(
-        "digits", TrainConfig(**{**BASE, "strategy": "pipeline:schedule=interleaved"}), {}
+        "digits", PlannedRun(**{**BASE, "strategy": "pipeline:schedule=interleaved"}), {}
     )
     assert len(ahead.bounds) == 5 and all(a < b for a, b in pairwise(ahead.bounds))
     assert ahead.bounds[-1] == len(ahead.blocks) and Path(__file__).is_file()
