@@ -41,6 +41,11 @@ def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
     assert found["evaluated"] == sum(each["evaluated"] for each in found["plans"]) < 98
     assert any("micro_batch" in each["options"] for each in found["plans"])
     assert any(text.startswith("parameter_server") for text in found["refused"])
+    for each in found["plans"]:
+        for name, ends in (("step_seconds", "step_draws"), ("seconds", "draws"), ("cost", "cost_draws")):
+            low, high = each[ends]
+            assert 0 < low <= 1.01 * each[name] and each[name] <= 1.01 * high, (name, each)
+        assert each["cost"] == pytest.approx(2 * each["devices"] * each["seconds"] / 3600)
     assert found["price"]["stated"] and found["guesses"] and any("another machine" in note for note in found["notes"])
     assert all(each["band"] is None and "no band" in each["band_text"] for each in found["plans"])
 

@@ -142,6 +142,9 @@ def test_limits_are_judged_by_the_slow_end_of_a_band_and_by_the_point_without_on
     measured = PlannedStep(4, 256, "mirrored", 0.1, np.full(DRAWS, 0.1), {}, "measured", measured=True)
     (banded,) = device_plans([measured], TargetData(MEASURED, None, shipped_residuals(), "digits"), 36.0)
     assert banded.band is not None and banded.seconds < banded.slow_end() == banded.band[1]
+    assert banded.cost_band == pytest.approx([36.0 * 4 * end / 3600 for end in banded.band])
+    assert banded.cost_ends is not None and banded.cost_ends[0] < (banded.cost or 0) < banded.cost_ends[1]
+    assert point.cost_band is None
     assert not within_limits(banded, banded.seconds * 1.001, None)
     assert not within_limits(banded, None, (banded.cost or 0) * 1.001)
     with pytest.raises(UsageError, match="--price"):

@@ -655,26 +655,27 @@ class _Answer:
         place: dict[int, int],
         reasons: dict[int, LostReason],
     ) -> None:
-        from tutti.planning.device_plan import last_gain
+        from tutti.planning.device_plan import draw_ends, last_gain
         from tutti.planning.plan_file import plan_seconds
 
         print(f"{text[0].upper()}{text[1:]}.\n")
-        heads = ["devices", "batch", "step", "samples", "time", "draws 5–95 %", "band 90 %", "gain", "cost", "plan"]
+        times = ["time to target", "draws 5–95 %", "band 90 %"]
+        heads = ["devices", "batch", "step (5–95 %)", "samples", *times, "gain", "cost (5–95 %) [band]", "plan"]
         rows = []
         for number, plan in enumerate(best):
-            low, high = (float(v) for v in _quantiles(plan))
+            low, high = draw_ends(plan.draws)
             gain = last_gain(best, number)
             rows.append(
                 [
                     str(plan.devices),
                     str(plan.step.batch),
-                    plan_seconds(plan.step.seconds),
+                    f"{plan_seconds(plan.step.seconds)} ({'–'.join(map(plan_seconds, draw_ends(plan.step.draws)))})",
                     f"{plan.data.samples:,.0f}",
                     plan_seconds(plan.seconds),
                     f"{plan_seconds(low)}–{plan_seconds(high)}",
                     "no band" if plan.band is None else "–".join(map(plan_seconds, plan.band)),
                     "" if gain is None else f"{gain:.2f} ×",
-                    "no price" if plan.cost is None else _money(plan.cost),
+                    _cost_text(plan),
                     ", ".join([plan.step.label, *marks.get(place[id(plan)], ())]),
                 ]
             )
@@ -720,11 +721,12 @@ def _runners_up(plans: Sequence[DevicePlan], best: Sequence[DevicePlan]) -> list
     return found
 
 
-def _quantiles(plan: DevicePlan) -> tuple[float, float]:
-    import numpy as np
-
-    low, high = np.quantile(plan.draws, [0.05, 0.95])
-    return float(low), float(high)
+def _cost_text(plan: DevicePlan) -> str:
+    """Return a plan's cost, the quantiles of its draws in parentheses, and its band, if it has one, in brackets."""
+    if plan.cost is None or plan.cost_ends is None:
+        return "no price"
+    band = "" if plan.cost_band is None else f" [{'–'.join(map(_money, plan.cost_band))}]"
+    return f"{_money(plan.cost)} ({'–'.join(map(_money, plan.cost_ends))}){band}"
 
 
 def _money(cost: float) -> str:

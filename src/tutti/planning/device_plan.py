@@ -260,6 +260,22 @@ class DevicePlan:
             return "no band: only the data have one, and predicted steps were not checked"
         return "no band: times to a target like this were not checked"
 
+    @property
+    def cost_band(self) -> tuple[float, float] | None:
+        """Low and high end of a 90 % band of the cost; None without a price, or where the time has no band."""
+        if self.cost is None or self.band is None:
+            return None
+        low, high = (self.cost * end / self.seconds for end in self.band)
+        return low, high
+
+    @property
+    def cost_ends(self) -> tuple[float, float] | None:
+        """5 % and 95 % quantile of the cost over the Monte Carlo draws; None without a price."""
+        if self.cost is None:
+            return None
+        low, high = (self.cost * end / self.seconds for end in draw_ends(self.draws))
+        return low, high
+
     def slow_end(self) -> float:
         """Return the seconds of training to compare with a deadline: the high end of the plan's 90 % band.
 
@@ -273,6 +289,16 @@ class DevicePlan:
         Without a band, return the cost of the predicted time. None where no price was given.
         """
         return None if self.cost is None else self.cost * self.slow_end() / self.seconds
+
+
+def draw_ends(draws: Array) -> tuple[float, float]:
+    """Return the 5 % and the 95 % quantile of Monte Carlo draws.
+
+    Args:
+        draws: (256,) draws of a quantity.
+    """
+    low, high = np.quantile(draws, [0.05, 0.95])
+    return float(low), float(high)
 
 
 def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | None) -> list[DevicePlan]:

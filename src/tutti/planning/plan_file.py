@@ -14,7 +14,7 @@ from tutti.config.training_target import TrainingTarget
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError
 from tutti.metrics.records import config_toml
-from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, find_knee, last_gain
+from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, draw_ends, find_knee, last_gain
 from tutti.planning.plan_candidates import plan_config_of
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.run_evidence import RunEvidence
@@ -125,8 +125,8 @@ def plan_json(
         marks: words such as ``knee`` and ``cheapest``, by index in ``plans``.
 
     Returns:
-        One object for each plan: its choice, seconds of a step and of the training, samples, bands, cost and reason;
-        numbers that are unknown are null.
+        One object for each plan: its choice, seconds of a step and of the training (``seconds``), samples, cost, their
+        bands and quantiles 0.05 and 0.95 over draws, and the reason; numbers that are unknown are null.
     """
     found = []
     for place, plan in enumerate(plans):
@@ -140,6 +140,7 @@ def plan_json(
                 "marks": list(marks.get(place, ())),
                 "evaluated": not plan.step.least,
                 "step_seconds": plan.step.seconds,
+                "step_draws": draw_ends(plan.step.draws),
                 "step_basis": plan.step.basis,
                 "step_terms": dict(plan.step.terms),
                 "samples": plan.data.samples,
@@ -147,9 +148,12 @@ def plan_json(
                 "samples_basis": plan.data.text,
                 "steps": plan.steps,
                 "seconds": plan.seconds,
+                "draws": draw_ends(plan.draws),
                 "band": plan.band,
                 "band_text": plan.band_text,
                 "cost": plan.cost,
+                "cost_draws": plan.cost_ends,
+                "cost_band": plan.cost_band,
                 "lost": None
                 if reason is None
                 else {
