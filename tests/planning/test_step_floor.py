@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.planning.test_step_prediction import LINK, costs, facts, line, machine, run, split
+from tests.planning.test_step_prediction import LINK, costs, facts, free_messages, run, split
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, open_machine
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.step_builders import build_step
@@ -100,8 +100,7 @@ def test_the_bound_is_the_step_where_nothing_overlaps(strategy: str) -> None:
 @pytest.mark.parametrize(("schedule", "sizes"), [("gpipe", (1, 1, 1)), ("1f1b", (1, 1, 1)), ("interleaved", (1,) * 6)])
 def test_the_bound_of_equal_stages_without_messages_is_the_pipeline(schedule: str, sizes: tuple[int, ...]) -> None:
     step = cut(facts(len(sizes)), *sizes)
-    free = replace(machine(), curves={**machine().curves, "links/0-1": line(1e30), "optimizer/sgd": line(1e30)})
-    prices = MeasuredCosts(free, "fp32", Network(3))
+    prices = MeasuredCosts(free_messages(), "fp32", Network(3))
     config = run(f"pipeline:schedule={schedule},micro_batches=6", 3, batch_size=12)
     floor = step_floor(step, config, prices, PassPrices(step.workload, prices))
     assert floor is not None

@@ -59,6 +59,14 @@ def machine(jitter: float = 0.0) -> Machine:
     )
 
 
+def free_messages(**curves: Curve) -> Machine:
+    """The machine with messages, collectives and SGD updates for 0 s, but for the given curves of collectives."""
+    known = machine().curves
+    free = [name for name in known if name.startswith(("links/", "collectives/"))]
+    given = {f"collectives/{name}/2": curve for name, curve in curves.items()}
+    return replace(machine(), curves={**known, **dict.fromkeys([*free, "optimizer/sgd"], line(1e30)), **given})
+
+
 def group(name: str, flop: float, elements: int = 0, ready: int | None = None) -> GroupWork:
     def work(each: float) -> dict[str, OperatorWork]:
         return {"matmul": OperatorWork(Affine(0, each), Affine(), Affine(1))} if each else {}
@@ -283,10 +291,19 @@ def test_stages_wait_for_the_collectives_of_their_tensor_ranks(schedule: str) ->
     assert plain + 8 * message < sent < plain + 12 * message
 
 
+def test_stages_agree_on_the_gradient_norm_before_their_updates() -> None:
+    config = run("pipeline:micro_batches=4", 2, batch_size=8, optimizer="sgd:lr=0.1")
+    free, late = (
+        evaluate_program(program_of(facts(2), config, MeasuredCosts(each, "fp32", Network(2))), SAMPLES).seconds
+        for each in (free_messages(), free_messages(all_reduce=Curve("B", (), 1e30, 3.0, 0.0)))
+    )
+    assert late - free == pytest.approx(3.0, rel=1e-6)
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_the_bubble_of_equal_stages_is_that_of_the_order(schedule: str, chunks: int) -> None:
     config = run(f"pipeline:schedule={schedule},micro_batches=4", 2, batch_size=8, optimizer="sgd:lr=0.1")
-    free = replace(machine(), curves={**machine().curves, "links/0-1": line(1e30), "optimizer/sgd": line(1e30)})
+    free = free_messages()
     times = evaluate_program(program_of(facts(2 * chunks), config, MeasuredCosts(free, "fp32", Network(2))), SAMPLES)
     assert times.shares()["idling"] == pytest.approx(bubble_fraction(schedule, 2, 4, chunks), abs=1e-6)
 

@@ -112,11 +112,14 @@ class PipelineBuilder(ReplicaBuilder):
         for number, worker in enumerate(parts):
             order = make_order(layout.schedule, stages, len(worker), layout.chunks)
             self._play(program, order, facts, worker)
+            # The last stage's loss, count and metrics. The stages before it end later, so that each finds them near.
+            sums = 8 * (2 + self.facts.workload.metrics)
+            price = self.costs.message(sums, self.config.device_count)
             for device in range(stages):
-                # The last stage's loss, count and metrics: few numbers, for 0 s.
-                sums = 8 * (2 + self.facts.workload.metrics)
                 program.collectives.append(PeriodicCollective("broadcast", sums, axis="stage", stage=device))
+                self.message(program, price, (self._last(program, device),), "loss sums", device)
                 self.delay(program, [delays[device][number]], device, (self._last(program, device),))
+        ends = list[tuple[list[int], int]]()
         for device in range(stages):
             held = [i for virtual in range(device, order.stages, stages) for i in facts.tensors[virtual]]
             tensors = [self.facts.tensors[i] for i in held]
@@ -128,7 +131,13 @@ class PipelineBuilder(ReplicaBuilder):
                     seconds = all_reduce_seconds(self.costs, choice.exchange, replicas, vector.bytes, self.apart)
                     needs = [self.message(program, seconds, (needs[-1],), "gradients", device)]
             needs = self.share_whole(program, needs, uneven=replicas > 1, device=device, places=held)
-            self.update(program, sum(t.elements for t in tensors), needs, device)
+            ends.append((needs, sum(t.elements for t in tensors)))
+        norm = self.norm_seconds()
+        everywhere = known(*(need for needs, _ in ends for need in needs))
+        for device, (_, elements) in enumerate(ends):
+            # The gradient norm is one number of the whole replica: its slowest stage holds all updates up.
+            agreed = self.message(program, norm, everywhere, "gradient norm", device)
+            self.update(program, elements, [agreed], device)
         self.count_norm(program)
         return program
 

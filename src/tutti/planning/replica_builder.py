@@ -475,13 +475,20 @@ class ReplicaBuilder:
             program: the simulated step.
             squares: number of squared norms in the message; None: one for each device of the replica.
         """
-        ranks = self.shape["stage"] * self.shape["tensor"]
-        if ranks > 1:
-            size = 8 * ((ranks if squares is None else squares) + 1 + DIGESTS)
+        if self.shape["stage"] * self.shape["tensor"] > 1:
+            size = self._norm_bytes(squares)
             program.collectives += [
                 PeriodicCollective("all_reduce", size, axis="model", stage=stage)
                 for stage in range(self.shape["stage"])
             ]
+
+    def norm_seconds(self) -> Array:
+        """Return the (256,) seconds of an all-reduce of the gradient norm over the devices of one replica."""
+        return self.costs.collective("all_reduce", self.shape["stage"] * self.shape["tensor"], self._norm_bytes(None))
+
+    def _norm_bytes(self, squares: int | None) -> int:
+        ranks = self.shape["stage"] * self.shape["tensor"]
+        return 8 * ((ranks if squares is None else squares) + 1 + DIGESTS)
 
     def _backward_order(self) -> list[str]:
         """Return the groups in the order in which backward reaches them: the loss, then by complete gradients.
