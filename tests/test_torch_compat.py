@@ -75,6 +75,7 @@ from tutti.torch_compat import (
     foreach_sub,
     foreach_sub_,
     forget_process_groups,
+    forward_hooks,
     function_mode_depth,
     functorch_level,
     fused_optimizer_devices,
@@ -122,6 +123,7 @@ from tutti.torch_compat import (
     version_counting_view,
     view_base,
     without_dispatch_modes,
+    wrap_forward_hooks,
     write_event,
 )
 
@@ -410,6 +412,9 @@ def hooks_of_modules_are_noticed() -> None:
         module = nn.ReLU()
         handle = register(module, print)
         assert has(module) and has_forward_hook(module) != has_backward_hook(module)
+        assert forward_hooks(module) == [print] * has_forward_hook(module)
+        wrap_forward_hooks(module, lambda hook: repr)
+        assert forward_hooks(module) == [repr] * has_forward_hook(module)
         handle.remove()
         assert not has(module)
 
@@ -657,7 +662,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     classes_of_layers_are_found: "BatchNormBase NormBase ConvBase ConvTransposeBase DropoutBase",
     members_of_modules_are_tables: "module_parameters module_buffers non_persistent_buffers",
     members_are_put_in_order: "order_members",
-    hooks_of_modules_are_noticed: "has_forward_hook has_backward_hook",
+    hooks_of_modules_are_noticed: "forward_hooks has_forward_hook has_backward_hook wrap_forward_hooks",
     views_know_their_base: "view_base",
     tables_of_hooks_hold_each_hook: "MODULE_HOOK_TABLES",
     hooks_of_fsdp_are_told_from_others: "is_hook_of_fsdp",

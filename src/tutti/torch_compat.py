@@ -77,6 +77,7 @@ __all__ = [
     "foreach_sub",
     "foreach_sub_",
     "forget_process_groups",
+    "forward_hooks",
     "function_mode_depth",
     "functorch_level",
     "fused_optimizer_devices",
@@ -125,6 +126,7 @@ __all__ = [
     "version_counting_view",
     "view_base",
     "without_dispatch_modes",
+    "wrap_forward_hooks",
     "write_event",
 ]
 
@@ -503,6 +505,25 @@ pickles of a module have them all; no public function lists them."""
 def has_forward_hook(module: nn.Module) -> bool:
     """Return whether a module has forward hooks or forward pre-hooks. No public function lists them."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return a module's forward pre-hooks, then its forward hooks. No public function lists them."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Replace each forward hook and forward pre-hook of a module by ``wrap(hook)``; handles still remove it.
+
+    No public function replaces a hook in its place among the others.
+
+    Args:
+        module: the module.
+        wrap: returns a hook that takes the same arguments, or the hook itself.
+    """
+    for table in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in table.items():
+            table[key] = wrap(hook)
 
 
 def has_backward_hook(module: nn.Module) -> bool:

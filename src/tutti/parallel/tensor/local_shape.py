@@ -17,10 +17,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError
+from tutti.nn.forward_hooks import find_script_hook
 from tutti.parallel.tensor.block_call import form_of
 from tutti.parallel.tensor.head_parallel import attend
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
-from tutti.parallel.tensor.tp_layers import TensorParallelLayer
+from tutti.parallel.tensor.tp_layers import TensorParallelLayer, refuse_hook
 
 VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 SPLITS = (Tensor.split, torch.split)
@@ -178,6 +179,7 @@ class HeadParallelBlock(TensorParallelLayer):
 
     tutti_local: tuple[int, Sequence[int], Sequence[int]]
     tutti_forms: frozenset[str]
+    tutti_inner: Sequence[tuple[str, nn.Module]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unsplit block's own forward on this tensor-parallel rank's heads or features.
@@ -187,8 +189,11 @@ class HeadParallelBlock(TensorParallelLayer):
 
         Raises:
             UsageError: the arguments are of other kinds than in the calls for which the split was verified, or the code
-                makes a view or a call of dropout that was not recorded when the plan was made.
+                makes a view or a call of dropout that was not recorded when the plan was made; or the script has put a
+                forward hook on a module in the block.
         """
+        if (hooked := find_script_hook(self.tutti_inner)) is not None:
+            refuse_hook(*hooked, self.tutti_slice.name)
         if self.tutti_forms and (form := form_of(args, kwargs)) not in self.tutti_forms:
             raise UsageError(
                 f"the layer is called with other arguments ({form}) than when its plan was made",
@@ -216,5 +221,8 @@ def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Seque
             refuses other calls, but takes the same ones without gradients. Empty for no check.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
+    prefix = f"{module.tutti_slice.name}." if module.tutti_slice.name else ""  # type: ignore[union-attr]
+    inner = [(prefix + name, each) for name, each in module.named_modules() if each is not module]
+    module.tutti_inner = inner  # type: ignore[assignment]
     # What was proved with gradients holds without them.
     module.tutti_forms = frozenset(forms) | {form.replace("*", "") for form in forms}  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -86,6 +86,7 @@ class TensorParallelizer:
 
     def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
         self._comm, self._plain, self._config = run_context.comms.axis("tensor"), plain, config
+        self._compiled = run_context.compile is not None
         self.plan: list[PlanEntry] = []
         self._said: dict[str, str] = {}
         if config.sequence:
@@ -127,6 +128,7 @@ class TensorParallelizer:
             return
         broadcast_tensors(self._comm, _tensors(self._plain), "initial state")
         self._specs = split_layers(self._plain, self.plan, TensorRanks(self._comm), sequence=self._config.sequence)
+        _note_hookable(self._plain, self.plan, compiled=self._compiled)
 
     def split_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of which this tensor-parallel rank has a slice, by name in the model.
@@ -258,13 +260,33 @@ def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
 
 def _blocks(plain: nn.Module, plan: Sequence[PlanEntry]) -> dict[nn.Module, nn.Module]:
     """Return, for each column-parallel layer, the module that holds it and the row-parallel layer after it."""
-    found = {}
+    return {plain.get_submodule(first): plain.get_submodule(block) for first, block, _ in _pairs(plan)}
+
+
+def _pairs(plan: Sequence[PlanEntry]) -> Iterator[tuple[str, str, str]]:
+    """Yield names: a column-parallel layer, the module that holds it and the row-parallel layer after it, and that."""
     for number, entry in enumerate(plan):
         last = next((other.name for other in plan[number + 1 :] if other.role == "row"), None)
         if entry.role == "column" and last is not None:
             common = [a for a, b in takewhile(_alike, zip(entry.name.split("."), last.split("."), strict=False))]
-            found[plain.get_submodule(entry.name)] = plain.get_submodule(".".join(common))
-    return found
+            yield entry.name, ".".join(common), last
+
+
+def _note_hookable(plain: nn.Module, plan: Sequence[PlanEntry], *, compiled: bool) -> None:
+    """Tell each column-parallel layer the modules whose forward hooks would be given slices of its outputs."""
+    for first, name, last in _pairs(plan):
+        block, prefix = plain.get_submodule(name), f"{name}." if name else ""
+        own = [key for key, _ in block.named_children()]
+        if isinstance(block, nn.Sequential):
+            begin, end = (own.index(each.removeprefix(prefix).partition(".")[0]) for each in (first, last))
+            own = own[begin : end + 1]
+        layer = plain.get_submodule(first)
+        layer.tutti_hookable = [  # type: ignore[assignment]
+            (".".join(filter(None, (prefix + key, inner))), module)
+            for key in own
+            for inner, module in block.get_submodule(key).named_modules()
+        ]
+        layer.tutti_compiled = compiled  # type: ignore[assignment]
 
 
 def _alike(pair: tuple[str, str]) -> bool:

@@ -6,12 +6,15 @@ Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et al. 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tutti.errors import UsageError
 from tutti.nn.eager_layer import EagerLayer
+from tutti.nn.forward_hooks import find_script_hook
 from tutti.parallel.tensor.linear_layer import TransposedLinear, matrix
 from tutti.parallel.tensor.split_tensor import SplitTensor, copied, local_part, summed
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
@@ -29,12 +32,35 @@ class TensorParallelLayer(EagerLayer):
 
 
 class ColumnParallelLinear(TensorParallelLayer):
-    """A linear layer split by outputs: whole inputs → this rank's outputs. Collective: an all-reduce in backward."""
+    """A linear layer split by outputs: whole inputs → this rank's outputs. Collective: an all-reduce in backward.
+
+    Attributes:
+        tutti_hookable: names and modules, up to the row-parallel layer, whose forward hooks would be given slices.
+        tutti_compiled: whether the modules after this layer are compiled, and take no ``SplitTensor``.
+    """
+
+    tutti_hookable: Sequence[tuple[str, nn.Module]] = ()
+    tutti_compiled: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's outputs from whole inputs: (…, inputs) → (…, outputs here). All-reduce in backward."""
+        """Compute this rank's outputs from whole inputs: (…, inputs) → (…, outputs here). All-reduce in backward.
+
+        Where the script has put forward hooks on this layer, or on modules up to the row-parallel layer, the result is
+        a ``SplitTensor``, which the hooks see as the whole outputs.
+
+        Raises:
+            UsageError: the hooks cannot be given whole outputs.
+        """
         result: Tensor = super().forward(copied(input, self.tutti_slice))
-        return result
+        hooked = find_script_hook(self.tutti_hookable)
+        if hooked is None:
+            return result
+        if self.tutti_compiled or result.shape[-1] != len(self.tutti_slice.mine):
+            refuse_hook(*hooked, self.tutti_slice.name)
+        for _, module in self.tutti_hookable:
+            if isinstance(module, ParallelDropout):
+                module.tutti_by_feature = True
+        return SplitTensor.of(result, -1, self.tutti_slice)
 
 
 class RowParallelLinear(TensorParallelLayer):
@@ -126,9 +152,11 @@ class ParallelDropout(TensorParallelLayer):
 
     Attributes:
         p: probability that a feature is set to zero.
+        tutti_by_feature: whether ``tutti_slice`` counts features, so that a whole input can be told from a slice.
     """
 
     p: float
+    tutti_by_feature: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to this rank's slice of the features: (…, features here) → the same shape. Not collective.
@@ -137,9 +165,28 @@ class ParallelDropout(TensorParallelLayer):
         """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)
-        if isinstance(input, SplitTensor):
+        # A forward hook of the script may have returned the whole tensor.
+        whole = self.tutti_by_feature and input.shape[-1] == self.tutti_slice.length
+        if isinstance(input, SplitTensor) or whole:
             return functional.dropout(input, self.p, True)
         return dropped(input, self.p, input.dim() - 1, self.tutti_slice)
+
+
+def refuse_hook(name: str, place: str, layer: str) -> NoReturn:
+    """Raise UsageError for a forward hook of the script that would be given this rank's slice of a tensor.
+
+    Args:
+        name: name of the module with the hook.
+        place: place of the hook's definition.
+        layer: name of the split layer or block that the module belongs to.
+    """
+    raise UsageError(
+        f"the strategy cannot be combined with the forward hook on {name}",
+        where=place,
+        why="the module computes on this rank's heads or features, so that the hook would be given a slice",
+        remedy="register the hook before tutti.prepare, which then leaves the layers around it whole, or leave them"
+        f" whole by tensor:whole={layer}; or take --strategy mirrored",
+    )
 
 
 _BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
