@@ -23,6 +23,7 @@ from tutti.errors import TuttiError, UsageError
 from tutti.nn import ac_policy
 from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
+from tutti.nn.forward_hooks import KeptGraphs, find_script_hook
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.swap import describe_tensors, parameters
 from tutti.nn.sync import peers_of
@@ -211,6 +212,8 @@ class PipelineRunner(ReplicaPart):
         self._learns = [False] * (self._last + 2)
         self._held: list[list[nn.Parameter]] = []
         self._constants = Constants([])
+        self._containers: list[tuple[str, nn.Module]] = []
+        self._hooks = [KeptGraphs(module) for module in modules]
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
         self.cuts = None if holding is None else holding.cuts
         self.plain = plain
@@ -222,6 +225,8 @@ class PipelineRunner(ReplicaPart):
             self._constants = Constants(
                 (name, plain.get_submodule(name)) for name in sorted(holding.cuts.opened) if holding.cuts.record is None
             )
+            opened = [(name, plain.get_submodule(name)) for name in sorted(holding.cuts.opened)]
+            self._containers = [each for each in opened if not isinstance(each[1], nn.ModuleList | nn.ModuleDict)]
             self._before = holding.calls[self._here :: self._ranks]
             self._drawing = holding.draws
         self._shared = SharedGradients(groups, run_context.reproducible)
@@ -291,7 +296,8 @@ class PipelineRunner(ReplicaPart):
         Raises:
             UsageError: the loss function fails on the last stage (whose rank raises the error itself, the others a
                 UsageError); it calls the model in a way that stages cannot follow; or the script has changed an
-                attribute of the model that the trace of its forward holds as a constant.
+                attribute of the model that the trace of its forward holds as a constant, or has put a forward hook on
+                a module that no stage calls.
         """
         training = grad_hook is not None
         count, chunks = len(micro_batches), len(self._virtual_stages)
@@ -306,6 +312,10 @@ class PipelineRunner(ReplicaPart):
         actions = order.ranks[self._here]
         expected = 0
         self._check_constants()
+        self._check_containers()
+        for chunk, hooks in enumerate(self._hooks if training else ()):
+            if chunk * self._ranks + self._here != self._last:
+                hooks.begin()
         for number, action in enumerate(actions):
             if action.kind != "F":
                 self._agree_on_loss(turn)
@@ -415,6 +425,19 @@ class PipelineRunner(ReplicaPart):
                 remedy="keep it in a buffer, or in the module that uses it alone; or take --strategy mirrored",
             )
 
+    def _check_containers(self) -> None:
+        """Raise UsageError for a forward hook of the script on a module that no stage calls as a whole."""
+        hooked = find_script_hook(self._containers)
+        if hooked is not None:
+            name, place = hooked
+            raise UsageError(
+                f"the strategy cannot be combined with the forward hook on {name or type(self.plain).__name__}",
+                where=place,
+                why="the pipeline calls the layers in this module, which may be on several stages, and not the module",
+                remedy="register the hook on one of its layers, do the hook's work in the loss function, or take"
+                " --strategy mirrored",
+            )
+
     def _backward(self, action: Action, micro_batch: MicroBatch, flight: MicroBatchState, turn: _Turn) -> None:
         """Run a backward, or its input or weight half, and send the inputs' gradients to the previous stage."""
         kind, stage, _ = action
@@ -478,12 +501,26 @@ class PipelineRunner(ReplicaPart):
         if stage == self._last:
             return result
         values = crossing_values(result, virtual_stage)
+        self._check_kept(stage // self._ranks, values)
         if self._drawing:
             values.append(self.draws.state.to(self._comm.device))
         forms = self._messages.send("activations", values, (stage + 1, *flight.key))
         if self._learns[stage + 1]:
             flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
         raise StageReached
+
+    def _check_kept(self, chunk: int, values: Sequence[Any]) -> None:
+        """Raise UsageError for a forward hook that keeps a tensor with its graph for the loss, on another stage."""
+        hooked = self._hooks[chunk].kept(values)
+        if hooked is not None:
+            name, place = hooked
+            raise UsageError(
+                f"the forward hook on {name} keeps a tensor with its graph, and the model is cut into stages after it",
+                where=place,
+                why="the loss is computed on the last stage, where nothing of this stage's tensors is known",
+                remedy="let the model return the tensor, keep tensor.detach() for a figure of this stage, or take"
+                " --strategy mirrored",
+            )
 
     def _enter(self, flight: MicroBatchState, stage: int) -> None:
         """Receive the previous stage's activations and the RNG state, and hook the gradients of the activations."""
