@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -292,6 +293,54 @@ def test_the_loss_of_a_body_that_mixes_samples(loss: Any, fires: int, strategy: 
         assert names(2, partial(trained, loss, strategy=strategy)) == ["mixed-samples"] * fires
     if strategy == "mirrored":
         assert names(1, partial(by_hand, loss, workers=1)) == []
+
+
+def advantages(net: Any, batch: Any) -> Any:
+    """Targets less their mean over the batch, in units of their deviation."""
+    target = batch[:, :1]
+    return (nn.functional.logsigmoid(net(batch)) * (target - target.mean()) / target.std()).mean()
+
+
+def by_frequency(net: Any, batch: Any) -> Any:
+    labels = (batch[:, 0] > 0).long()
+    rates = torch.bincount(labels, minlength=2).clamp(min=1)
+    logits = torch.cat([net(batch), -net(batch)], 1)[:, :2]
+    return (nn.functional.cross_entropy(logits, labels, reduction="none") / rates[labels]).mean()
+
+
+def standardised(net: Any, batch: Any) -> Any:
+    """Targets in units of all data, and a figure of the batch that the loss does not read."""
+    batch[:, 1].mean().add_(1)
+    return (net(batch) - (batch[:, 1:2] - 0.1) / 1.1).square().mean()
+
+
+AVERAGE = torch.zeros(())
+
+
+def with_average(net: Any, batch: Any) -> Any:
+    """A running average over batches, which the probe must not move."""
+    AVERAGE.mul_(0.9).add_(0.1 * batch[:, 0].mean())
+    return (net(batch) - AVERAGE).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded", "sharded:stage=1"])
+@pytest.mark.parametrize("loss", [advantages, by_frequency, standardised, with_average, drawn])
+def test_the_loss_of_a_body_that_mixes_samples_by_its_targets(loss: Any, strategy: str) -> None:
+    fires = loss in (advantages, by_frequency)
+    assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * fires
+    if strategy == "mirrored":
+        assert names(1, partial(by_hand, loss, workers=1)) == []
+
+
+def averages(diagnostics: str) -> float:
+    AVERAGE.zero_()
+    with patch.dict(os.environ, TUTTI_DIAGNOSTICS=diagnostics):
+        by_hand(with_average)
+    return float(AVERAGE)
+
+
+def test_the_search_for_mixed_targets_changes_nothing() -> None:
+    assert worlds.alone(averages, diagnostics="on") == worlds.alone(averages, diagnostics="off") != 0
 
 
 def absolute(net: Any, batch: Any) -> Any:

@@ -118,6 +118,7 @@ class CustomLoop:
                     yield from self._bodies_of(batch)
         finally:
             self._open -= 1
+            self._run.checks.end_body()
             self._sync.leave_custom_loop()
 
     def _bodies_of(self, batch: Batch) -> Iterator[Batch]:

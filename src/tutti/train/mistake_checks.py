@@ -35,6 +35,7 @@ from tutti.torch_compat import is_compiled
 from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import numbers, python_state
 from tutti.train.sample_mixing import MixingProbe
+from tutti.train.target_mixing import TargetProbe
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Checks:
         self._rates = group_rates(run.gradient_sync.optimizers)
         self._evaluated = self._aside = self._due = False
         self._probe: MixingProbe | None = None
+        self._targets: TargetProbe | None = None
         self._numbers: dict[str, float] = {}
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
@@ -294,6 +296,8 @@ class Checks:
         due, self._due = self._due, False
         if due and not micro_batch.whole:
             self._probe = self._probes(self._run.model, micro_batch.samples)
+            if self._probe is not None:
+                self._targets = TargetProbe(self._run.model, micro_batch)
 
     def end_body(self, loss: Any = None) -> None:
         """Report as a mistake if the loss of the micro-batch given to ``begin_body`` mixes samples. Not collective.
@@ -307,7 +311,10 @@ class Checks:
         """
         probe, self._probe = self._probe, None
         if probe is not None:
-            self._told(probe, loss)
+            self._told(probe, self._targets, loss)
+        if loss is None and self._targets is not None:
+            self._targets.close()
+            self._targets = None
 
     def probed(self, loss: LossFn) -> LossFn:
         """Return ``loss`` wrapped to check, in its first call, whether it mixes samples; a finding is reported.
@@ -326,25 +333,30 @@ class Checks:
         left = [True]
 
         def look(model: Any, batch: Batch) -> Any:
-            probe = None
+            probe = targets = None
             # A batch of the script's own kind may have no length.
             with suppress(Exception):
                 probe = self._probes(model, length(batch)) if left and isinstance(model, nn.Module) else None
             left.clear()
+            if probe is not None:
+                targets = TargetProbe(model, MicroBatch(0, 0, batch, length(batch), 1.0, 0, True))
             try:
                 result = loss(model, batch)
-                if probe is not None:
-                    self._told(probe, result)
+                if probe is not None and targets is not None:
+                    self._told(probe, targets, result)
             finally:
-                if probe is not None:
+                if probe is not None and targets is not None:
+                    targets.close()
                     probe.close()
             return result
 
         return look
 
-    def _told(self, probe: MixingProbe, loss: Any) -> None:
-        if probe.mixes(loss):
-            finding = "the loss mixes samples: the gradient of one depends on the model's outputs for others"
+    def _told(self, probe: MixingProbe, targets: TargetProbe | None, loss: Any) -> None:
+        by_targets = loss is not None and targets is not None and targets.mixes(loss)
+        if probe.mixes(loss) or by_targets:
+            what = "targets of" if by_targets else "model's outputs for"
+            finding = f"the loss mixes samples: the gradient of one depends on the {what} others"
             self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
 
     def _frequencies(self) -> None:

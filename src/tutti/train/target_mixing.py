@@ -1,0 +1,163 @@
+"""Find losses that mix the samples of a batch by their targets, such as targets less their mean over the batch."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tutti.data.global_generators import own_generators
+from tutti.parallel.ddp.loss_output import read_loss
+from tutti.torch_compat import tensor_version, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tutti.types import MicroBatch
+
+_MOST = 1_000_000
+"""Largest number of elements of the model's outputs; they are computed with twice more."""
+_CALLS = 2_000
+"""Largest number of calls between the model and the loss that are computed again."""
+_SMALL = 1e-4
+"""Relative difference of gradients that counts as rounding."""
+
+
+class TargetProbe(TorchFunctionMode):
+    """Looks once whether one sample's gradient depends on targets, or other data, of other samples.
+
+    The probe notes what a loss function, or a loop's body, computes from its batch and from the model's outputs. It
+    then computes the loss twice more from the same outputs: for the batch, and for a batch in which all other samples
+    equal the first. A mean over samples gives the first sample's outputs the same gradient both times. The probe
+    changes nothing: calls that write to tensors of the script, or draw, end it. Not collective. Call ``close`` at the
+    end of the loss function or body.
+
+    Args:
+        model: the model; it gets hooks, which only look, until ``mixes``.
+        micro_batch: the micro-batch of the loss function or body.
+    """
+
+    def __init__(self, model: nn.Module, micro_batch: MicroBatch) -> None:
+        super().__init__()
+        self._micro_batch, self._within, self._open = micro_batch, 0, True
+        self._outputs: dict[int, Tensor] = {}
+        self._batch = {id(leaf): leaf for leaf in tree_leaves(micro_batch.batch) if self._has_rows(leaf)}
+        # The script may write into its batch.
+        self._before = {key: leaf.clone() for key, leaf in self._batch.items()}
+        self._known = set(self._batch)
+        self._calls: list[_Call] | None = []
+        self._states = random.getstate(), _numpy_state()
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_forward),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _has_rows(self, leaf: Any) -> bool:
+        return type(leaf) is Tensor and leaf.dim() > 0 and len(leaf) == self._micro_batch.samples
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._within += 1
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._within -= 1
+        for leaf in tree_leaves(output) if self._calls is not None and not self._within else ():
+            if self._has_rows(leaf) and leaf.requires_grad:
+                self._outputs[id(leaf)] = leaf
+                self._known.add(id(leaf))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Dynamo traces this mode with the code that it compiles.
+        if torch.compiler.is_compiling() or self._calls is None or self._within:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if getattr(func, "__name__", "").startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")):
+            self._calls = None
+        if not any(id(leaf) in self._known for leaf in given):
+            return func(*args, **kwargs)
+        before = [tensor_version(leaf) for leaf in given]
+        result = func(*args, **kwargs)
+        written = {id(leaf) for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if self._calls is not None and (made or written):
+            if len(self._calls) == _CALLS or not written <= self._known:
+                self._calls = None
+            else:
+                self._calls.append(_Call(func, args, kwargs, result, torch.is_grad_enabled()))
+                self._known.update(map(id, made))
+        return result
+
+    def mixes(self, loss: Any) -> bool:
+        """Return whether the loss mixes samples by their targets; False where that cannot be told. Ends the probe.
+
+        Args:
+            loss: what the loss function returned, or what ``run.backward`` was given.
+        """
+        calls, outputs = self._calls, list(self._outputs.values())
+        self._calls = None
+        for handle in self._handles:
+            handle.remove()
+        states = random.getstate(), _numpy_state()
+        drawn = states[0] != self._states[0] or not all(map(np.array_equal, states[1], self._states[1]))
+        size = sum(output.numel() for output in outputs)
+        if not calls or not outputs or size > _MOST or drawn:
+            return False
+        with suppress(Exception), own_generators():
+            value, own = self._again(calls, loss, {key: leaf.clone() for key, leaf in self._before.items()})
+            told = read_loss(loss, self._micro_batch)[0]
+            if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False):
+                return False
+            alike = {key: leaf[:1].expand_as(leaf).clone() for key, leaf in self._before.items()}
+            _, other = self._again(calls, loss, alike)
+            # A deviation of equal targets is 0, and may have made the second gradient one that is not finite.
+            most = _SMALL * torch.maximum(own.abs().max(), other.abs().max())
+            return bool(own.isfinite().all()) and not bool((own - other).abs().max() <= most)
+        return False
+
+    def _again(self, calls: list[_Call], loss: Any, values: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the gradient of the first sample's outputs, for other values of the batch."""
+        leaves = {key: output.detach().clone().requires_grad_() for key, output in self._outputs.items()}
+        # A view: the script may have written into the outputs in place.
+        values = values | {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
+
+        def new(value: Any) -> Any:
+            return values.get(id(value), value) if isinstance(value, Tensor) else value
+
+        for call in calls:
+            args, kwargs = tree_map(new, (call.args, call.kwargs))
+            with torch.set_grad_enabled(call.gradients):
+                result = call.func(*args, **kwargs)
+            (olds, _), (news, _) = tree_flatten(call.result), tree_flatten(result)
+            values.update((id(old), value) for old, value in zip(olds, news, strict=True) if isinstance(old, Tensor))
+        flat, tree = tree_flatten(loss)
+        with torch.enable_grad():
+            objective, start, _ = read_loss(tree_unflatten([new(value) for value in flat], tree), self._micro_batch)
+            found = torch.autograd.grad(objective, list(leaves.values()), start, allow_unused=True)
+        return objective.detach(), torch.cat([each[0].flatten() for each in found if each is not None])
+
+    def close(self) -> None:
+        """End the probe, and take the mode off PyTorch's stack, where only modes of the body may lie above it."""
+        self._calls = None
+        for handle in self._handles:
+            handle.remove()
+        if self._open:
+            self._open = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class _Call(NamedTuple):
+    """A call of PyTorch by the body of a loop."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    gradients: bool
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    """Return words and position of NumPy's global generator."""
+    _, words, position, *_ = np.random.get_state()
+    return words, position
