@@ -11,6 +11,7 @@ from torch import nn
 from tutti.device import forked_generators
 from tutti.nn.swap import buffers, swapped
 from tutti.nn.untraced import Untraced
+from tutti.nn.written_tensors import parameters_unwritten
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
     """Return a context for a trial forward of the model on ``device`` without gradients, which undoes all side effects.
 
     On entry the model moves to ``device``. The model's device, its buffers, the attributes that its modules write and
-    the RNG states are restored on exit.
+    the RNG states are restored on exit. A forward that would write a parameter in place raises RuntimeError before.
 
     Args:
         plain: the whole model.
@@ -28,7 +29,7 @@ def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
     before = Untraced(plain)
     try:
         kept = {slot.name: slot.get().clone() for slot in buffers([plain.to(device)], persistent=False)}
-        with forked_generators(device), torch.no_grad(), swapped([plain], kept):
+        with forked_generators(device), torch.no_grad(), swapped([plain], kept), parameters_unwritten([plain]):
             yield
     finally:
         before.undo()

@@ -30,6 +30,7 @@ from tutti.errors import UsageError
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
+from tutti.nn.written_tensors import parameters_unwritten
 from tutti.python_compat import live_objects
 from tutti.torch_compat import is_compiled
 from tutti.train.metric_objects import metric_objects
@@ -255,13 +256,17 @@ class Checks:
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Within the block forwards run in eval mode, and do not change buffers or RNG streams."""
+        """Within the block forwards run in eval mode, and do not change buffers or RNG streams.
+
+        A forward that writes a parameter, as one that averages a teacher, ends with an error before the write.
+        """
         parts = self._run.replica.parts
         kept = [(slot, slot.get()) for slot in buffers(parts, persistent=False)]
         try:
             for slot, tensor in kept:
                 slot.put(tensor.clone())
-            with own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
+            own = parameters_unwritten(parts)
+            with own, own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
                 yield
         finally:
             for slot, tensor in kept:

@@ -185,3 +185,69 @@ def test_a_list_of_parameters_from_before_is_refused_in_the_loss(strategy: str) 
     [alone] = worlds.run(1, listed_before, strategy=strategy)
     assert [alone] == worlds.run(1, listed_before, strategy="mirrored")
     worlds.forget(3)
+
+
+class Averaging(nn.Module):
+    """Averages a teacher within its own forward; ``how``: the way of the write."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.student, self.teacher, self.how = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for average, parameter in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if self.how == "data":
+                average.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+            elif self.how == "assigned":
+                average.data = average.data * 0.9 + parameter.data * 0.1
+            else:
+                with torch.no_grad():
+                    average.lerp_(parameter, 0.1)
+        return self.student(x), self.teacher(x)
+
+
+def averaged(strategy: str, how: str, workers: int | None = None) -> Any:
+    torch.manual_seed(0)
+    model = Averaging(how)
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", torch.randn(12, 4), lambda called, batch: nn.functional.mse_loss(*called(batch)),
+        strategy=strategy, batch_size=6, precision="fp64", workers=workers,
+    )  # fmt: skip
+    try:
+        for batch in run.epoch(0):
+            run.step(batch)
+    except tutti.errors.UsageError as error:
+        return str(error) if run.updates == 0 else "after the update"
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("how", ["lerp_", "data", "assigned"])
+def test_a_write_within_the_forward_is_refused_where_it_would_be_lost(how: str) -> None:
+    for strategy in ("sharded", "sharded:stage=2"):
+        for said in worlds.run(2, averaged, strategy=strategy, how=how):
+            assert "the script writes the parameter teacher.weight within a forward" in said
+            assert "test_sharded_reads.py:" in said and "ema=" in said
+    worlds.forget(2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [("mirrored", "lerp_"), ("mirrored", "data"), ("sharded:stage=1", "lerp_"), ("tensor:least=1", "lerp_")],
+)
+def test_trials_of_a_forward_that_writes_parameters_write_none(strategy: str, how: str) -> None:
+    want = worlds.alone(averaged, strategy="single", how=how, workers=1)
+    for got in worlds.run(2, averaged, strategy=strategy, how=how):
+        assert largest_difference(got, want) <= 1e-10
+
+
+def clamped(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+    run.backward(loss)
+
+
+def test_a_write_between_forward_and_backward_is_refused() -> None:
+    for said in worlds.run(2, told, strategy="sharded", body=clamped):
+        assert "the script writes the parameter 0.weight" in said and "(clamp_)" in said
+    worlds.forget(2)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.nn.incomplete_gradient import RowGradient, after_clearing, clear_gradient, conceal
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
@@ -39,6 +39,7 @@ from tutti.torch_compat import (
     reduce_scatter_single,
     set_fsdp_collectives,
     storage_key,
+    tensor_version,
     tree_leaves,
 )
 from tutti.types import ShardSpec
@@ -99,6 +100,7 @@ class FullySharded:
         self._flags = {each.name: each.parameter.requires_grad for each in self.rows}
         self._storages = {each.name: storage_key(gathered) for each, gathered in self._pairs}
         self._watched: set[str] = set()
+        self._versions: dict[str, tuple[nn.Parameter, int]] = {}
         self._concealed: set[nn.Parameter] = set()
         # Unsharded parameters by name, whose .grad is a placeholder for the rows' gradient.
         self._standing: dict[str, nn.Parameter] = {}
@@ -111,6 +113,7 @@ class FullySharded:
         for root in root_modules(model):
             self._clear_with(root)
             root.register_forward_pre_hook(lambda *_: self.unify_flags(), prepend=True)
+            root.register_forward_hook(lambda *_: self._check_writes())
 
     def _clear_with(self, root: nn.Module) -> None:
         """Make ``root.zero_grad()`` also clear the sharded gradients between a forward and its backward.
@@ -369,7 +372,11 @@ class FullySharded:
 
         Args:
             step: unused here; ZeRO stage 1 names it in errors.
+
+        Raises:
+            UsageError: the script has written an unsharded parameter between the forward and its backward.
         """
+        self._check_writes()
         self._beginning.over, self._meter.on = True, False
         for each, gathered in self._pairs:
             gradient = gathered.grad
@@ -437,12 +444,26 @@ class FullySharded:
                 if name not in self._watched:
                     self._watched.add(name)
                     self._twins[name].append(parameter)
+                    self._versions[name] = parameter, tensor_version(parameter)
                     trained = parameter.requires_grad
                     # PyTorch refuses a hook on a frozen parameter, but keeps the hook of one that is frozen later.
                     parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_note, self._used, name))
                     parameter.requires_grad_(trained)
 
         handle = cast(nn.Module, unit).register_forward_pre_hook(watch)
+
+    def gathered_name(self, tensor: Tensor) -> str | None:
+        """Return a parameter's name if ``tensor`` is its unsharded object, whose values last for one forward; or None.
+
+        FSDP2 gathers the rows into that object before a forward, and frees it after the forward or the backward.
+        """
+        return next((name for name, (parameter, _) in self._versions.items() if parameter is tensor), None)
+
+    def _check_writes(self) -> None:
+        """Raise UsageError where the script has written an unsharded parameter in place, whose values will be freed."""
+        for name, (parameter, version) in self._versions.items():
+            if tensor_version(parameter) != version:
+                refuse_gathered_write(name)
 
     def _unsharded(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are unsharded now, by name."""
@@ -584,6 +605,23 @@ class _MeasuredScatter:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._meter.add(input_tensor)
         return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def refuse_gathered_write(name: str, written_by: str = "") -> NoReturn:
+    """Raise UsageError for a write of the script to a parameter that FSDP2 has gathered for a forward.
+
+    Args:
+        name: the parameter's name in the model.
+        written_by: name of the function that would write; "" if the write is over.
+    """
+    raise UsageError(
+        f"the script writes the parameter {name} within a forward or before its backward"
+        + (f" ({written_by})" if written_by else ""),
+        where=script_line(),
+        why="it has whole tensors there, which FSDP2 gathers for one pass and frees, so that the write would be lost",
+        remedy="write between steps, when parameters are DTensors of the rows, or keep an average of the weights by"
+        " ema=… of tutti.prepare; or take --strategy sharded:stage=1 or mirrored",
+    )
 
 
 def _refuse_functional_call(*_: Any) -> None:

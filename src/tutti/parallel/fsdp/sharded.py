@@ -268,7 +268,7 @@ class ShardedSync:
         compiled = self._run_context.compile is not None or any(map(is_compiled, model.modules()))
         if self._run_context.grid.tensor == 1 and not compiled:
             # Compiled code takes no function mode, and a replica of tensor slices has a context of its own.
-            self._reads = ShardedReads()
+            self._reads = ShardedReads(engine)
             replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
         rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]

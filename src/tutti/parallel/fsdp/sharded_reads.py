@@ -8,10 +8,15 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
+from tutti.nn.absent_tensor import METADATA
 from tutti.nn.script_mode import QuietMode, ScriptMode
+from tutti.nn.written_tensors import DATA, may_write
+from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
 
 _WORDS = ("DTensor", "placement", "tensor subclasses")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -34,10 +39,13 @@ class ShardedReads(ScriptMode):
     Random draws into a ``DTensor``, and numbers read from one that is not added up over ranks, raise ``UsageError``; so
     do errors of PyTorch about a ``DTensor`` that meets plain tensors. The mode is active in the script's code between
     steps, and up to the first update also in the loss function and the body of a custom training loop.
+
+    Args:
+        engine: the sharded parameters.
     """
 
-    def __init__(self) -> None:
-        super().__init__(_ShardMode())
+    def __init__(self, engine: FullySharded) -> None:
+        super().__init__(_ShardMode(engine))
         self._over = False
 
     def end(self) -> None:
@@ -67,11 +75,22 @@ class ShardedReads(ScriptMode):
 class _ShardMode(QuietMode):
     """Sees all calls of PyTorch by the script, and by the model up to the first update."""
 
+    def __init__(self, engine: FullySharded) -> None:
+        super().__init__()
+        self._engine = engine
+        self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.quiet:
             return func(*args, **kwargs)
         first = next(chain(args, kwargs.values()), None)
+        if (written := self._written(func, first)) is not None:
+            if func == DATA:
+                data = func(*args)
+                self._data[data] = written
+                return data
+            refuse_gathered_write(written, getattr(func, "__name__", ""))
         if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
             _check(name, first)
         try:
@@ -90,6 +109,17 @@ class _ShardMode(QuietMode):
                 remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
                 f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
             ) from error
+
+    def _written(self, func: Any, first: Any) -> str | None:
+        """Return the name of the unsharded parameter that a function writes, or whose ``.data`` the script reads."""
+        if func in METADATA or not may_write(func):
+            return None
+        for tensor in first if isinstance(first, tuple | list) else (first,):
+            if isinstance(tensor, Tensor):
+                written: str | None = self._data.get(tensor) or self._engine.gathered_name(tensor)
+                if written is not None:
+                    return written
+        return None
 
 
 def _check(name: str, tensor: DTensor) -> None:
