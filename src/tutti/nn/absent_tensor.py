@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from tutti.device import DEVICE_FLAGS
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.nn.swap import BufferRef, buffers
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, VERSION_ATTRIBUTE, TorchFunctionDisabled
 
@@ -46,10 +46,12 @@ class _Absent:
     Attributes:
         called: the tensor's name in the model.
         place: words for the location of its values, for the error message.
+        undo: called before an operation is refused; None for nothing.
     """
 
     called: str = "tensors"
     place: str = "on other ranks"
+    undo: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -85,7 +87,9 @@ class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
     """
 
 
-def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module]) -> None:
+def put_away(
+    plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module], undo: Callable[[], None] | None = None
+) -> None:
     """Replace the tensors of ``plain`` that this rank does not compute with by placeholders, and free their memory.
 
     A placeholder has the tensor's shape and dtype; an operation on its values raises UsageError. Parameters keep their
@@ -96,6 +100,7 @@ def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Modu
         places: words for the location of each parameter and persistent buffer, by the first of its names, for the text
             of the error; "on another rank" for others.
         here: the modules that compute on this rank; their tensors stay.
+        undo: called before an operation on a placeholder is refused, to restore what the script has written before.
     """
     own = {id(tensor) for part in here for tensor in (*part.parameters(), *part.buffers())}
     for name, parameter in plain.named_parameters():
@@ -104,6 +109,7 @@ def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Modu
             parameter.data = _empty(parameter.data)
             parameter.__class__ = AbsentParameter
             _call(parameter, name, places)
+            parameter.undo = undo  # type: ignore[attr-defined]
     for slot in buffers([plain]):
         if id(slot.get()) not in own:
             _put_away(slot, places)
@@ -156,8 +162,11 @@ def _found(values: Any) -> Any:
 
 
 def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
+    if tensor.undo is not None:
+        tensor.undo()
     raise UsageError(
         f"the script reads or writes the model's {tensor.called}, which this rank does not have",
+        where=script_line(),
         why=f"its numbers are {tensor.place}",
         remedy="take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its "
         "weights and init_from=… for other weights; or --strategy mirrored",

@@ -79,3 +79,44 @@ def test_a_late_hook_that_stages_cannot_follow_is_refused(hook: str, text: str) 
     assert text in said[0] and "test_script_hooks.py:" in said[0]
     assert all(isinstance(each, str) and each != "after the update" for each in said)
     worlds.forget(2)
+
+
+def by_norm(parameter: Tensor) -> None:
+    parameter.mul_(1 - 0.1 * parameter.norm())
+
+
+def of_data(parameter: Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def a_row(parameter: Tensor) -> None:
+    parameter.detach()[0].zero_()
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {"by its norm": by_norm, "of .data": of_data, "a row": a_row}
+
+
+def looped(write: str, whole: bool) -> list[Any]:
+    """A loop over all parameters between steps: what is said, and what the stage's parameters are before and after."""
+    model, run = prepared("pipeline")
+    batches = iter(run.epoch(0))
+    run.step(next(batches))
+    before = [p.detach().clone() for p in run.model.parameters()]
+    said = ""
+    try:
+        with torch.no_grad():
+            for parameter in (model if whole else run.model).parameters():
+                WRITES[write](parameter)
+    except tutti.errors.UsageError as error:
+        said = str(error)
+    same = all(torch.equal(p.detach(), b) for p, b in zip(run.model.parameters(), before, strict=True))
+    if not said:
+        run.step(next(batches))
+    return [said, same]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_refused_loop_over_all_parameters_changes_none(write: str) -> None:
+    for said, same in worlds.run(2, looped, write=write, whole=True):
+        assert "which this rank does not have" in said and "test_script_hooks.py:" in said and same
+    assert worlds.run(2, looped, write=write, whole=False) == [["", False]] * 2

@@ -7,7 +7,7 @@ stage's activations, computes this stage, and either returns the model's output 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
 from tutti.nn.forward_hooks import KeptGraphs, find_script_hook
 from tutti.nn.gradient_hooks import add_accumulation_hook
+from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import describe_tensors, parameters
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
@@ -37,10 +38,11 @@ from tutti.parallel.pipeline.pipeline_schedule import Action, bubble_fraction, f
 from tutti.parallel.pipeline.split_backward import BackwardRoots, LayerOutput, SplitBackward
 from tutti.parallel.pipeline.stage_messages import KINDS, StageMessages, shapes
 from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, stages_here
+from tutti.parallel.pipeline.stage_writes import StageWrites
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import is_fake, tree_leaves
+from tutti.torch_compat import is_compiled, is_fake, tree_leaves
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
 
 
@@ -233,9 +235,16 @@ class PipelineRunner(ReplicaPart):
         self._relay = _Relay(self, inspect.signature(plain.forward))
         self._grad_hook: GradientReadyHook | None = None
         self._reporting = False
+        self._forget_writes: Callable[[], None] = lambda: None
         if holding is not None:
             places = {name: f"on stage {rows[0]} of the model" for name, rows in holding.stages.items()}
-            put_away(plain, places, self.parts)
+            writes = StageWrites(dict(parameters(self.parts)))
+            if run_context.compile is None and not any(map(is_compiled, plain.modules())):
+                # Compiled code takes no function mode.
+                script = ScriptMode(writes)
+                self.script_code, self.model_code = script.script_code, script.model_code
+            self._forget_writes = writes.forget
+            put_away(plain, places, self.parts, writes.undo)
             put_attributes_away(plain, dict.fromkeys(holding.cuts.written, "on another stage"), self.parts)
 
     def _look_what_learns(self) -> None:
@@ -307,6 +316,7 @@ class PipelineRunner(ReplicaPart):
         flights: dict[tuple[int, int], MicroBatchState] = {}
         turn = _Turn(loss, grad_hook)
         self._look_what_learns()
+        self._forget_writes()
         if training:
             self._shared.begin()
         actions = order.ranks[self._here]

@@ -1,0 +1,84 @@
+"""Undo what a script has written into a stage's parameters when a write to another stage's parameter is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tutti.nn.absent_tensor import METADATA
+from tutti.nn.script_mode import QuietMode
+from tutti.nn.written_tensors import may_write
+from tutti.python_compat import calling_frame
+from tutti.torch_compat import TorchFunctionDisabled
+
+_VIEWS = frozenset(
+    ("detach", "view", "view_as", "reshape", "flatten", "t", "transpose", "select", "narrow", "diagonal")
+)
+
+
+class StageWrites(QuietMode):
+    """Function mode that keeps a copy of each parameter of this rank that the script writes or takes views of.
+
+    A loop over all parameters writes those of this rank's stages before it meets one of another stage, which is
+    refused. ``undo`` then restores the parameters, so that a refused loop changes nothing.
+
+    Args:
+        present: the parameters of this rank's stages, by name.
+    """
+
+    def __init__(self, present: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._present: Any = WeakIdKeyDictionary({parameter: name for name, parameter in present.items()})
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.quiet and func not in METADATA and _may_change(func, kwargs):
+            for tensor in _tensors(args, kwargs):
+                if tensor in self._present and all(tensor is not kept for kept, _ in self._kept) and _by_script():
+                    self._keep(tensor)
+        return func(*args, **kwargs)
+
+    def _keep(self, parameter: Any) -> None:
+        with TorchFunctionDisabled():
+            self._kept.append((parameter, parameter.detach().clone()))
+
+    def forget(self) -> None:
+        """Free the copies: the script's writes since the last step count from now on."""
+        self._kept.clear()
+
+    def undo(self) -> None:
+        """Restore the parameters that the script has written since the last ``forget``."""
+        with TorchFunctionDisabled(), torch.no_grad():
+            for parameter, before in self._kept:
+                parameter.copy_(before)
+        self.forget()
+
+
+def _may_change(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function writes an argument in place, or returns a view of an argument."""
+    return may_write(func) or getattr(func, "__name__", "") in _VIEWS or "out" in kwargs
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for value in chain(args, kwargs.values()):
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def _by_script() -> bool:
+    """Return whether the script calls PyTorch, and not tutti."""
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module != __name__ and module.partition(".")[0] not in ("torch", "contextlib"):
+            return module.partition(".")[0] != "tutti"
+        frame = frame.f_back
+    return False
