@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti import torch_compat
 from tutti.torch_compat import (
+    CONVERSION,
     ELASTIC_AGENT_MEMBERS,
     FUNCTION_MODE_ENTRIES,
     FUSED_ACTIVATION,
@@ -54,6 +55,7 @@ from tutti.torch_compat import (
     all_gather_single,
     assert_async,
     chunk_cat,
+    convert_module,
     cross_entropy_of,
     current_autograd_node,
     default_store,
@@ -612,6 +614,15 @@ def calls_of_modules_are_replaced() -> None:
     assert not is_fake(torch.ones(1)) and not is_fake(1)
 
 
+def conversions_go_through_one_method() -> None:
+    layer, asked = nn.Sequential(nn.Linear(2, 2)), []
+    vars(layer)[CONVERSION] = lambda function, recurse=True: asked.append(function)
+    for convert in (layer.double, layer.cpu, partial(layer.to, torch.float64)):
+        convert()
+    assert len(asked) == 3 and layer[0].weight.dtype == torch.float32
+    assert convert_module(layer, asked[0]) is layer and layer[0].weight.dtype == torch.float64
+
+
 def modes_are_left_and_entered_again() -> None:
     with FakeTensorMode():
         with without_dispatch_modes():
@@ -680,6 +691,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
     calls_of_modules_are_replaced: "replace_call uncompiled_call is_compiled is_fake",
+    conversions_go_through_one_method: "CONVERSION convert_module",
     modes_are_left_and_entered_again: "without_dispatch_modes",
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",

@@ -217,9 +217,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"
 
 
+def script_line_of(error: BaseException) -> str:
+    """Return ``FILE:LINE`` of the innermost frame outside of torch and tutti that an exception has passed."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "the script"
+
+
 def script_line() -> str:
     """Return ``FILE:LINE`` of the innermost stack frame outside of torch and tutti, for messages."""
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
+        passed = frame.filename.endswith("/contextlib.py")
+        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename and not passed:
             return f"{frame.filename}:{frame.lineno}"
     return "the script"

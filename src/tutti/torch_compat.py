@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from torch.utils.data._utils import worker
 
 __all__ = [
+    "CONVERSION",
     "ELASTIC_AGENT_MEMBERS",
     "FUNCTION_MODE_ENTRIES",
     "FUSED_ACTIVATION",
@@ -56,6 +57,7 @@ __all__ = [
     "all_gather_single",
     "assert_async",
     "chunk_cat",
+    "convert_module",
     "cross_entropy_of",
     "current_autograd_node",
     "default_store",
@@ -477,6 +479,25 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable
     before: Callable[..., Any] | None = module._compiled_call_impl
     module._compiled_call_impl = call
     return before
+
+
+CONVERSION = "_apply"
+"""Method of ``nn.Module`` by which ``to``, ``double``, ``cpu`` and their like convert its tensors. There is no hook."""
+
+
+def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Convert a module's tensors as its class does, even where an attribute of the instance replaces ``CONVERSION``.
+
+    Args:
+        module: the module, which is changed in place.
+        function: converts a tensor.
+        recurse: whether to convert its children.
+
+    Returns:
+        The module.
+    """
+    converted: nn.Module = type(module)._apply(module, function, recurse)
+    return converted
 
 
 def is_compiled(module: nn.Module) -> bool:

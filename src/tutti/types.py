@@ -189,6 +189,10 @@ class StepContext:
         settings: learning rates, momenta and weight decays of the script's optimizers, compared over data ranks.
         place: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch that the
             caller made.
+        written: digest of the parameters if the script has written them since the last update, compared over data
+            ranks; 0 if it has not.
+        compare: raises UsageError where ranks hold different parameters; called on all data ranks where ``written``
+            differs. None where it cannot.
     """
 
     global_step: int
@@ -200,6 +204,8 @@ class StepContext:
     whole: bool = False
     settings: str = ""
     place: tuple[int, int] = (0, 0)
+    written: int = 0
+    compare: Callable[[], None] | None = None
 
 
 class GradientVariance(NamedTuple):
@@ -391,6 +397,7 @@ class RunContext:
         in_step: whether every rank makes as many steps as the run has.
         trial: ``trial(model, most=None)`` calls the loss function on a model with the first micro-batch of the data, or
             with at most ``most`` samples of it; None without a loss function.
+        forward_trial: the same as ``trial``; without a loss function it calls the model as scripts mostly do.
         rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
     """
 
@@ -408,6 +415,7 @@ class RunContext:
     draws: bool = True
     in_step: bool = True
     trial: Callable[..., Any] | None = None
+    forward_trial: Callable[..., Any] | None = None
     rows: bool = False
 
     @property

@@ -277,6 +277,30 @@ def test_settings_that_differ_between_ranks_are_refused(strategy: str, loop: boo
     assert worlds.run(2, by_rank, strategy=strategy, loop=loop) == [2, 2]
 
 
+def by_own_loss(strategy: str) -> Any:
+    """Set the learning rate from this rank's own loss between backward and the update: updates made, and the error."""
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, data(), strategy=strategy, batch_size=BATCH)
+    for batch in run.microbatches(0):
+        optimizer.zero_grad()
+        own = loss(net, batch)
+        run.backward(own)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + own.item())
+        try:
+            optimizer.step()
+        except UsageError as error:
+            return run.updates, str(error)
+    return run.updates, ""
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded", "central_storage", "parameter_server"])
+def test_settings_from_a_rank_s_own_loss_are_refused_before_the_update(strategy: str) -> None:
+    for updates, said in worlds.run(2, by_own_loss, strategy=strategy):
+        assert updates == 0 and "the optimizer's settings in step 1" in said and "not from a rank's own loss" in said
+        assert "test_run.py:" in said
+
+
 def changing(guarded: bool, name: str) -> int:
     """Change a setting of the optimizer in each body of the loop, or once a global batch: updates made."""
     net = model()

@@ -28,14 +28,17 @@ class TensorRanks:
 
     Args:
         comm: communicator of the tensor ranks.
+        compiled: whether the script has compiled the model, whose graphs then end before these calls.
 
     Attributes:
         rank, size: index of this tensor rank, number of tensor ranks.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, compiled: bool = False) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._copied: tuple[Tensor, int, Tensor] | None = None
+        for name in ("copy", "reduce", "gather", "take", "scatter", "widen", "copies") if compiled else ():
+            vars(self)[name] = torch.compiler.disable(getattr(self, name))
 
     def __deepcopy__(self, memo: Any) -> TensorRanks:
         return self

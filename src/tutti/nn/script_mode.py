@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
+import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tutti.python_compat import calling_frame
 from tutti.torch_compat import function_mode_depth
+
+SIZES = frozenset(
+    (
+        *(Tensor.shape.__get__, Tensor.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__),  # type: ignore[attr-defined]
+        torch.numel,
+    )
+)
+"""Functions that return a tensor's sizes."""
+
+_PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides"))
+"""Modules of PyTorch between a call of one of ``SIZES`` and the function mode."""
 
 _ENTERED: list[ScriptMode] = []
 """``ScriptMode`` objects whose modes are on PyTorch's stack of this thread, from the outermost."""
@@ -86,3 +101,17 @@ class ScriptMode:
             last = _ENTERED.pop()
             last._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             last._depth = 0
+
+
+def asked_by_script(mode: str) -> bool:
+    """Return whether code of the script or of its libraries, or ``torch.nn.init``, calls PyTorch.
+
+    To be called by a function mode. ``mode`` is the name of the module that defines the function mode.
+    """
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module not in _PASSED_BY and module not in (mode, __name__):
+            return module == "torch.nn.init" or module.partition(".")[0] not in ("torch", "tutti", "contextlib")
+        frame = frame.f_back
+    return False

@@ -386,3 +386,59 @@ def needs_closure(optimizer: Optimizer) -> bool:
     except (TypeError, ValueError):
         return False
     return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)
+
+
+def unlike_one_closure(optimizer: Optimizer) -> str | None:
+    """Return words for how ``step(closure)`` differs from ``closure()`` followed by ``step()``; None if it does not.
+
+    A copy of the optimizer is tried both ways on small tensors. PyTorch's optimizers but LBFGS call the closure once,
+    before the update; sharpness-aware minimisation (SAM) calls it again at other parameters. Not collective.
+
+    Args:
+        optimizer: the optimizer, which is not changed.
+    """
+    name = type(optimizer).__name__
+    if needs_closure(optimizer):
+        return f"{name} asks for the loss as often as it needs it"
+    if is_known(type(optimizer)):
+        return None
+    # A rank whose rows are all empty tries the class with its defaults.
+    groups = _groups(optimizer) or [_Group({}, ((7, 5),))]
+    trial = _trial(groups, 1, (0,))
+    calls: list[bool] = []
+
+    def stepped(with_closure: bool) -> list[Tensor]:
+        torch.default_generator.manual_seed(0)
+        params = [nn.Parameter(value.clone()) for value in trial.values]
+        members: dict[int, list[nn.Parameter]] = {}
+        for group, param in zip(trial.groups, params, strict=True):
+            members.setdefault(group, []).append(param)
+        settings = [{**deepcopy(groups[g].settings), "params": p} for g, p in members.items()]
+        copy = built_alike(optimizer, settings, _off(optimizer))
+
+        def closure() -> Tensor:
+            calls.append(all(torch.equal(p, value) for p, value in zip(params, trial.values, strict=True)))
+            for param, (gradient, *_) in zip(params, trial.gradients, strict=True):
+                param.grad = gradient.clone()
+            loss: Tensor = _loss()
+            return loss
+
+        if with_closure:
+            type(copy).step(copy, closure)  # type: ignore[arg-type]
+        else:
+            closure()
+            type(copy).step(copy)
+        return [param.detach() for param in params]
+
+    with _own_generators(), FunctionModesDisabled():
+        try:
+            got = stepped(with_closure=True)
+            if len(calls) != 1:
+                return f"{name} calls it {len(calls)} times in one step"
+            if not calls[0]:
+                return f"{name} calls it at other parameters than those of the model"
+            if not all(map(_close, got, stepped(with_closure=False))):
+                return f"{name} makes another update with it than without"
+        except Exception as error:
+            return f"{name} cannot step without it: a trial ended with {type(error).__name__}: {error}"
+    return None

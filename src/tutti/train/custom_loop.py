@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.errors import UsageError, script_line
+from tutti.errors import MismatchError, UsageError, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
+from tutti.optim.mixing import unlike_one_closure
 from tutti.parallel import Choice, check_custom_loop
+from tutti.parallel.ddp.reducers import agree_on_settings
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
@@ -81,6 +83,7 @@ class CustomLoop:
         self._pending: list[StepStats] = []
         self._latest: StepStats | None = None
         self._unapplied = False
+        self._closures: dict[int, str | None] = {}
 
     @property
     def within_batch(self) -> bool:
@@ -129,6 +132,7 @@ class CustomLoop:
         self._bodies.begin_batch()
         if run._trainability(late=False):
             run.hooks.watch(run.replica.parts)
+            run._written.watch()
         self._bank.clear()
         work = run._cells(batch, step_context)
         step_context = run._step_context_now
@@ -494,6 +498,7 @@ class CustomLoop:
         edited = self._origin.edited(members)
         if edited:
             self._origin.check_edits()
+        self._check_settings()
         self._sync.apply_edits()
         stats = self._stats_for(members, bool(edited))
         step_context = run._step_context_now
@@ -501,6 +506,26 @@ class CustomLoop:
             updated = run.gradient_sync.optimizer_step(stats, step_context)
         self._after(stats, updated, index)
         return True
+
+    def _check_settings(self) -> None:
+        """Compare over data ranks the settings that the script has changed between ``run.backward`` and the update.
+
+        Collective if it has. Settings that are changed earlier are compared with the gradients. Raises UsageError on
+        every rank where they differ.
+        """
+        run, before = self._run, self._run._step_context_now
+        now = replace(before, settings=run.settings.text())
+        if now.settings != before.settings and self._sync.loss_normalisation == "step":
+            run._step_context_now = now
+            try:
+                agree_on_settings(run.context.comms.replica, now)
+            except MismatchError as error:
+                raise UsageError(
+                    error.what,
+                    where=f"step {run.clock + 1}, {script_line()}",
+                    why="the script has set them since run.backward, and every rank would make another update",
+                    remedy=error.remedy,
+                ) from error
 
     def reduce_gradients(self) -> None:
         """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch's samples.
@@ -627,7 +652,7 @@ class CustomLoop:
             return loss if stats is None or not isinstance(loss, Tensor) else torch.full_like(loss, stats.loss)
 
         if not self._sync.steps_whole(self.optimizers[index]):
-            # The optimizer calls its closure once, before the update; tutti.prepare has refused all others.
+            self._check_closure(index)
             loss = evaluated()
             self.step(index)
             return loss
@@ -638,6 +663,20 @@ class CustomLoop:
         self._bodies.note("step", index)
         self._after(stats, UpdateResult(1), index)
         return loss
+
+    def _check_closure(self, index: int) -> None:
+        """Raise UsageError for an optimizer that does more with a closure than to call it once before its update."""
+        if index not in self._closures:
+            self._closures[index] = unlike_one_closure(self.optimizers[index])
+        unlike = self._closures[index]
+        if unlike is not None:
+            raise UsageError(
+                f"optimizer.step(closure) of {type(self.optimizers[index]).__name__} cannot be combined with strategy"
+                f" '{self._choice.name}'",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why=f"each rank updates a part of the parameters, and {unlike}",
+                remedy="take --strategy mirrored, where each rank updates all parameters",
+            )
 
     def cleared(self, index: int, set_to_none: bool) -> None:
         """Clear the gradients that the script sees in ``.grad``, after its call of an optimizer's ``zero_grad()``.

@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import nn
 
-from tutti.torch_compat import MODULE_HOOK_TABLES
+from tutti.torch_compat import CONVERSION, MODULE_HOOK_TABLES
 
 _ATTRIBUTE = "__reduce_ex__"
 
@@ -49,8 +49,8 @@ class _PlainReduce:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's attributes without tutti's hooks and without its ``__reduce_ex__``."""
-    kept = {name: value for name, value in state.items() if name != _ATTRIBUTE}
+    """Return a module's attributes without tutti's hooks and without its own methods of an instance."""
+    kept = {name: value for name, value in state.items() if name not in (_ATTRIBUTE, CONVERSION)}
     own = {
         key
         for name in MODULE_HOOK_TABLES

@@ -31,6 +31,7 @@ from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
 from tutti.train.accumulating_optimizer import accumulate_steps
+from tutti.train.conversions import ModelConversions
 from tutti.train.hook_watch import HookWatch
 from tutti.train.model_conversion import cast_loss, convert_model
 from tutti.train.noise_probe import NoiseProbe
@@ -47,7 +48,7 @@ from tutti.train.schedulers import Given
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
 from tutti.train.strategy_spec import StrategySpec
-from tutti.train.training_data import first_micro_batch_trial
+from tutti.train.training_data import call_model, first_micro_batch_trial
 from tutti.train.warm_start import load_warm_start
 from tutti.types import GradientSync, LossFn, RunContext
 
@@ -258,7 +259,8 @@ def prepare_run(
     converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
     place, loss = placer(world.device, dtype, o.channels_last), cast_loss(loss_fn, world.device.type, o.precision)
     trial = first_micro_batch_trial(data, contract, place, loss, o.seed, grid.data_rank)
-    run_context = replace(run_context, in_step=choice.row.synchronous, trial=trial)
+    forward = trial or first_micro_batch_trial(data, contract, place, call_model, o.seed, grid.data_rank)
+    run_context = replace(run_context, in_step=choice.row.synchronous, trial=trial, forward_trial=forward)
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     layout, sync = choice.counted(checked.epochs.steps).make(_as_one(run_context, checked.together))
@@ -301,6 +303,7 @@ def prepare_run(
     refuse_steps(others)
     note(checked.model, checked.optimizers, choice.name, run_context)
     StateLoads(checked.model, run, choice)
+    run.conversions = ModelConversions(checked.model, run)
     if o.init_from is not None:
         load_warm_start(run, o.init_from, o.initial_map)
     if fault_tolerant:

@@ -34,10 +34,31 @@ def check_replicas(run: Run, what: str) -> None:
     Raises:
         MismatchError: on every rank, with the parameter's name and the ranks that differ from the others.
     """
+    found = differing_copies(run, what)
+    if found is None:
+        return
+    names, sides = found
+    raise MismatchError(
+        f"ranks hold different copies of {names}: {sides}",
+        where=f"rank {run.context.comms.world.global_rank}, after step {run.clock}, before {what}",
+        why="the script wrote it on some ranks only, or a device computes wrongly",
+        remedy="make every rank write the same into the model, and resume from the last checkpoint",
+    )
+
+
+def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
+    """Return text that names the tensors, and text that names the ranks, of copies that are not bit-identical.
+
+    None if all copies are. Collective, as ``check_replicas``.
+
+    Args:
+        run: the run.
+        what: the next action, which the collectives name.
+    """
     comm = run.context.comms.world
     held = run.gradient_sync.replicated() if comm.size > 1 else None
     if held is None:
-        return
+        return None
     run.compared = run.taken
     names = list(held)
     keys = [_key(name, held[name], run.replica.specs) for name in names]
@@ -52,18 +73,13 @@ def check_replicas(run: Run, what: str) -> None:
                 found.setdefault(key, {})[rank] = digest
     wrong = next((key for key, holders in found.items() if len(set(holders.values())) > 1), None)
     if wrong is None:
-        return
+        return None
     gathered = comm.all_gather_strings(
         names[keys.index(wrong)] if wrong in keys else "", "name of the parameter that differs"
     )
     other = sum(len(set(holders.values())) > 1 for holders in found.values()) - 1
     more = f", and of {other} other tensor{'s' * (other > 1)}" * (other > 0)
-    raise MismatchError(
-        f"ranks hold different copies of '{next(filter(None, gathered))}'{more}: {_sides(found[wrong])}",
-        where=f"rank {comm.global_rank}, after step {run.clock}, before {what}",
-        why="the script wrote it on some ranks only, or a device computes wrongly",
-        remedy="make every rank write the same into the model, and resume from the last checkpoint",
-    )
+    return f"'{next(filter(None, gathered))}'{more}", _sides(found[wrong])
 
 
 def seldom(run: Run) -> bool:

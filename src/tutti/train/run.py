@@ -49,6 +49,7 @@ from tutti.train.shared_settings import SharedSettings
 from tutti.train.step import train_step
 from tutti.train.step_windows import profiled, traced
 from tutti.train.trainability import TrainabilityWatch
+from tutti.train.written_parameters import WrittenParameters
 from tutti.types import (
     Average,
     Batch,
@@ -64,6 +65,7 @@ from tutti.types import (
 )
 
 if TYPE_CHECKING:
+    from tutti.train.conversions import ModelConversions
     from tutti.train.run_checkpoints import Checkpoints
 
 
@@ -144,6 +146,7 @@ class Run:
         adascale: AdaScale's gain of each step; None without AdaScale.
         noise_probe: measures the gradient noise scale in some steps; None for never.
         hooks: refuses gradient hooks that the strategy cannot call.
+        conversions: refuses conversions of the model to another dtype or device; None until ``tutti.prepare`` sets it.
         checks: checks for common mistakes, and their findings.
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
@@ -174,6 +177,7 @@ class Run:
         self.replica, self.gradient_sync, self.feed, self.context = replica, sync, feed, run_context
         self.model: nn.Module = replica.parts[0]
         self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
+        self.conversions: ModelConversions | None = None
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.noise_probe = settings.noise_probe
@@ -198,6 +202,7 @@ class Run:
             replica, sync, optimizers, self.average, hooks.originals, run_context.grid.shard > 1
         )
         self.settings = SharedSettings(optimizers)
+        self._written = WrittenParameters(self)
         self.custom = CustomLoop(self, optimizers, choice)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
@@ -212,7 +217,7 @@ class Run:
         The checks last until the run object is gone. Does nothing for strategies that leave each rank whole parameters.
         A read or write that would give each rank another result raises UsageError.
         """
-        if self.context.grid.tensor > 1 or self.context.rows:
+        if max(self.context.grid.tensor, self.context.grid.stage, self.context.grid.shard) > 1:
             self._script_code.enter_context(self.replica.script_code())
 
     @property
@@ -398,6 +403,7 @@ class Run:
             step_context = self._step_context()
             if self._trainability(late=False):
                 self.hooks.watch(self.replica.parts)
+                self._written.watch()
             work = self._cells(batch, step_context)
             if self.feed.together and not work[0][1]:
                 work = [(work[0][0], [self._dummy_micro_batch(work[0][0], step_context)])]
@@ -521,10 +527,21 @@ class Run:
                 "a batch that does not come from the run cannot grow",
                 remedy="loop over run.epoch(), or leave batch_growth out",
             )
+        if self.conversions is not None:
+            self.conversions.check()
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
         factor = self.lr_schedule(self.progress) * self._rate if self.lr_schedule is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        facts = StepContext(self.taken, samples, factor, self._stop, scale, settings=self.settings.text())
+        facts = StepContext(
+            self.taken,
+            samples,
+            factor,
+            self._stop,
+            scale,
+            settings=self.settings.text(),
+            written=self._written.digest(),
+            compare=self._written.compare,
+        )
         if self._drawn is not None:
             facts = replace(facts, place=(self._drawn.after.epoch, self._drawn.after.batch))
         self._step_context_now = facts
@@ -564,6 +581,7 @@ class Run:
         """
         self.stats, self.updated = stats, updated
         self.updates += updated.updates
+        self._written.note()
         if not updated.skipped:
             self.schedulers.after_update(optimizer)
         if self.average is not None and updated.updates and updated.together:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -163,6 +164,26 @@ def first_micro_batch_trial(
         return partial(_try_stream, data, len(contract.first_micro_batch(contract.batch)), seed, data_rank, place, loss)
     first = np.arange(len(contract.first_micro_batch(min(contract.batch, len(data)))))
     return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
+
+
+def call_model(model: Any, batch: Any) -> Any:
+    """Call a model on a batch as scripts mostly do, and return its result; None if no way ends without an error.
+
+    Mappings are keyword arguments. Of a tuple the model gets the first element, all of them, or all but the last.
+
+    Args:
+        model: the model.
+        batch: a batch as the data set or the collate function gives it.
+    """
+    ways: list[tuple[tuple[Any, ...], Any]] = [((batch,), {})]
+    if isinstance(batch, Mapping):
+        ways = [((), batch)]
+    elif isinstance(batch, tuple | list) and batch:
+        ways = [((batch[0],), {}), (tuple(batch), {}), (tuple(batch[:-1]), {})]
+    for args, kwargs in ways:
+        with suppress(Exception):
+            return model(*args, **kwargs)
+    return None
 
 
 def _try_stream(

@@ -162,6 +162,43 @@ def test_an_error_of_the_script_stays_its_own() -> None:
     worlds.forget(2)
 
 
+def sized(strategy: str, loop: bool) -> Any:
+    """Train with a learning rate and a decay that a script computes from the sizes in the optimizer's groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    run = tutti.prepare(
+        model, optimizer, torch.randn(12, 4), lambda called, batch: called(batch).square().mean(),
+        strategy=strategy, batch_size=4, precision="fp64",
+    )  # fmt: skip
+
+    def follow() -> None:
+        members = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["lr"] = 1 / sum(p.numel() for p in members)
+        for p in members if loop else ():
+            p.data.mul_(1 - 0.01 / (len(p) + p.shape[-1] + p.size(0)))
+
+    if loop:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(model(batch).square().mean())
+            follow()
+            optimizer.step()
+    for epoch in range(0 if loop else 2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        follow()
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_the_rows_of_an_optimizer_have_the_sizes_of_whole_parameters_for_the_script(loop: bool) -> None:
+    want = worlds.alone(sized, strategy="single", loop=loop)
+    for strategy in ("sharded:stage=1", "sharded:stage=2", "sharded"):
+        for got in worlds.run(3, sized, strategy=strategy, loop=loop):
+            assert largest_difference(got, want) <= 1e-10
+
+
 def listed_before(strategy: str) -> str:
     """A penalty on parameters of which the script made a list before ``tutti.prepare``, and what it gets."""
     torch.manual_seed(0)

@@ -178,3 +178,28 @@ def test_a_mode_that_the_script_has_entered_changes_no_graph(mode: Callable[[], 
     graph, model = str(trace(Concatenating(), {""})), Concatenating()
     with mode():
         assert openable(model) and str(trace(model, {""})) == graph
+
+
+def hooked() -> str:
+    """A loss that reads what a hook of the first layer keeps on the model."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def kept(called: Any, batch: Any) -> Tensor:
+        total: Tensor = loss(called, batch) + called.features.square().mean()
+        return total
+
+    data = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    run = tutti.prepare(model, "sgd:lr=0.1", data, kept, strategy="pipeline", workers=1, batch_size=4)
+    model[0].register_forward_hook(lambda module, given, output: setattr(model, "features", output.detach()))
+    try:
+        run.step(next(iter(run.epoch(0))))
+    except UsageError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_an_attribute_that_the_last_stage_does_not_have_is_refused_on_every_rank() -> None:
+    for said in worlds.run(2, hooked):
+        assert "the loss function reads 'features' of the model" in said, said
+        assert "test_pipeline_scripts.py:" in said and "Let the model's forward return the value" in said
+    worlds.forget(2)

@@ -247,17 +247,20 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     """Return small integers from whose sum over ranks ``digests_agree`` finds whether all ranks are in the same step.
 
     Args:
-        step_context: the step; its number, call and batch size are hashed, with ``key`` the optimizers' settings and
-            the data's position, too.
+        step_context: the step; its number, call and batch size are hashed, with ``key`` the optimizers' settings, the
+            data's position and the script's writes of parameters, too.
         key: hash of the parameters' layout, from ``layout_key``; 0 for ranks of one replica.
 
     Returns:
-        [a, a², b, b²] with a and b below 251: a of step and call, b of ``key``, batch size, settings and position.
+        [a, a², b, b²] with a and b below 251: a of step, call and writes, b of ``key``, batch size and the rest.
     """
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:
         # With the step, so that equal remainders of unequal settings are found in the next step.
-        b = mix(b, name_key(step_context.settings), step_context.global_step, *step_context.place) % 251
+        now = step_context
+        # In both, because writes are compared in one step only.
+        a = (a + now.written) % 251
+        b = mix(b, name_key(now.settings), now.global_step, *now.place, now.written) % 251
     return [a, a * a, b, b * b]
 
 

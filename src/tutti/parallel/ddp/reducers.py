@@ -503,15 +503,19 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
-    """Raise MismatchError that names the steps, batches or optimizer settings that differ between ranks.
+    """Raise an error that names the steps, batches, optimizer settings or parameters that differ between ranks.
 
-    Called where the digests of the step that ranks send with their gradients do not agree. Never returns. Collective:
-    all ranks of ``comm`` compare what they are about to do. Every rank calls it, before any update, since all have read
-    the same sums.
+    Called where the digests of the step that ranks send with their gradients do not agree. Collective: all ranks of
+    ``comm`` compare what they are about to do. Every rank calls it, before any update, since all have read the same
+    sums. Returns only if the script has written parameters on some ranks, and all ranks hold the same values.
 
     Args:
         comm: the ranks whose gradients were summed.
         step_context: the step under way on this rank.
+
+    Raises:
+        MismatchError: steps, batches or settings differ.
+        UsageError: the script has written other values on each rank.
     """
     lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
     if step_context.place != (0, 0):
@@ -523,17 +527,31 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         "run the same number of steps with the same batches on every rank: leave a loop or skip a batch by what is the"
         " same everywhere, such as run.stats.loss, and not by a rank's own loss",
     )
-    remedy = (
-        "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
-        " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"
-    )
-    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.global_step + 1}", remedy)
+    agree_on_settings(comm, step_context)
+    writes = comm.all_gather(torch.tensor([step_context.written]), "the script's writes of parameters")
+    if len({int(digest) for digest in writes}) > 1 and step_context.compare is not None:
+        step_context.compare()
+        return
     raise MismatchError(
         "the gradients' digest is wrong although all ranks are in the same step",
         where=f"step {step_context.global_step + 1}",
         why="a model changed after tutti.prepare, or memory or the network is faulty",
         remedy="do not change parameters' shapes or trainability after tutti.prepare",
     )
+
+
+def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
+    """Raise MismatchError, on every rank, if the script's optimizers have other settings on some rank. Collective.
+
+    Args:
+        comm: the ranks to compare.
+        step_context: the step under way on this rank.
+    """
+    remedy = (
+        "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
+        " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"
+    )
+    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.global_step + 1}", remedy)
 
 
 def layout_key(trainable: Named) -> int:

@@ -13,10 +13,13 @@ from tutti.torch_compat import module_parameters
 _LARGE = 1 << 18
 """Least number of parameters of a wrapped module in a model without repeated blocks: a guess; a message of 1 MB."""
 
-_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Containers that have no forward."""
 
 
-def wrapped_modules(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list[nn.Module]:
+def wrapped_modules(
+    model: nn.Module, choice: Sequence[str] = ("auto",), closed: Collection[nn.Module] = ()
+) -> list[nn.Module]:
     """Return the modules below ``model`` that ``fully_shard`` wraps, inner ones before the modules around them.
 
     The root, which is not in the list, wraps all remaining parameters. Modules that share parameters with the rest of
@@ -27,13 +30,30 @@ def wrapped_modules(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list
         choice: names of modules or of their classes. ``("auto",)`` takes repeated blocks, which are children of one
             class in a ``ModuleList`` or ``Sequential``; in a model without such blocks the smallest modules with 2^18
             parameters or more.
+        closed: modules below which none is chosen by ``auto``.
 
     Raises:
         UsageError: ``choice`` has a name that is not in the model, or a container that is never called.
     """
-    found = _named(model, choice) if tuple(choice) != ("auto",) else _stacked(model) or _large(model)
+    found = _named(model, choice) if tuple(choice) != ("auto",) else _stacked(model, closed) or _large(model, closed)
     chosen = {id(module) for module in found if _apart(model, module)}
     return [module for module in reversed(list(model.modules())) if id(module) in chosen]
+
+
+def wrapped_around(model: nn.Module, routed: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the modules to wrap if the data choose which of the blocks in ``routed`` compute.
+
+    A routed module is wrapped as a whole, unless it lies in a wrapped module or is a root.
+
+    Args:
+        model: the model, not yet sharded.
+        routed: modules whose forward every rank calls, and which choose among their blocks.
+    """
+    chosen = wrapped_modules(model, closed=routed)
+    inside = {below for unit in chosen for below in unit.modules()}
+    tops = root_modules(model)
+    alone = [module for module in routed if module not in inside and module not in tops and _apart(model, module)]
+    return tuple(name for name, module in model.named_modules() if module in chosen or module in alone)
 
 
 def root_modules(model: nn.Module) -> list[nn.Module]:
@@ -61,7 +81,7 @@ def _named(model: nn.Module, choice: Collection[str]) -> list[nn.Module]:
             )
     found = [module for name, module in modules.items() if name in choice or _kind(module).__name__ in choice]
     for module in found:
-        if isinstance(module, _HOLDERS):
+        if isinstance(module, HOLDERS):
             raise UsageError(
                 f"a {type(module).__name__} is never called, so that FSDP2 cannot know when its parameters are needed",
                 where="units",
@@ -78,8 +98,10 @@ def _kind(module: nn.Module) -> type:
     return kind
 
 
-def _stacked(module: nn.Module) -> list[nn.Module]:
+def _stacked(module: nn.Module, closed: Collection[nn.Module] = ()) -> list[nn.Module]:
     """Return repeated blocks: children of one class in a stack; for nested stacks the blocks of the inner ones."""
+    if module in closed:
+        return []
     blocks = [child for child in module.children() if _composite(child)]
     kinds = [_kind(block) for block in blocks]
     found: list[nn.Module] = []
@@ -87,8 +109,8 @@ def _stacked(module: nn.Module) -> list[nn.Module]:
         inner: list[nn.Module] = []
         repeated = _holds(module) and child in blocks and kinds.count(_kind(child)) > 1
         if _holds(child) or not repeated:
-            inner = _stacked(child)
-        found += inner or ([child] if repeated and not isinstance(child, _HOLDERS) else [])
+            inner = _stacked(child, closed)
+        found += inner or ([child] if repeated and not isinstance(child, HOLDERS) else [])
     return found
 
 
@@ -97,14 +119,14 @@ def _holds(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) or is_sequence(module)
 
 
-def _large(module: nn.Module) -> list[nn.Module]:
+def _large(module: nn.Module, closed: Collection[nn.Module] = ()) -> list[nn.Module]:
     """Return the smallest modules below ``module`` with ``_LARGE`` parameters; single layers only within a sequence."""
     found: list[nn.Module] = []
-    for child in module.children():
+    for child in () if module in closed else module.children():
         if _size(child) < _LARGE:
             continue
-        inner = _large(child)
-        called = not isinstance(child, _HOLDERS) and (_composite(child) or is_sequence(module))
+        inner = _large(child, closed)
+        called = not isinstance(child, HOLDERS) and (_composite(child) or is_sequence(module))
         found += inner or ([child] if called else [])
     return found
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
-from tutti.errors import UsageError, script_line
+from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.incomplete_gradient import RowGradient, after_clearing, clear_gradient, conceal
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
@@ -577,7 +577,8 @@ class _Message:
 class _Gather(_Message):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         self._beginning.compare(text := f"all_gather of {self._place}")
-        self._comm.gather_into(output_tensor, input_tensor, text)
+        with _same_modules(text):
+            self._comm.gather_into(output_tensor, input_tensor, text)
 
 
 class _ScatterSum(_Message):
@@ -590,7 +591,26 @@ class _ScatterSum(_Message):
     ) -> None:
         self._beginning.compare(text := f"reduce_scatter of gradients of {self._place}")
         self._meter.add(input_tensor)
-        self._comm.scatter_sum(output_tensor, input_tensor, text)
+        with _same_modules(text):
+            self._comm.scatter_sum(output_tensor, input_tensor, text)
+
+
+@contextmanager
+def _same_modules(call: str) -> Iterator[None]:
+    """Within the block explain ranks in different collectives: their forwards have used different modules."""
+    try:
+        yield
+    except MismatchError as error:
+        if sum(error.what.count(kind) for kind in ("all_gather of", "reduce_scatter of gradients of")) < 2:
+            raise
+        raise UsageError(
+            f"ranks use different modules of the model in one step: {error.what}",
+            where=f"{call}, {script_line()}",
+            why="a module is gathered when the forward calls it, on all ranks at once, and here the data or a random"
+            " number choose which modules compute",
+            remedy="name the modules around them, which every forward calls (--strategy sharded:units=Name), or"
+            " take sharded:stage=1 or mirrored",
+        ) from error
 
 
 class _MeasuredScatter:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -178,6 +179,8 @@ class ShardedSync:
         """Collect the rows of all engines, and the layout key of their digests."""
         self._rows = [rows for engine in self._engines for rows in engine.rows]
         self._trained = [rows for engine in self._engines for rows in engine.trained]
+        if self._reads is not None:
+            self._reads.cover(self._rows)
         cut = {rows.name for rows in self._rows}
         self._fixed = {name: p for name, p in parameters(self._replica.parts) if name not in cut}
         leaves = {rows.name: rows.parameter for rows in self._rows}
@@ -240,13 +243,22 @@ class ShardedSync:
         The rest: trainable 0-d parameters, parameters of another dtype than most, and with ``param_dtype`` the
         parameters of batch norms. Empty parameters are not cut.
         """
+        grid = self._run_context.grid
+        compiled = self._run_context.compile is not None or any(
+            is_compiled(m) for p in replica.parts for m in p.modules()
+        )
+        if grid.tensor == 1 and grid.stage == 1 and self._shards.size > 1 and not compiled:
+            # Compiled code takes no function mode, and a replica of tensor slices has a context of its own.
+            from tutti.parallel.fsdp.sharded_reads import ShardedReads
+
+            self._reads = ShardedReads(self._config.stage > 1)
+            replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
         if self._config.stage == 1 or self._shards.size == 1:
             trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
             sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
             replica.replaced(sliced.replaced)
             return [sliced]
         from tutti.parallel.fsdp.fully_sharded import FullySharded
-        from tutti.parallel.fsdp.sharded_reads import ShardedReads
 
         counts: Counter[torch.dtype] = Counter()
         for _, parameter in named:
@@ -261,17 +273,37 @@ class ShardedSync:
         for parameter in whole:
             # FSDP2 moves only the other parameters to the device. The copy also moves memory-mapped ones into memory.
             parameter.data = parameter.data.to(self._shards.device, copy=True)
-        engine = FullySharded(model, replica.specs, whole, self._config, self._shards, replica.around_fsdp_hooks)
+        config = replace(self._config, units=self._units(model))
+        engine = FullySharded(model, replica.specs, whole, config, self._shards, replica.around_fsdp_hooks)
         replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
         replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
         replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags
-        compiled = self._run_context.compile is not None or any(map(is_compiled, model.modules()))
-        if self._run_context.grid.tensor == 1 and not compiled:
-            # Compiled code takes no function mode, and a replica of tensor slices has a context of its own.
-            self._reads = ShardedReads(engine)
-            replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
+        if self._reads is not None:
+            self._reads.guard(engine)
         rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
+
+    def _units(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the wrap policy, with blocks among which the data choose left to the module around them.
+
+        Collective if the source of such a module is suspected to choose: the first rank tries the model.
+        """
+        from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_around, wrapped_modules
+        from tutti.parallel.fsdp.routed_modules import routed_modules, suspected_routers
+
+        units, trial = self._config.units, self._run_context.forward_trial
+        # Split layers would wait for the other tensor ranks, and compiling takes long.
+        if units != ("auto",) or trial is None or self._run_context.grid.tensor > 1 or self._run_context.compile:
+            return units
+        suspects = suspected_routers(model, wrapped_modules(model))
+        if not suspects:
+            return units
+        comm = self._run_context.comms.world
+        found = routed_modules(model, suspects, trial, comm.device) if comm.rank == 0 else []
+        routed = comm.broadcast_json(found, 0, "modules that choose among their blocks")
+        if not routed:
+            return units
+        return wrapped_around(model, [model.get_submodule(name) for name in routed])
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Start to send this rank's buffers (batch-norm statistics) to the next rank that shares its logical worker.
@@ -376,7 +408,6 @@ class ShardedSync:
         nonfinite: tuple[str, ...] = ()
         if self._reads is not None:
             self._reads.end()
-            self._reads = None
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
             if factor != 1.0:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import QuietMode, ScriptMode
+from tutti.nn.script_mode import SIZES, QuietMode, ScriptMode, asked_by_script
 from tutti.nn.written_tensors import DATA, may_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
+from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
+from tutti.torch_compat import TorchFunctionDisabled
 
 _WORDS = ("DTensor", "placement", "tensor subclasses")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -37,23 +40,34 @@ class ShardedReads(ScriptMode):
     """Function mode that refuses what the script computes wrongly from FSDP2's sharded parameters, and explains errors.
 
     Random draws into a ``DTensor``, and numbers read from one that is not added up over ranks, raise ``UsageError``; so
-    do errors of PyTorch about a ``DTensor`` that meets plain tensors. The mode is active in the script's code between
-    steps, and up to the first update also in the loss function and the body of a custom training loop.
+    do errors of PyTorch about a ``DTensor`` that meets plain tensors. Rows in an optimizer's groups have the sizes of
+    the whole parameter where the script asks. The mode is active in the script's code between steps, and up to the
+    first update also in the loss function and the body of a custom training loop; longer in a script that asks there.
 
     Args:
-        engine: the sharded parameters.
+        distributed: whether the model has ``DTensor`` parameters (FSDP2), about which PyTorch's errors are explained.
     """
 
-    def __init__(self, engine: FullySharded) -> None:
-        super().__init__(_ShardMode(engine))
+    def __init__(self, distributed: bool) -> None:
+        self._shards = _ShardMode(distributed)
+        super().__init__(self._shards)
         self._over = False
+
+    def guard(self, engine: FullySharded) -> None:
+        """Refuse writes of the script to parameters that ``engine`` has gathered for a forward, from now on."""
+        self._shards.engine = ref(engine)
+
+    def cover(self, rows: Iterable[ShardedParameter]) -> None:
+        """Give the script the sizes of whole parameters where it asks these rows, from now on."""
+        for each in rows:
+            self._shards.wholes[each.parameter] = each.local
 
     def end(self) -> None:
         """Stop checking losses and loop bodies from now on: the first update is being made.
 
-        Contexts of ``script_code`` that are entered later do nothing.
+        Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of rows.
         """
-        self._over = True
+        self._over = not self._shards.asked
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
@@ -73,11 +87,24 @@ class ShardedReads(ScriptMode):
 
 
 class _ShardMode(QuietMode):
-    """Sees all calls of PyTorch by the script, and by the model up to the first update."""
+    """Sees all calls of PyTorch by the script, and by the model up to the first update.
 
-    def __init__(self, engine: FullySharded) -> None:
+    Args:
+        distributed: whether to explain errors about a ``DTensor``.
+
+    Attributes:
+        wholes: shape of the whole parameter by rows of it.
+        asked: whether the script has asked for sizes of rows.
+        engine: weak reference to the object that gathers parameters for a forward (FSDP2).
+    """
+
+    def __init__(self, distributed: bool) -> None:
         super().__init__()
-        self._engine = engine
+        self._distributed = distributed
+        self.wholes: Any = WeakIdKeyDictionary()
+        self.asked = False
+        # Weak: PyTorch's stack of modes holds this object, which must not keep the model in memory.
+        self.engine: Callable[[], FullySharded | None] = _no_engine
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,6 +118,11 @@ class _ShardMode(QuietMode):
                 self._data[data] = written
                 return data
             refuse_gathered_write(written, getattr(func, "__name__", ""))
+        if func in SIZES and (shape := self.wholes.get(first)) is not None and asked_by_script(__name__):
+            self.asked = True
+            with TorchFunctionDisabled():
+                whole = torch.empty(shape, dtype=first.dtype, device="meta")  # type: ignore[union-attr]
+            return func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
         if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
             _check(name, first)
         try:
@@ -98,7 +130,7 @@ class _ShardMode(QuietMode):
         except TuttiError:
             raise
         except Exception as error:
-            if not _is_about_shards(func, args, kwargs, error):
+            if not self._distributed or not _is_about_shards(func, args, kwargs, error):
                 raise
             raise UsageError(
                 "the script computes with sharded parameters as they are outside of the model's forward"
@@ -112,14 +144,19 @@ class _ShardMode(QuietMode):
 
     def _written(self, func: Any, first: Any) -> str | None:
         """Return the name of the unsharded parameter that a function writes, or whose ``.data`` the script reads."""
-        if func in METADATA or not may_write(func):
+        engine = self.engine()
+        if engine is None or func in METADATA or not may_write(func):
             return None
         for tensor in first if isinstance(first, tuple | list) else (first,):
             if isinstance(tensor, Tensor):
-                written: str | None = self._data.get(tensor) or self._engine.gathered_name(tensor)
+                written: str | None = self._data.get(tensor) or engine.gathered_name(tensor)
                 if written is not None:
                     return written
         return None
+
+
+def _no_engine() -> None:
+    """Return None: nothing gathers parameters."""
 
 
 def _check(name: str, tensor: DTensor) -> None:

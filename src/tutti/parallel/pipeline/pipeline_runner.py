@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.errors import TuttiError, UsageError
+from tutti.errors import TuttiError, UsageError, script_line_of
 from tutti.nn import ac_policy
 from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
@@ -635,11 +635,13 @@ class _Relay:
             result = loss(self, batch)
         except KeyboardInterrupt:
             raise
-        except BaseException:
+        except BaseException as raised:
             if self._failure is not None and isinstance(self._failure[0], TuttiError):
                 raise self._failure[0] from None
             # A loss function that catches StageReached goes on without an output, and may fail in any way.
             if not self._handed_over:
+                if self.called and isinstance(raised, AttributeError) and isinstance(raised.obj, nn.Module):
+                    _refuse_attribute(raised)
                 raise
             result = None
         if self._failure is not None:
@@ -713,6 +715,17 @@ class _Relay:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._replica.plain  # type: ignore[misc]
+
+
+def _refuse_attribute(error: AttributeError) -> NoReturn:
+    """Raise UsageError: the loss function reads an attribute of a module that does not exist on the last stage."""
+    raise UsageError(
+        f"the loss function reads '{error.name}' of the model ({type(error.obj).__name__}), which the last stage of the"
+        " model does not have",
+        where=script_line_of(error),
+        why="a hook or a forward that sets an attribute sets the one of its own stage",
+        remedy="let the model's forward return the value, or take --strategy mirrored",
+    ) from error
 
 
 def _said(found: stage_partition.StagePartition, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import QuietMode
+from tutti.nn.script_mode import SIZES, QuietMode, asked_by_script
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor
@@ -43,15 +43,6 @@ _SAMPLES = 2
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-
-_SIZES = {
-    *(Tensor.shape.__get__, Tensor.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__),  # type: ignore[attr-defined]
-    torch.numel,
-}
-"""Functions that return a tensor's sizes."""
-
-_PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides"))
-"""Modules of PyTorch between a call of one of ``_SIZES`` and the function mode."""
 
 
 class SplitReads(QuietMode):
@@ -84,7 +75,7 @@ class SplitReads(QuietMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.quiet and func in _SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
+        if not self.quiet and func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
             return func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
         if not self.quiet and func == _GRADIENT:
             gradient = func(*args)
@@ -125,7 +116,7 @@ class SplitReads(QuietMode):
             return None
         here, whole = self._shapes[name]
         with TorchFunctionDisabled():
-            if tuple(tensor.shape) != here or not _asked_by_script() or _in_layer_or_optimizer():
+            if tuple(tensor.shape) != here or not asked_by_script(__name__) or _in_layer_or_optimizer():
                 return None
             return torch.empty(whole, dtype=tensor.dtype, device="meta")
 
@@ -255,15 +246,6 @@ def _in_tutti() -> FrameType | None:
         if package not in ("torch", "contextlib"):
             return frame if package == "tutti" else None
     return None
-
-
-def _asked_by_script() -> bool:
-    """Return whether code of the script or of its libraries, or ``torch.nn.init``, calls PyTorch."""
-    for frame in _frames():
-        module = str(frame.f_globals.get("__name__", ""))
-        if module not in _PASSED_BY:
-            return module == "torch.nn.init" or module.partition(".")[0] not in ("torch", "tutti", "contextlib")
-    return False
 
 
 def _in_layer_or_optimizer() -> bool:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import functional
 
 from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError, script_line
 from tutti.parallel.tensor import loss_parallel
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.python_compat import calling_frame
 from tutti.torch_compat import IS_VIEW, VERSION_ATTRIBUTE, TorchFunctionDisabled, is_hook_of_fsdp, tensor_version
+
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""Code of the call of an autograd function, around its forward."""
 
 
 class SplitTensor(Tensor):
@@ -62,6 +67,8 @@ class SplitTensor(Tensor):
             for value in args:
                 if isinstance(value, SplitTensor):
                     _check_origin(value)
+                    if not torch.is_grad_enabled() and value.part.requires_grad:
+                        _check_function(value)
             handler = _HANDLERS.get(func)
             if handler is not None and args:
                 result = handler(func, *args, **kwargs)
@@ -186,14 +193,29 @@ def _check_origin(value: SplitTensor) -> None:
     # The stubs of PyTorch call this property a method.
     made_by: Any = value.grad_fn
     if isinstance(made_by, BackwardCFunction):
-        name = value.slice_.name
-        raise UsageError(
-            f"an autograd function of the script was given the output of {name}"
-            f" ({type(made_by).__name__.removesuffix('Backward')}.apply)",
-            where=script_line(),
-            why="the output is split over tensor ranks, and a norm or mean in its backward would be that of a slice",
-            remedy=f"leave the layer whole: --strategy tensor:whole={name}, or call the module around it",
-        )
+        _refuse_function(value, type(made_by).__name__.removesuffix("Backward"))
+
+
+def _check_function(value: SplitTensor) -> None:
+    """Raise UsageError in the forward of an autograd function of the script that was given this tensor.
+
+    PyTorch has noted the shape of this rank's slice for the gradient, and the forward computes with the whole tensor.
+    """
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            _refuse_function(value, frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+
+
+def _refuse_function(value: SplitTensor, function: str) -> NoReturn:
+    name = value.slice_.name
+    raise UsageError(
+        f"an autograd function of the script was given the output of {name} ({function}.apply)",
+        where=script_line(),
+        why="the output is split over tensor ranks, and a norm or mean in its backward would be that of a slice",
+        remedy=f"leave the layer whole: --strategy tensor:whole={name}, or call the module around it",
+    )
 
 
 def _refuse(value: SplitTensor, func: Any) -> None:

@@ -1,0 +1,119 @@
+"""``Module.to``, ``double`` and ``cpu`` of a prepared model: kept where nothing changes, refused elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import UsageError, script_line
+from tutti.nn.swap import parameters
+from tutti.torch_compat import CONVERSION, TorchFunctionDisabled, convert_module
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_REMEDY = (
+    "convert the model before tutti.prepare, or give it precision=…; to compute elsewhere, convert a copy of the plain"
+    " model that has loaded run.state()"
+)
+
+
+class ModelConversions:
+    """Follows conversions of a prepared model to another dtype or device by its methods.
+
+    Where each rank has all of the model, a script may convert it and convert it back between two steps. Where each has
+    a part (slices, stages, shards), only conversions that change nothing pass. Sets ``_apply`` on each module instance,
+    which copies and pickles leave out.
+
+    Args:
+        model: the script's model.
+        run: the run that trains it.
+    """
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        self._run, grid = run, run.context.grid
+        self._in_parts = run.context.rows or grid.tensor > 1 or grid.stage > 1
+        self._device = run.context.comms.world.device
+        self._line: str | None = None
+        self._before = {name: _place(p) for name, p in parameters(run.replica.parts)}
+        for module in model.modules():
+            # Instance attributes take precedence over the class's, and PyTorch has no hook for conversions.
+            vars(module)[CONVERSION] = _Conversion(module, self)
+
+    def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+        """Convert a module of the model, or leave it as it is if that changes nothing, and return it.
+
+        Args:
+            module: the module.
+            function: converts a tensor.
+            recurse: whether to convert its children.
+
+        Raises:
+            UsageError: another dtype or device, and each rank has a part of the model.
+        """
+        changed = self._change(module, function)
+        if not self._in_parts:
+            if changed is not None:
+                self._line = script_line()
+            return convert_module(module, function, recurse)
+        if changed is not None:
+            raise UsageError(
+                f"the script converts the model after tutti.prepare, from {changed}",
+                where=script_line(),
+                why="each rank has a part of the parameters, which the optimizer updates as they are",
+                remedy=_REMEDY,
+            )
+        return module
+
+    def check(self) -> None:
+        """Raise UsageError if the script has converted the model since the last step, and not back. Not collective."""
+        line, self._line = self._line, None
+        if line is None:
+            return
+        for name, parameter in parameters(self._run.replica.parts):
+            before, now = self._before.get(name), _place(parameter)
+            if before is not None and before != now:
+                raise UsageError(
+                    f"the script has converted the model after tutti.prepare: {name} was {before}, and is {now}",
+                    where=f"before step {self._run.clock + 1}, {line}",
+                    why="batches, gradients and the optimizer's state are as the model was in tutti.prepare",
+                    remedy=f"convert it back before the next step; {_REMEDY}",
+                )
+
+    def _change(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> str | None:
+        """Return text of a change of dtype or device of any tensor, by empty tensors that stand for them; or None."""
+        seen = set()
+        with TorchFunctionDisabled(), torch.no_grad():
+            for tensor in chain(module.parameters(), module.buffers()):
+                # Placeholders of tensors on other ranks have no memory.
+                device = self._device if tensor.device.type == "meta" else tensor.device
+                if (tensor.dtype, device) in seen:
+                    continue
+                seen.add((tensor.dtype, device))
+                small = torch.empty(0, dtype=tensor.dtype, device=device)
+                if _place(small) != (now := _place(function(small))):
+                    return f"{_place(small)} to {now}"
+        return None
+
+
+class _Conversion:
+    """The ``_apply`` of one module."""
+
+    def __init__(self, module: nn.Module, conversions: ModelConversions) -> None:
+        self._module, self._conversions = ref(module), conversions
+
+    def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Convert the module by a function of a tensor."""
+        module = self._module()
+        if module is None:
+            raise TypeError("the module of this method has been deleted")
+        return self._conversions.convert(module, function, recurse)
+
+
+def _place(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -1,0 +1,106 @@
+"""``optimizer.step(closure)`` where each rank updates a part of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+from tutti.errors import UsageError
+from tutti.optim.mixing import unlike_one_closure
+
+DATA = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+PARTS = ["sharded", "sharded:stage=1", "tensor:least=1", "central_storage", "parameter_server"]
+
+
+class SharpnessAware(torch.optim.SGD):
+    """SAM: computes the loss, goes uphill, computes the loss there, goes back and steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        members = [p for group in self.param_groups for p in group["params"]]
+        uphill = [0.05 * p.grad / p.grad.norm() for p in members]
+        for p, up in zip(members, uphill, strict=True):
+            p.add_(up)
+        with torch.enable_grad():
+            closure()
+        for p, up in zip(members, uphill, strict=True):
+            p.sub_(up)
+        super().step()
+        return loss
+
+
+class Perturbed(SharpnessAware):
+    """Without a closure it steps as SGD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        return torch.optim.SGD.step(self) if closure is None else super().step(closure)
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, after a call of the closure if there is one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+        return loss
+
+
+def trained(strategy: str, kind: Callable[..., torch.optim.Optimizer]) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer: Any = kind(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, batch_size=6)
+    try:
+        for batch in run.microbatches(0):
+
+            def closure(batch: Tensor = batch) -> Any:
+                optimizer.zero_grad()
+                loss = model(batch).square().mean()
+                run.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+    except UsageError as error:
+        return run.updates, str(error)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("kind", [SharpnessAware, Perturbed])
+@pytest.mark.parametrize("strategy", [name for name in PARTS if name != "central_storage"])
+def test_a_closure_that_is_called_twice_is_refused_where_ranks_update_parts(strategy: str, kind: Any) -> None:
+    for updates, said in worlds.run(2, trained, strategy=strategy, kind=kind):
+        assert updates == 0 and f"optimizer.step(closure) of {kind.__name__} cannot be combined" in said, said
+        assert "test_closures.py:" in said and "--strategy mirrored" in said
+
+
+@pytest.mark.parametrize("strategy", [*PARTS, "mirrored"])
+def test_a_closure_that_is_called_once_equals_one_device(strategy: str) -> None:
+    want = worlds.alone(trained, strategy="single", kind=Signs)
+    for got in worlds.run(2, trained, strategy=strategy, kind=Signs):
+        assert largest_difference(got, want) <= 1e-10
+
+
+def test_a_trial_tells_how_a_step_uses_its_closure() -> None:
+    def of(kind: Any) -> str | None:
+        return unlike_one_closure(kind([nn.Parameter(torch.ones(3, 2))], lr=0.1))
+
+    assert of(Signs) is None and of(torch.optim.AdamW) is None
+    assert "as often as" in str(of(torch.optim.LBFGS)) and "calls it 2 times" in str(of(Perturbed))

@@ -1,0 +1,65 @@
+"""Parameters that a script writes between steps must be the same on every rank, or the run stops first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+from tutti.errors import UsageError
+
+DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+def mean(net: Any, batch: Any) -> Any:
+    return net(batch[0]).square().mean()
+
+
+def trained(strategy: str, loop: bool, change: str) -> Any:
+    """Write parameters after the first epoch: what the run says, or how many updates it makes."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, mean, strategy=strategy, batch_size=4)
+    try:
+        for epoch in range(2):
+            for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
+                if loop:
+                    optimizer.zero_grad()
+                    run.backward(mean(net, batch))
+                    optimizer.step()
+                else:
+                    run.step(batch)
+                if change == "clamped":
+                    with torch.no_grad():
+                        net[0].weight.clamp_(-0.3, 0.3)
+            if change == "seeded":
+                torch.manual_seed(7)
+            if change in ("drawn", "seeded"):
+                net[1].reset_parameters()
+            if change == "one rank" and tutti.rank() == 1:
+                with torch.no_grad():
+                    net[0].bias.add_(0.0)
+    except UsageError as error:
+        return run.updates, str(error)
+    run.state()
+    return run.updates
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "sharded:stage=1"])
+@pytest.mark.parametrize("loop", [False, True])
+def test_other_draws_on_each_rank_are_refused_before_they_are_used(strategy: str, loop: bool) -> None:
+    for updates, said in worlds.run(2, trained, strategy=strategy, loop=loop, change="drawn"):
+        assert updates == 4 and "written other values into '1.weight', and of 1 other tensor" in said
+        assert "before step 5" in said and "test_written_parameters.py:" in said and "torch.manual_seed" in said
+
+
+@pytest.mark.parametrize("change", ["seeded", "clamped", "one rank"])
+@pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "sharded:stage=1"])
+def test_the_same_values_on_every_rank_are_kept(strategy: str, change: str) -> None:
+    assert worlds.run(2, trained, strategy=strategy, loop=False, change=change) == [8, 8]
