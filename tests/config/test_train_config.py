@@ -87,6 +87,13 @@ def test_a_range_of_devices_needs_workers_and_has_an_engine() -> None:
         TrainConfig(devices="2:8")
 
 
+@pytest.mark.parametrize("options", ["cpus=0", "cpus=-1", "gpus=1.5"])
+def test_amounts_that_ray_cannot_reserve_are_refused(options: str) -> None:
+    with pytest.raises(UsageError, match="--on ray"):
+        TrainConfig(devices="2", on=f"ray:{options}").engine()
+    assert TrainConfig(devices="2", on="ray:gpus=0.5,cpus=1.5").engine() == RayEngineConfig(gpus=0.5, cpus=1.5)
+
+
 def test_the_learning_rate_rule_is_parsed_once_and_says_whether_it_adapts() -> None:
     rules = {text: TrainConfig(lr_scale=text) for text in ("none", "linear:base_batch=64", "adascale")}
     assert [config.lr_rule.adaptive for config in rules.values()] == [False, False, True]

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from tests.launching import SOURCE, until
 from tutti.checkpoint.folder import last_step
+from tutti.errors import AuthenticationError, UsageError
+from tutti.launcher.engine import EngineGone
 
 ray = pytest.importorskip("ray", reason="the package ray is not installed")
 
@@ -28,8 +30,9 @@ OPTIONS = (
     *("--workers", "4", "--batch-size", "16", "--checkpoint-every", "20st", "--eval-every", "none"),
     *("--reproducible", "--wait", "0s", "--optimizer", "adam:lr=0.01", "--overwrite", "--log-every", "10"),
 )
-# Without the second variable Ray takes the machine's public address for 127.0.0.1.
-OF_RAY = {"RAY_raylet_start_wait_time_s": "120", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# Without the first variable Ray takes the machine's public address for 127.0.0.1; without the second one its processes
+# give way to all others of this machine.
+OF_RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 HERE = "127.0.0.1"
 SLOW = ("--slow", "rank=0,ms=50")
 SCRIPT = """
@@ -37,6 +40,20 @@ import tutti
 
 world = tutti.init()
 print("rank", tutti.rank(), "of", tutti.size(), flush=True)
+"""
+
+
+# Takes one CPU of each of two nodes until its standard input ends.
+TAKE = """
+import sys
+
+import ray
+from ray.util import placement_group
+
+ray.init(sys.argv[1], log_to_driver=False)
+ray.get(placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD").ready())
+print("taken", flush=True)
+sys.stdin.read()
 """
 
 
@@ -99,13 +116,40 @@ def test_a_script_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "logs" / "rank1.log").read_text() == "rank 1 of 2\n"
 
 
-class Nodes:
-    """A cluster of nodes on this machine, each with one CPU; the head takes part in it."""
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        ("RpcError('UNAVAILABLE')", EngineGone, "the head of the Ray cluster does not answer any more"),
+        ("GetTimeoutError('late')", EngineGone, "the head of the Ray cluster does not answer any more"),
+        ("RaySystemError('a broken pipe')", EngineGone, "the Ray cluster has failed: System error: a broken pipe"),
+        ("AuthenticationError('no token')", AuthenticationError, "refuses this process: no token"),
+    ],
+)
+def test_failures_of_ray_are_told_apart(raised: str, kind: type[Exception], text: str) -> None:
+    from tutti.launcher.ray_engine import failure_of
 
-    def __init__(self, count: int) -> None:
+    name, _, words = raised.partition("(")
+    found = failure_of(getattr(ray.exceptions, name)(words.strip("')")))
+    assert type(found) is kind and text in str(found)
+
+
+def test_only_silence_is_a_lost_head() -> None:
+    from tutti.launcher.ray_engine import failure_of
+
+    assert "any more" in str(failure_of(ConnectionError("gone")))
+    refused = failure_of(ValueError("The precision is too high.\nTraceback"))
+    assert type(refused) is UsageError and str(refused).endswith("asks for: The precision is too high.")
+    assert failure_of(error := KeyError("defect")) is error
+
+
+class Nodes:
+    """A cluster of nodes on this machine, each with one CPU or as many; the head takes part in it."""
+
+    def __init__(self, count: int, cpus: int = 1) -> None:
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": HERE}
+        self.cpus = cpus
+        head = {"num_cpus": cpus, "include_dashboard": False, "node_ip_address": HERE}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.others: list[Any] = []
         for _ in range(count - 1):
@@ -114,7 +158,7 @@ class Nodes:
         self.address = str(self.cluster.address)
 
     def add(self) -> None:
-        self.others.append(self.cluster.add_node(num_cpus=1, node_ip_address=HERE))
+        self.others.append(self.cluster.add_node(num_cpus=self.cpus, node_ip_address=HERE))
 
     def kill(self) -> None:
         self.cluster.remove_node(self.others.pop(), allow_graceful=False)
@@ -127,7 +171,7 @@ class Nodes:
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     for name in ("PYTHONPATH", *OF_RAY):
         os.environ[name] = environment()[name]
-    made = Nodes(request.param)
+    made = Nodes(*(request.param if isinstance(request.param, tuple) else (request.param,)))
     yield made
     with suppress(Exception):
         made.cluster.shutdown()
@@ -152,6 +196,34 @@ def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
     more = started(tmp_path, "train", "linear", *OPTIONS, *on, "--devices", str(count + 1))
     _, err = more.communicate(timeout=300)
     assert more.returncode == 2 and f"there are {count}: 1 on " in err
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nodes", [(2, 2)], indirect=True)
+def test_a_slot_is_room_on_one_node(nodes: Nodes, tmp_path: Path) -> None:
+    """One CPU is free on each of two nodes: no rank of two CPUs fits, and two of one."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    taker = subprocess.Popen(
+        [sys.executable, "-c", TAKE, nodes.address],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert taker.stdout is not None and taker.stdout.readline() == "taken\n"
+        for count, options, said in (
+            ("1", "cpus=2", "1 devices need 1 slots, and there are none"),
+            ("3", "cpus=1", "there are 2: 1 on "),
+            ("1", "cpus=0.00001", "Ray refuses what --on ray asks for: The precision of the fractional quantity"),
+        ):
+            on = ("--on", f"ray:address={nodes.address},{options}")
+            process = started(tmp_path, "run", "-np", count, *on, "script.py")
+            _, err = process.communicate(timeout=250)
+            assert process.returncode == 2 and said in err, (options, err)
+    finally:
+        taker.communicate("")
 
 
 @pytest.mark.engines

@@ -56,6 +56,8 @@ class RayEngineConfig:
     def __post_init__(self) -> None:
         if self.cpus < 0 or self.gpus < 0 or self.cpus + self.gpus == 0:
             raise UsageError("--on ray reserves nothing for a device", remedy="give cpus or gpus above 0")
+        if self.gpus > 1 and self.gpus % 1:
+            raise UsageError(f"--on ray has gpus={self.gpus:g}", remedy="give a whole number, or one below 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray._private.client_mode_hook import client_mode_wrap
+from ray._private.state import available_resources_per_node
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tutti.config.engine_config import RayEngineConfig
-from tutti.errors import DiskError, PeerError, UsageError
+from tutti.errors import AuthenticationError, DiskError, PeerError, TuttiError, UsageError
 from tutti.launcher import failure
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
 from tutti.launcher.hosts import Host, passed_variables, plan_processes
@@ -38,6 +40,9 @@ _HEAD = 30.0
 _RELEASE = 30.0
 _PACE = 0.25
 _EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
+_SILENT = "the head of the Ray cluster does not answer any more"
+# Ray's public names know the sum over all nodes alone. By way of ray:// the function runs on the cluster.
+_free_per_node = client_mode_wrap(available_resources_per_node)
 
 
 @dataclass
@@ -85,16 +90,11 @@ class RayEngine:
         A slot is room for one rank, with the CPUs and GPUs that it needs. ``ID`` is the beginning of Ray's node id.
 
         Raises:
-            EngineGone: the head of the cluster does not answer.
+            EngineGone: the head of the cluster does not answer, or the cluster fails.
         """
         nodes = [node for node in self._ask(ray.nodes) if node["Alive"]]
-        free = self._ask(ray.available_resources)
-        left = self._room(free)
-        found = {}
-        for node in nodes:
-            found[_name(node)] = min(left, self._room(node["Resources"]))
-            left -= found[_name(node)]
-        return found
+        free = self._ask(_free_per_node)
+        return {_name(node): self._room(free.get(node["NodeID"], {})) for node in nodes}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start all ranks on the Ray cluster: reserve resources for each, and start its process by an actor there.
@@ -110,8 +110,8 @@ class RayEngine:
 
         Raises:
             SlotsGone: the resources are not free in time, or an actor has ended.
-            EngineGone: the head of the cluster does not answer.
-            UsageError: a node cannot run tutti.
+            EngineGone: the head of the cluster does not answer, or the cluster fails.
+            UsageError: a node cannot run tutti, or Ray refuses the resources of a rank.
         """
         self._group = self._ask(lambda: placement_group([self._needs] * size, strategy="PACK"))
         if not self._ask(lambda: self._group.wait(_PLACE), _PLACE + 10):
@@ -120,14 +120,8 @@ class RayEngine:
         nodes = {node["NodeID"]: node for node in self._ask(ray.nodes)}
         bundles = self._ask(lambda: placement_group_table(self._group))["bundles_to_node_id"]
         order = sorted(bundles, key=lambda bundle: (list(bundles.values()).index(bundles[bundle]), bundle))
-        made = ray.remote(RankSupervisor)
-        self._ranks = []
-        for bundle in order:
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=int(bundle))
-            options = made.options(
-                num_cpus=self._config.cpus, num_gpus=self._config.gpus, max_restarts=0, scheduling_strategy=where
-            )
-            self._ranks.append(_Rank(options.remote(), _name(nodes[bundles[bundle]])))
+        made = self._ask(lambda: [self._make_actor(int(bundle)) for bundle in order])
+        self._ranks = [_Rank(actor, _name(nodes[bundles[bundle]])) for bundle, actor in zip(order, made, strict=True)]
         visible = self._get([rank.actor.visible.remote() for rank in self._ranks])
         held = [rank.node for rank in self._ranks]
         hosts = [Host(name, held.count(name)) for name in dict.fromkeys(held)]
@@ -157,7 +151,7 @@ class RayEngine:
         time.sleep(max(0.0, self._polled + _PACE - time.monotonic()))
         self._polled = time.monotonic()
         if self._polled - self._answered > _HEAD:
-            raise EngineGone("the head of the Ray cluster does not answer any more")
+            raise EngineGone(_SILENT)
         running = [rank for rank in self._ranks if rank.end is None]
         for rank in running:
             if rank.asked is None:
@@ -188,9 +182,17 @@ class RayEngine:
             return
         for end in running:
             end.end = end.end or EndedRank(-signal.SIGKILL, end.node)
-        with suppress(EngineGone):
+        with suppress(EngineGone, TuttiError):
             self._ask(self._release)
             self._await_release()
+
+    def _make_actor(self, bundle: int) -> Any:
+        """Return a new actor on one bundle of the placement group."""
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        options = ray.remote(RankSupervisor).options(
+            num_cpus=self._config.cpus, num_gpus=self._config.gpus, max_restarts=0, scheduling_strategy=where
+        )
+        return options.remote()
 
     def _release(self) -> None:
         for rank in self._ranks:
@@ -229,15 +231,17 @@ class RayEngine:
                 logging_level=logging.ERROR,
                 **options,
             )
-        except (ConnectionError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError, ray.exceptions.RpcError) as error:
             raise PeerError(
                 "there is no Ray cluster to run on",
                 where=self._config.address or os.environ.get("RAY_ADDRESS"),
-                why=str(error).splitlines()[0],
+                why=_first_line(error),
                 remedy="start one with ray start --head, or write --on ray:address=local for one on this node",
             ) from error
+        except ray.exceptions.AuthenticationError as error:
+            raise failure_of(error) from error
         except (ValueError, RuntimeError) as error:
-            raise UsageError("Ray refuses to run here", why=str(error).splitlines()[0]) from error
+            raise UsageError("Ray refuses to run here", why=_first_line(error)) from error
 
     def _room(self, resources: Mapping[str, float]) -> int:
         return min(int(resources.get(name, 0) / needed + 1e-9) for name, needed in self._needs.items())
@@ -260,6 +264,7 @@ class RayEngine:
         Raises:
             EngineGone: no answer in time, or the head has answered nobody for a while; a second question to a lost head
                 costs no second wait.
+            Exception: the question raised an error: that of ``failure_of``.
         """
         answers: list[T] = []
         errors: list[Exception] = []
@@ -275,16 +280,20 @@ class RayEngine:
         end = time.monotonic() + seconds
         while thread.is_alive() and time.monotonic() < min(end, self._answered + _HEAD):
             thread.join(_PACE)
-        if not answers:
-            raise EngineGone("the head of the Ray cluster does not answer any more") from next(iter(errors), None)
-        return answers[0]
+        if answers:
+            return answers[0]
+        if errors:
+            raise failure_of(errors[0]) from errors[0]
+        if time.monotonic() < self._answered + _HEAD:
+            raise EngineGone(f"the Ray cluster has left a question without an answer for {seconds:g} s")
+        raise EngineGone(_SILENT)
 
     def _get(self, asked: list[Any]) -> list[Any]:
         """Return the actors' answers. Raises SlotsGone if one is gone, UsageError if a node cannot run tutti."""
         try:
             return list(ray.get(asked, timeout=_PLACE + _ANSWER))
         except ray.exceptions.RuntimeEnvSetupError as error:
-            raise UsageError("Ray cannot prepare a node for the ranks", why=str(error).splitlines()[0]) from error
+            raise UsageError("Ray cannot prepare a node for the ranks", why=_first_line(error)) from error
         except ray.exceptions.RayActorError as error:
             # The class could not be imported there.
             if "ModuleNotFoundError" in str(error):
@@ -319,6 +328,31 @@ class RayEngine:
                 log.write(data)
         except OSError as error:
             raise DiskError("cannot write a log", where=str(path), why=error.strerror) from error
+
+
+def failure_of(error: Exception) -> Exception:
+    """Return the exception to raise for one that a call to Ray has raised.
+
+    Returns:
+        ``EngineGone`` if the head does not answer, or Ray itself fails (with Ray's words); ``AuthenticationError`` if
+        the cluster refuses this process; ``UsageError`` if Ray refuses the arguments; any other exception as it is.
+    """
+    if isinstance(error, ray.exceptions.AuthenticationError):
+        return AuthenticationError(
+            "the Ray cluster refuses this process", why=_first_line(error), remedy="give it the cluster's token"
+        )
+    # Timeouts and lost connections are OSErrors.
+    if isinstance(error, OSError | ray.exceptions.RpcError):
+        return EngineGone(_SILENT)
+    if isinstance(error, ValueError | TypeError):
+        return UsageError("Ray refuses what --on ray asks for", why=_first_line(error))
+    if isinstance(error, ray.exceptions.RayError):
+        return EngineGone(f"the Ray cluster has failed: {_first_line(error)}")
+    return error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _name(node: Mapping[str, Any]) -> str:
