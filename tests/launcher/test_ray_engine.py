@@ -255,7 +255,7 @@ def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strat
 def weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
     """The weights at the end of a run, as one plain model's."""
     done = subprocess.run(
-        [sys.executable, "-m", "tutti", "export", run, "--out", f"{run}.safetensors", "--format", "safetensors"],
+        [sys.executable, "-m", "tutti", "export", run, "--output", f"{run}.safetensors", "--format", "safetensors"],
         cwd=folder,
         env=environment(),
         capture_output=True,
