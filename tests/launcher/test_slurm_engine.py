@@ -280,6 +280,30 @@ def test_a_lost_node_shrinks_the_run_and_keeps_its_weights(tmp_path: Path) -> No
 
 @needs_slurm
 @pytest.mark.engines
+def test_a_run_that_shrank_has_all_devices_again_at_its_next_start(tmp_path: Path) -> None:
+    with slurm_cluster() as cluster:
+        slow = ("--slow", "rank=0,ms=100", "--out", "run", "--devices", "1:2", "--on", "slurm:nodes=2")
+        process = tutti(cluster, tmp_path, "train", "linear", *OPTIONS, *slow)
+        at_step(tmp_path / "run", 20)
+        cluster.lose("n2")
+        output = tmp_path / f"slurm-{job(tmp_path)}.out"
+        until(lambda: "going on with 1 devices" in output.read_text())
+        cluster.run("slurmd", "-D", "-N", "n2", as_name="n2")
+        until(lambda: cluster.ask("sinfo", "--noheader", "--nodes=n2", "--format=%T") == "idle")
+        cluster.ask("scancel", "--batch", "--signal=USR1", job(tmp_path))
+        begin_again(cluster, job(tmp_path))
+        code, err = ended(process)
+        assert code == 0, err + output.read_text()
+        found = summary(tmp_path / "run")
+        attempts = found["attempts"]
+        assert isinstance(attempts, list) and [attempt["devices"] for attempt in attempts] == [2, 1, 2], (
+            output.read_text()
+        )
+        assert found["weights_sha256"] == alone(cluster, tmp_path)
+
+
+@needs_slurm
+@pytest.mark.engines
 def test_a_lost_node_requeues_a_run_that_may_not_shrink(tmp_path: Path) -> None:
     with slurm_cluster() as cluster:
         process = training(cluster, tmp_path, "--devices", "2", "--on", "slurm:nodes=2")
