@@ -96,6 +96,18 @@ def test_slurm(launched: dict[str, Any], tmp_path: Path) -> None:
     assert second == ""
 
 
+def test_parameter_servers_of_two_nodes_on_one_machine(launched: dict[str, Any], tmp_path: Path) -> None:
+    """Nodes of a test cluster share the loopback address, at which their servers are reached too."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    nodes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told = [nodes | {"RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(2)]
+    first, _ = played(told, tmp_path, "--strategy", "parameter_server")
+    check(summary(first), launched, tmp_path)
+
+
 @lru_cache(maxsize=1)
 def has_open_mpi() -> bool:
     if shutil.which("mpirun") is None:

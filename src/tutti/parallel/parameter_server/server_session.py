@@ -441,8 +441,9 @@ def listen(address: str) -> tuple[str, socket.socket]:
 
 
 def _own_address() -> str:
-    """Return the address at which other nodes reach this one; the loopback address in a job of one node."""
-    if context.cross_size() == 1:
+    """Return the address at which other nodes reach this one; the loopback address in a job on one machine."""
+    # Ranks that meet at a loopback address are on one machine, whatever their launcher counts as nodes.
+    if context.cross_size() == 1 or os.environ.get("MASTER_ADDR", "").startswith("127."):
         return "127.0.0.1"
     # ``tutti.init`` sets the variable where it is not set.
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
