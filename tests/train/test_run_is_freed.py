@@ -23,7 +23,7 @@ def train(strategy: str, custom: bool) -> tuple[weakref.ref[object], weakref.ref
         for batch in run.epoch(0):
             run.step(batch)
     # The first rank's run ends its parameter servers, whose answers others may still wait for.
-    run.context.comms.world.agree([0], "the end of the training", "none")
+    run.context.comms.world.agree(["ended"], "the end of the training", "none")
     return weakref.ref(run), weakref.ref(run.model)
 
 
