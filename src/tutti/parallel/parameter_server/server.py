@@ -8,6 +8,7 @@ repeated request anew: its handler counts a push of a worker's step once.
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tutti.parallel.parameter_server import curve_keys, server_wire
 from tutti.parallel.parameter_server.curve_keys import Keys, ZapAuthenticator
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, Vectors
 from tutti.parallel.parameter_server.request_handlers import Answer, Request, RequestHandler
 from tutti.parallel.parameter_server.server_snapshot import Snapshots
+from tutti.parallel.parameter_server.server_supervisor import RETIRE
 from tutti.parallel.parameter_server.server_wire import (
     FACTS,
     HELLO,
@@ -37,6 +40,8 @@ from tutti.parallel.parameter_server.server_wire import (
 )
 
 _PATIENCE = 100
+_IDLE = 500
+"""Milliseconds after which a server looks whether it is to end: a signal does not interrupt ZeroMQ's poll."""
 _HIGH_WATER = 64
 # Bytes allowed above the tensors, for extras and encryption.
 _ENVELOPE = 1 << 20
@@ -115,25 +120,35 @@ class Server:
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         if job.descriptor is not None:
             self._socket.set(zmq.USE_FD, job.descriptor)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connections = 0
+        self._retiring = False
         self._socket.bind(job.endpoint)
 
     def run(self) -> None:
-        """Receive and answer the requests of all ranks to this parameter server, in an endless loop.
+        """Receive and answer the requests of all ranks to this parameter server, until no rank needs it any more.
 
-        The process ends by a signal or with its parent. A request that must wait for other workers is tried again after
-        every message, and every 100 ms.
+        The process ends by a signal or with its parent. After the signal ``RETIRE`` the call returns once no rank is
+        connected. A request that must wait for other workers is tried again after every message, and every 100 ms.
         """
+        signal.signal(RETIRE, self._retire)
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._authenticator.socket, zmq.POLLIN)
-        while True:
-            for socket, _ in poller.poll(_PATIENCE if self._waiting else None):
+        for each in (self._socket, self._authenticator.socket, self._monitor):
+            poller.register(each, zmq.POLLIN)
+        while not self._retiring or self._connections > 0:
+            for socket, _ in poller.poll(_PATIENCE if self._waiting else _IDLE):
                 if socket is self._socket:
                     self._receive()
+                elif socket is self._monitor:
+                    event = recv_monitor_message(self._monitor)["event"]
+                    self._connections += 1 if event == zmq.EVENT_ACCEPTED else -1
                 else:
                     self._authenticator.answer()
             for client, (address, request) in list(self._waiting.items()):
                 self._try(client, address, request)
+
+    def _retire(self, number: int, frame: Any) -> None:
+        self._retiring = True
 
     def _receive(self) -> None:
         address, *frames = self._socket.recv_multipart(copy=False)
@@ -263,7 +278,7 @@ class Server:
 
 
 def serve(job: ServerJob) -> None:
-    """Build a parameter server and answer requests for ever; never returns. A server process runs this function alone.
+    """Build a parameter server and answer requests until no rank needs it. A server process runs this function alone.
 
     Args:
         job: configuration of the server.

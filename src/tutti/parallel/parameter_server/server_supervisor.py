@@ -2,11 +2,12 @@
 
 Servers are forked, because only a fork passes on an optimizer that the user made without pickle. The guard has no
 threads, so that it can fork safely at any time. Guard and servers end with the rank, however it ends, and leave no
-names, files or ports behind.
+names, files or ports behind. Servers of a run that the rank has dropped answer the last requests of other ranks first.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -14,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -26,6 +28,9 @@ from tutti.launcher.orphans import die_with_parent
 _POLL_MS = 50
 _MOST_STARTS = 10
 _ENDING = 5.0
+RETIRE = signal.SIGTERM
+"""Signal that asks a server process to end once no rank is connected."""
+_OPEN: weakref.WeakSet[ServerSupervisor] = weakref.WeakSet()
 
 
 class ServerSupervisor:
@@ -43,7 +48,6 @@ class ServerSupervisor:
     Attributes:
         pids: process id of each server, by its index in ``serve``, as of the latest ``look``.
         failed: why the servers ended for good, as of the latest ``look``; empty while they run.
-        close: ends guard and servers; also called when this object is collected. Does nothing in a forked child.
     """
 
     def __init__(self, serve: Sequence[Callable[[], None]], keep: Collection[int], restart: bool) -> None:
@@ -59,7 +63,20 @@ class ServerSupervisor:
         self.pids: dict[int, int] = {}
         self.failed = ""
         self._rest = b""
-        self.close = weakref.finalize(self, _end, parent, pid, self._say, self._told)
+        self._process = parent, pid, self._say, self._told
+        self._collected = weakref.finalize(self, _retire, *self._process)
+        # The interpreter's exit waits until all processes are gone: ``_end_all``.
+        self._collected.atexit = False
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """End guard and servers at once and wait for them. Does nothing in a forked child, and when called again.
+
+        If this object is collected instead, the servers end once no rank is connected to them any more, because other
+        ranks may still wait for an answer.
+        """
+        if self._collected.detach() is not None:
+            _end(*self._process)
 
     def look(self) -> None:
         """Update the process ids (``pids``) and the reason of failure (``failed``) of the parameter servers.
@@ -92,6 +109,29 @@ def _end(owner: int, pid: int, say: int, told: int) -> None:
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.002)
     os.close(told)
+
+
+@atexit.register
+def _end_all() -> None:
+    for supervisor in list(_OPEN):
+        supervisor.close()
+
+
+def _retire(owner: int, pid: int, say: int, told: int) -> None:
+    """Ask the guard to end each server once no rank is connected to it. Does not block; nothing in a forked child."""
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(OSError):
+        os.write(say, b"retire")
+    os.close(say)
+    os.close(told)
+    # The guard is a child of this process until it is waited for.
+    threading.Thread(target=_wait_for, args=(pid,), daemon=True).start()
+
+
+def _wait_for(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def _guard(
@@ -142,6 +182,11 @@ def _watch(serve: Sequence[Callable[[], None]], hear: int, tell: int, restart: b
                 _complain(tell, f"parameter server {number} {said}")
                 break
             running[_start(number, serve[number], tell)] = number
+        if os.read(hear, 64) == b"retire":
+            for pid in running:
+                os.kill(pid, RETIRE)
+            while running:
+                running.pop(os.waitpid(-1, 0)[0], None)
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,56 @@
+"""Parameter servers end when the run is dropped, but not before the other ranks have finished with them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+
+import tutti
+from tests import worlds
+from tests.parallel.mixers import prepared
+from tutti.launcher import context
+from tutti.parallel.parameter_server import server_wire
+from tutti.parallel.parameter_server.server_session import ServerSession
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def outlive(strategy: str) -> tuple[bool, bool]:
+    """Rank 0 drops the run that owns the servers; the other ranks ask the servers later, and drop theirs."""
+    run = prepared(strategy, "adamw")
+    for batch in run.epoch(0):
+        run.step(batch)
+    sync: Any = run.gradient_sync
+    session = next(value for value in vars(sync).values() if isinstance(value, ServerSession))
+    pids = [int(pid) for pid in tutti.broadcast(torch.tensor(list(session.pids().values()) or [0, 0]), 0)]
+    first = context.rank() == 0
+    if first:
+        del run, sync, session, batch
+        gc.collect()
+    tutti.barrier()
+    answers = 2 if first else len(session.ask(server_wire.FACTS, "asking the servers"))
+    tutti.barrier()
+    there = all(map(is_alive, pids))
+    tutti.barrier()
+    if not first:
+        del run, sync, session, batch
+        gc.collect()
+    end = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return answers == 2 and there, any(map(is_alive, pids))
+
+
+def test_servers_answer_other_ranks_after_their_own_rank_has_dropped_the_run() -> None:
+    for strategy in ("parameter_server:servers=2", "parameter_server:servers=2,mode=async"):
+        assert worlds.run(3, outlive, strategy=strategy) == [(True, False)] * 3
