@@ -34,6 +34,10 @@ def adapt_training(
         drop_last: for a stream, whether an epoch ends before a batch that would be smaller than the others.
         processes: for a stream, loader processes of each rank, over which the data set divides its samples.
 
+    Returns:
+        A ``Source``, whose ``fetch`` returns the samples of given indices as one batch, for everything with a length
+        and an index; a ``Stream``, which is read in the order of its own samples, for an iterable.
+
     Raises:
         UsageError: ``data`` is none of these, can be read only once (an iterator), or makes batches itself (a
             DataLoader).
@@ -75,6 +79,9 @@ def adapt(data: Any, collate: Collate | None = None) -> Source:
         data: a source, which is returned as it is, a tensor, several tensors, a ``TensorDataset`` or a map-style data
             set.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+
+    Returns:
+        The source: its length is the number of samples, and ``fetch`` returns those of given indices as one batch.
 
     Raises:
         UsageError: ``data`` has no ``__len__`` or no ``__getitem__``, or is a source and there is a ``collate``.

@@ -106,6 +106,10 @@ class ArraySource:
             indices: int64 (samples,), numbers of the samples in the data set.
             augment: key of the random augmentation, which depends on (augment.seed, augment.epoch, index) alone; None
                 for evaluation, without augmentation.
+
+        Returns:
+            (inputs, targets), with the samples as first dimension and otherwise the shapes of the arrays; inputs are
+            float32 if a mean and deviation of the channels were given, else of the array's dtype.
         """
         picked = self.inputs[indices]
         if augment is not None and self.augment is not None:

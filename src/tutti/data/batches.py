@@ -25,7 +25,8 @@ class CollatedBatch:
     """One rank's samples of a global batch, where the script's ``collate_fn`` has made a batch of each micro-batch.
 
     Attributes:
-        parts: what ``collate_fn`` returned for each micro-batch, sorted by logical worker.
+        parts: what ``collate_fn`` returned for each micro-batch, sorted by logical worker (fixed share of the global
+            batch).
         sizes: number of samples of each micro-batch.
     """
 
@@ -103,7 +104,7 @@ def length(batch: Batch) -> int:
 
 
 def slice_batch(batch: Batch, low: int, high: int) -> Batch:
-    """Return samples ``low`` to ``high``, exclusive, of a batch as views.
+    """Return samples ``low`` to ``high``, exclusive, of a batch of the same structure, with tensors as views.
 
     Args:
         batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``, of which only its

@@ -18,7 +18,8 @@ _VALUES = Tensor | int | float | np.generic | str | bytes | None
 def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> Batch:
     """Collate samples with ``default_collate``, after checking that their structure, shapes and dtypes are equal.
 
-    Which samples share a batch depends on the number of logical workers and devices. ``default_collate`` promotes
+    Which samples share a batch depends on the number of logical workers (fixed shares of the global batch) and of
+    devices. ``default_collate`` promotes
     dtypes only within a batch, so that with unequal dtypes the result would depend on those numbers too. Floating
     dtypes may differ, because every batch is cast to the model's. Strings, bytes and None become a list with one entry
     a sample.

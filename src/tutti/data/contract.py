@@ -14,8 +14,9 @@ from tutti.errors import DataError, UsageError
 class BatchContract:
     """The partition of samples over steps, logical workers, data ranks and micro-batches. Pure arithmetic.
 
-    A global batch is divided evenly over a fixed number of logical workers. Each data rank computes for some of them,
-    so that results need not depend on the number of ranks. A worker's share is cut into micro-batches.
+    A global batch is divided evenly over a fixed number of logical workers (shares of the batch). Each data rank
+    computes for some of them, so that results need not depend on the number of ranks. A worker's share is cut into
+    micro-batches.
 
     Attributes:
         dataset: number of samples in an epoch; None if unknown until an iterable data set ends.
@@ -68,13 +69,14 @@ class BatchContract:
     def shared(self) -> bool:
         """Whether there are more data ranks than logical workers, so that ranks share the micro-batches of a worker.
 
-        A data rank then runs only some of its one worker's micro-batches; else it runs one or more whole workers.
+        A logical worker is one of N fixed shares of the global batch. If True, a data rank runs only some of its one
+        worker's micro-batches; if False, it runs all micro-batches of one or more workers.
         """
         return self.ranks > self.workers
 
     @property
     def known(self) -> int:
-        """Number of samples in an epoch.
+        """Number of samples in an epoch, over all data ranks.
 
         Raises UsageError for an iterable data set of unknown length.
         """
@@ -104,17 +106,25 @@ class BatchContract:
         return min(self.batch, self.known - step * self.batch)
 
     def mine(self, rank: int) -> range:
-        """Return the logical workers that a data rank runs, as a contiguous range of their numbers.
+        """Return the logical workers that a data rank runs, as a contiguous range of their indices.
 
-        With more data ranks than workers it is one worker, of whose micro-batches the rank runs a part.
+        A logical worker is one of N fixed shares of the global batch. With at least as many workers as data ranks the
+        ranks divide the workers evenly; with more data ranks than workers the range holds one worker, of whose
+        micro-batches the rank runs a part.
 
         Args:
             rank: the data rank, from 0.
+
+        Returns:
+            Indices from 0 of at least one worker.
         """
         return workers_of(self.workers, self.ranks, rank)
 
     def worker(self, samples: int, worker: int) -> range:
         """Return the samples of a logical worker, as a range of positions within the global batch.
+
+        A logical worker is one of N fixed shares of the global batch. Shares differ by at most one sample; a share may
+        be empty in a global batch of fewer than N samples.
 
         Args:
             samples: number of samples in the global batch, which may be a smaller one at the end of an epoch.
@@ -123,11 +133,14 @@ class BatchContract:
         return even_share(samples, self.workers, 0 if self.identical else worker)
 
     def part(self, samples: int, rank: int) -> range:
-        """Return the samples that a data rank reads, as a range of positions within the global batch; it may be empty.
+        """Return the samples that a data rank reads, as a range of positions within the global batch.
 
         Args:
             samples: samples in the global batch, which may be a smaller one at the end of an epoch.
-            rank: the data rank.
+            rank: the data rank, from 0.
+
+        Returns:
+            Contiguous positions from 0; an empty range where a small global batch leaves nothing for the rank.
         """
         workers = self.mine(rank)
         first, last = self.worker(samples, workers[0]), self.worker(samples, workers[-1])
@@ -141,11 +154,12 @@ class BatchContract:
     def first_micro(self, samples: int, rank: int) -> int:
         """Return the index, among its logical worker's micro-batches of one step, of a data rank's first micro-batch.
 
-        It is 0 unless there are more data ranks than workers, which then share a worker's micro-batches.
+        A logical worker is one of N fixed shares of the global batch. The index is 0 unless there are more data ranks
+        than workers, so that several ranks share one worker's micro-batches.
 
         Args:
             samples: number of samples in the global batch.
-            rank: the data rank.
+            rank: the data rank, from 0.
         """
         if not self.shared:
             return 0
@@ -167,7 +181,9 @@ class BatchContract:
         return self.micro_batches(len(self.worker(samples, self.mine(rank)[0])))[places.start : places.stop]
 
     def micro_batches(self, count: int) -> list[range]:
-        """Cut a logical worker's share of ``count`` samples into micro-batches of at most ``micro`` samples.
+        """Cut a logical worker's share of a global batch into micro-batches of at most ``micro`` samples.
+
+        ``micro`` is the largest micro-batch of this configuration; with None the whole share is one micro-batch.
 
         Args:
             count: number of samples in the share; 0 gives an empty list.
@@ -178,10 +194,16 @@ class BatchContract:
         return chunks(count, self.micro)
 
     def most_micro_batches(self, samples: int) -> int:
-        """Return how many micro-batches the busiest data rank runs in one step, over all of its logical workers.
+        """Return the number of micro-batches, in one step, of the data rank that has the most of them.
+
+        A data rank computes one or more logical workers (fixed shares of the global batch), each cut into
+        micro-batches, which are counted together; with more data ranks than workers it computes part of one worker.
 
         Args:
-            samples: number of samples in the global batch.
+            samples: number of samples in the step's global batch.
+
+        Returns:
+            The largest number of micro-batches over data ranks; 0 for 0 samples.
         """
         if not self.shared:
             return sum(len(self.micro_batches(len(self.worker(samples, worker)))) for worker in self.mine(0))
@@ -189,18 +211,18 @@ class BatchContract:
         return max(len(self._places(samples, rank)) for rank in first_ranks)
 
     def spans(self, samples: int, rank: int, have: int) -> list[tuple[int, list[range]]]:
-        """Divide a data rank's batch into the micro-batches of its logical workers.
+        """Divide a data rank's batch into the micro-batches of its logical workers (shares of the global batch).
 
         Args:
             samples: number of samples in the global batch.
-            rank: the data rank.
+            rank: the data rank, from 0.
             have: number of samples in the rank's batch. If this is not the rank's share of the global batch (a batch
                 that the script made itself, or a data set that differs between ranks), the samples are divided evenly
                 over the rank's workers.
 
         Returns:
-            (worker, its micro-batches) for each worker of the rank, in order; a micro-batch is a range of positions
-            within the rank's batch.
+            Pairs (index of the worker, list of its micro-batches), one for each worker of the rank, in order. A
+            micro-batch is a range of positions within the rank's batch; a worker without samples has an empty list.
         """
         workers, part = self.mine(rank), self.part(samples, rank)
         if self.shared:
@@ -217,7 +239,7 @@ class BatchContract:
         ]
 
     def check_whole(self) -> None:
-        """Check that all samples of a data rank can form one micro-batch, as synchronised batch norm needs.
+        """Raise UsageError unless all samples of a data rank can form one micro-batch, as synchronised batch norm needs.
 
         Raises:
             UsageError: ``micro`` is smaller than the largest number of samples of a rank in a global batch, or all
@@ -251,7 +273,7 @@ class BatchContract:
     def first_micro_batch(self, samples: int) -> range:
         """Return the first micro-batch of logical worker 0, as a range of positions within the global batch.
 
-        The range is never empty.
+        A logical worker is one of N fixed shares of the global batch. The range starts at 0 and is never empty.
 
         Args:
             samples: number of samples in the global batch, at least 1.
@@ -261,7 +283,9 @@ class BatchContract:
     def describe(self) -> Mapping[str, str]:
         """Return lines for the run's header that say how a global batch is divided: label → text.
 
-        The lines state global batch, workers, micro-batches, data ranks and epoch.
+        Lines "global batch", "workers" (shares of the batch), "micro-batch", "data ranks" and "epoch" are always there;
+        "identical batches", "imbalance" (share of time that ranks are busy, where ranks run unequally many
+        micro-batches) and "last batch" only where they apply.
         """
         big, small = (
             len(even_share(self.batch, self.workers, 0)),

@@ -99,11 +99,17 @@ class Epochs:
 
         Args:
             epoch: from 0.
+
+        Returns:
+            The span's first epoch ``start`` and exclusive ``end``, the size of its global batches and their division
+            over workers and ranks (``contract``), and the factor on the learning rate (``rate``).
         """
         return next(phase for phase in self.phases if epoch < phase.end)
 
     def at(self, epoch: int) -> BatchContract:
         """Return the batch contract of an epoch: its global batch size, and how it is divided over workers and ranks.
+
+        Workers are logical workers, a fixed number of shares of the global batch, of which a rank computes one or more.
 
         Args:
             epoch: from 0.

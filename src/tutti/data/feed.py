@@ -26,8 +26,8 @@ Plan = list[tuple[int, list[tuple[range | None, float]]]]
 class Feed:
     """Reads this data rank's samples of every global batch to the device, and cuts them into micro-batches.
 
-    A global batch is divided over a fixed number of logical workers, whatever the number of ranks; each data rank
-    computes for some of them, and accumulates gradients over the micro-batches of each.
+    A global batch is divided over a fixed number of logical workers (shares of the batch), whatever the number of
+    ranks; each data rank computes one or more workers, and accumulates gradients over the micro-batches of each.
 
     Args:
         reader: reads the rank's samples from the data set.
@@ -95,6 +95,7 @@ class Feed:
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
         """Yield this rank's samples of each global batch of an epoch, on the device, sorted by logical worker.
 
+        A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more.
         Not collective for a map-style data set without a sampler. Otherwise it is, over all ranks: ranks compare
         digests of the sampler's order when an epoch begins, or of an iterable data set's samples in some of the
         batches. Where an iterable data set differs between data ranks, every step all-gathers their sample counts.
@@ -104,8 +105,8 @@ class Feed:
             start: first global batch to yield, counted in the epoch from 0.
 
         Yields:
-            For each global batch this rank's samples, the number of samples in the global batch, and the data position
-            after it.
+            For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
+            batch over all ranks (``samples``), and the data position (epoch, global batch) after it (``after``).
 
         Raises:
             MismatchError: ranks have read different samples, or their samplers have drawn different orders.
@@ -123,7 +124,7 @@ class Feed:
         """Cut this rank's samples of a global batch into micro-batches, the parts that one forward and backward takes.
 
         Args:
-            batch: this rank's samples, sorted by logical worker.
+            batch: this rank's samples, sorted by logical worker (fixed share of the global batch).
             clock: number of steps taken before this one; keys the random draws of each micro-batch.
             samples: samples in the global batch. For a batch that the script made itself, of any size, a number that is
                 equal on all ranks suffices, since the gradient synchronisation divides by the true count.
@@ -133,7 +134,7 @@ class Feed:
             noise: standard deviation of the random weights, of mean 1, on the losses of samples; 0 for none.
 
         Returns:
-            (worker, its micro-batches) for each worker of this rank, to be run in this order. Where several ranks share
+            (index of the worker, its micro-batches) for each worker of this rank, to be run in this order. Where several ranks share
             a worker in reproducible mode, ranks that hold its later micro-batches have an entry (worker, [micro-batch])
             for each of them, because the summation tree needs their gradients one by one.
         """
@@ -166,9 +167,10 @@ class Feed:
         return contract.first_micro(samples if planned else contract.batch, self._rank)
 
     def is_single(self, samples: int) -> bool:
-        """Return whether the whole global batch is one micro-batch: a single worker that does not accumulate gradients.
+        """Return whether the whole global batch is one micro-batch, whose gradient needs no sum over others.
 
-        The result is equal on all ranks.
+        True if there is a single logical worker (share of the global batch) and it does not accumulate gradients over
+        several micro-batches. The result is equal on all ranks.
 
         Args:
             samples: samples in the global batch.
@@ -184,18 +186,20 @@ class Feed:
         Args:
             batch: real samples, whose values do not matter.
             clock: the global step, which keys the random draws.
-            worker: index of the logical worker, from 0.
+            worker: index of the logical worker (fixed share of the global batch), from 0.
             last: whether it is the worker's last micro-batch in this step, after which its gradients are complete.
         """
         return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
 
     def most_micro_batches(self, samples: int) -> int:
-        """Return how many micro-batches the busiest rank runs in one step; 1 with synchronised batch norm.
+        """Return the number of micro-batches, in one step, of the data rank that has the most of them.
 
-        The micro-batches of all logical workers of the rank are counted.
+        A data rank computes one or more logical workers (fixed shares of the global batch), each cut into
+        micro-batches, which are counted together. The number is 1 with synchronised batch norm, where all samples of a
+        rank form one micro-batch.
 
         Args:
-            samples: samples in the global batch.
+            samples: number of samples in the step's global batch.
         """
         return 1 if self.together else self.contract.most_micro_batches(samples)
 

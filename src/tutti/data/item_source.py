@@ -44,9 +44,12 @@ class ItemSource:
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
         """Read the items ``indices`` of the map-style data set, in that order, and collate them into a batch.
 
+        The batch is what PyTorch's ``default_collate`` or the script's own function makes of the list of items.
+
         Args:
             indices: int64 (samples,), indices for the data set's ``__getitem__``.
-            augment: keys the draws that items make with the global random generators; None in evaluation.
+            augment: seed and epoch that, with the index of an item, seed the global random generators while it is read;
+                None in evaluation, which has fixed seeds.
 
         Raises:
             DataError: an item cannot be read, or two items cannot be in one batch; the error names them.

@@ -37,6 +37,8 @@ class Position(NamedTuple):
 class RankBatch:
     """One rank's samples of one global batch.
 
+    A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more.
+
     Attributes:
         batch: this rank's samples, sorted by logical worker.
         samples: number of samples in the global batch, over all ranks.
@@ -70,14 +72,16 @@ class BatchReader(Protocol):
             start: first global batch to yield, counted in the epoch from 0; earlier samples count as consumed.
 
         Yields:
-            This rank's samples, the number of samples in the global batch, and the data position after it.
+            For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
+            batch over all ranks (``samples``), and the data position (epoch, global batch) after it (``after``).
         """
 
     def follow(self, epochs: Epochs) -> None:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
         Args:
-            epochs: batch size, logical workers and their shares for every epoch, those before the resume included.
+            epochs: batch size of every epoch, and its division over logical workers (fixed shares of the global batch)
+                and ranks; epochs before the resume are included.
         """
 
     def state(self) -> Any:
@@ -113,7 +117,8 @@ class MapReader:
 
     Args:
         source: the data set.
-        epochs: batch size of each epoch, and its division over logical workers and ranks.
+        epochs: batch size of each epoch, and its division over logical workers (fixed shares of the global batch) and
+            ranks.
         rank: this data rank.
         seed: seed of sample order and augmentation.
         prefetch: fetches batches, in this process or in loader processes.
@@ -149,8 +154,9 @@ class MapReader:
             start: first global batch to yield, counted in the epoch from 0.
 
         Yields:
-            This rank's samples, the number of samples in the global batch, the data position after it, and, if this
-            rank has no samples, others for a dummy micro-batch.
+            For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
+            batch over all ranks (``samples``), the data position (epoch, global batch) after it (``after``), and, if
+            this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
             MismatchError: on every rank, if a sampler has drawn other samples on another rank.
@@ -182,8 +188,8 @@ class MapReader:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
         Args:
-            epochs: batch size of each epoch, and its division over logical workers and ranks; epochs before the resume
-                are included.
+            epochs: batch size of each epoch, and its division over logical workers (fixed shares of the global batch)
+                and ranks; epochs before the resume are included.
         """
         self._epochs = epochs
 

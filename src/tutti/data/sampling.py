@@ -59,13 +59,16 @@ class Sampling:
     timeout: float | None = None
 
     def sized(self, seed: int) -> Sampling:
-        """Return this description of batches with its batch size filled in, where a batch sampler determines it.
+        """Return this data set with its batching options, with the batch size filled in from a batch sampler.
 
-        Without a stated batch size, the batch sampler is iterated for epoch 0, and its longest batch counts. In all
-        other cases the description is returned as it is.
+        A batch sampler yields lists of sample indices, each of which is one global batch. Where there is one and no
+        ``batch_size`` is stated, it is iterated for epoch 0, and ``batch_size`` becomes the length of its longest list.
 
         Args:
             seed: seed of the run, for the sampler's draws.
+
+        Returns:
+            A copy with ``batch_size`` set; in all other cases this object itself.
         """
         if not self.whole or self.batch_size is not None:
             return self
@@ -74,6 +77,8 @@ class Sampling:
 
     def in_an_epoch(self, count: int) -> int | None:
         """Return the number of samples that an epoch uses; None for a batch sampler, which must be iterated to know it.
+
+        This is the length of the sampler, or without one ``count``; with ``drop_last`` rounded down to whole batches.
 
         Args:
             count: number of samples in the data set.
@@ -140,7 +145,8 @@ def given_sampling(
         data_workers: number of loader processes of each rank; None for none, or for the ``DataLoader``'s number.
 
     Returns:
-        The data set, and how its samples become global batches.
+        A ``Sampling``: data set, size of the global batch, collate function, sampler and number of loader processes. It
+        has the values of a ``DataLoader`` where one is given, else those of the arguments.
 
     Raises:
         UsageError: an argument differs from that of the ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is
@@ -178,6 +184,9 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
     """Return the data set, sampler, batch size, ``collate_fn`` and worker settings of a PyTorch ``DataLoader``.
 
     The loader's ``batch_size`` becomes the size of the global batch, over all ranks. The loader is not iterated.
+
+    Returns:
+        A ``Sampling``, which holds these values; its ``batch_size`` is None with a batch sampler of the script's own.
 
     Raises:
         UsageError: the loader has an ``__iter__`` of its own, makes no batches (``batch_size=None``), has a

@@ -35,7 +35,8 @@ class ReplicatedStream:
 
     Args:
         source: the iterable data set.
-        epochs: batch size of each epoch, and its division over logical workers and ranks.
+        epochs: batch size of each epoch, and its division over logical workers (fixed shares of the global batch) and
+            ranks.
         rank: this data rank.
         seed: seed of all random draws.
         comms: the communicators, of which ``world`` (all ranks) compares digests.
@@ -62,8 +63,8 @@ class ReplicatedStream:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
         Args:
-            epochs: batch size of each epoch, and its division over logical workers and ranks; epochs before the resume
-                are included.
+            epochs: batch size of each epoch, and its division over logical workers (fixed shares of the global batch)
+                and ranks; epochs before the resume are included.
         """
         self._epochs = epochs
 
@@ -79,8 +80,9 @@ class ReplicatedStream:
                 the data set restores a saved state of its own.
 
         Yields:
-            This rank's samples, the number of samples in the global batch, the data position after it, and, if this
-            rank has no samples, others for a dummy micro-batch.
+            For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
+            batch over all ranks (``samples``), the data position (epoch, global batch) after it (``after``), and, if
+            this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
@@ -194,7 +196,8 @@ class ShardedStream:
 
     Args:
         source: the iterable data set on this rank.
-        contract: batch size of every epoch, and its division over logical workers and ranks.
+        contract: batch size of every epoch, and its division over logical workers (fixed shares of the global batch)
+            and ranks.
         rank: this data rank.
         seed: seed of all random draws; each data rank has its own RNG stream.
         comms: the communicators: ``replica`` gathers the counts of the data ranks, and ``model`` compares digests over
@@ -224,8 +227,9 @@ class ShardedStream:
                 discarded.
 
         Yields:
-            This rank's samples, the number of samples in the global batch, the data position after it, and, if this
-            rank has no samples, others for a dummy micro-batch.
+            For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
+            batch over all ranks (``samples``), the data position (epoch, global batch) after it (``after``), and, if
+            this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
             MismatchError: the ranks of one replica read different samples.
