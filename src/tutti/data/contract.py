@@ -239,7 +239,7 @@ class BatchContract:
         ]
 
     def check_whole(self) -> None:
-        """Raise UsageError unless all samples of a data rank can form one micro-batch, as synchronised batch norm needs.
+        """Raise UsageError unless all samples of a data rank can form one micro-batch, for synchronised batch norm.
 
         Raises:
             UsageError: ``micro`` is smaller than the largest number of samples of a rank in a global batch, or all

@@ -134,9 +134,9 @@ class Feed:
             noise: standard deviation of the random weights, of mean 1, on the losses of samples; 0 for none.
 
         Returns:
-            (index of the worker, its micro-batches) for each worker of this rank, to be run in this order. Where several ranks share
-            a worker in reproducible mode, ranks that hold its later micro-batches have an entry (worker, [micro-batch])
-            for each of them, because the summation tree needs their gradients one by one.
+            (index of the worker, its micro-batches) for each worker of this rank, to be run in this order. Where
+            several ranks share a worker in reproducible mode, ranks that hold its later micro-batches have an entry
+            (worker, [micro-batch]) for each of them, because the summation tree needs their gradients one by one.
         """
         work = []
         first, single = self._first_micro(samples, length(batch)), self.is_single(samples)

@@ -29,7 +29,7 @@ class ReducedSums(NamedTuple):
     Attributes:
         loss: sum of the losses.
         samples: number of units (samples or tokens) that the loss is a sum over.
-        metrics: sums of up to ``METRICS`` metrics.
+        metrics: sums of up to ``METRICS`` (6) metrics.
         stop: whether any rank asks to stop after the step.
         used: for each parameter whether any rank had a gradient of it.
         own: for each parameter Σ ‖G‖²/c over the logical workers (shares of the global batch), where G is a worker's
@@ -298,7 +298,7 @@ def _check_dense(gradients: Sequence[Tensor]) -> None:
 def read_sums(numbers: Sequence[float]) -> ReducedSums:
     """Parse numbers that were summed over ranks, ``[loss, count, *metrics, stop, *flags]``.
 
-    There are ``METRICS`` metrics and one gradient flag a parameter.
+    There are ``METRICS`` (6) metrics, and for each parameter one flag that says whether it had a gradient.
 
     Args:
         numbers: the sums, on the host.

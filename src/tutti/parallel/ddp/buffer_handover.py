@@ -34,7 +34,7 @@ class BufferHandover:
     Collective: the constructor makes point-to-point channels between data ranks.
 
     Args:
-        slots: the buffers on this rank.
+        slots: the buffers on this rank, each as its module and its name there.
         run_context: of the run; ``sharers`` are the ranks of this rank's worker.
         in_turn: ranks may wait for each other before a forward; False where forwards have collectives (FSDP2).
     """

@@ -131,8 +131,8 @@ class SharedReducer:
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers; None if it had no
-                samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
+                global batch); None if it had no samples.
 
         Returns:
             Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a

@@ -61,15 +61,16 @@ class SparseReducer:
     def listens(self) -> bool:
         """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
 
-        True if the wrapped reducer, which sums dense gradients, needs the hook.
+        True if the inner reducer, which sums the gradients once they are dense, needs the hook because it starts
+        all-reduces during backward.
         """
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the wrapped reducer that this rank's last backward of the step follows.
+        """Tell the inner reducer, which sums dense gradients, that this rank's last backward of the step follows.
 
-        The wrapped reducer sums dense gradients. From here on ``gradient_ready`` converts sparse gradients to dense;
-        before, autograd accumulates them as sparse ones.
+        From here on ``gradient_ready`` converts sparse gradients to dense; before, autograd accumulates them as sparse
+        ones.
 
         Args:
             step_context: the step under way.
@@ -79,8 +80,9 @@ class SparseReducer:
         self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Convert ``parameter.grad`` from sparse to dense, then report to the wrapped reducer that it is complete.
+        """Convert ``parameter.grad`` from sparse to dense, and report to the inner reducer that it is complete.
 
+        The inner reducer sums the dense gradients over the data ranks.
         Called by autograd as a post-accumulate-grad hook. Before ``prepare_for_backward`` a gradient stays sparse.
         """
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
@@ -89,10 +91,12 @@ class SparseReducer:
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Make a logical worker's sparse gradients dense, and let the wrapped reducer add them to its sum.
+        """Convert a logical worker's sparse gradients to dense, and call ``collect`` of the inner reducer.
 
-        A logical worker is one of N fixed shares of the global batch. Where the wrapped reducer has gradient-ready
-        hooks, ``gradient_ready`` and ``finish`` make gradients dense instead.
+        A logical worker is one of N fixed shares of the global batch. The inner reducer sums dense gradients over the
+        data ranks; its ``collect`` adds the worker's ``.grad`` to the sum, if it sums worker by worker. If it sums
+        during backward instead (``listens`` is True), nothing is converted here, but in ``gradient_ready`` and
+        ``finish``.
 
         Args:
             step_context: the step under way.
@@ -104,15 +108,15 @@ class SparseReducer:
         self._reducer.collect(step_context, worker, loss_sums)
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Sum the gradients with the wrapped reducer, and make the sums of sparse gradients sparse again.
+        """Sum the gradients over the data ranks, as dense tensors, and make the sums of sparse gradients sparse again.
 
         Collective over the data ranks. The sum of a parameter's gradients has a row where any rank's sparse gradient
         has one; an additional all-reduce finds these rows. Where any rank's gradient was dense, the sum stays dense.
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers; None if it had no
-                samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
+                global batch); None if it had no samples.
 
         Returns:
             Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
@@ -142,7 +146,8 @@ class SparseReducer:
     def squares(self) -> list[float]:
         """Return sums of squares of all reduced gradients, sparse ones included, which add up to their squared L2 norm.
 
-        The wrapped reducer computes them, one number for each parameter or one for all, from gradients in dense form.
+        The inner reducer, which has summed the gradients in dense form, computes them: one number for each parameter,
+        or one for all parameters. Not collective.
         """
         return self._reducer.squares()
 
@@ -196,8 +201,8 @@ def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Co
         comm: the data ranks.
 
     Returns:
-        The wrapped reducer; ``reducer`` itself where the modules have no sparse gradients, or a single rank needs no
-        sum.
+        A ``SparseReducer`` around ``reducer``; ``reducer`` itself where the modules have no sparse gradients, or a
+        single rank needs no sum.
     """
     if comm.size == 1 and isinstance(reducer, OverlappedReducer):
         # This reducer leaves every ``.grad`` of a single rank unchanged.

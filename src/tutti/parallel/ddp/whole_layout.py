@@ -23,9 +23,13 @@ class WholeLayout:
     def build(self, plain: nn.Module) -> WholeRunner:
         """Move the whole model to this rank's device and return the object that runs forward and backward.
 
-        Not collective.
+        Activation checkpointing and ``torch.compile`` are applied in place. Not collective.
 
-        Activation checkpointing and ``torch.compile`` are applied in place.
+        Args:
+            plain: the script's model.
+
+        Returns:
+            A ``WholeRunner``, whose ``run`` computes forward and backward of micro-batches on this rank.
 
         Raises:
             UsageError: activation checkpointing matches no module.

@@ -41,13 +41,18 @@ def wrapped_modules(
 
 
 def wrapped_around(model: nn.Module, routed: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the modules to wrap if the data choose which of the blocks in ``routed`` compute.
+    """Return the names of the modules that ``fully_shard`` wraps in a model with routed modules.
 
-    A routed module is wrapped as a whole, unless it lies in a wrapped module or is a root.
+    A routed module chooses by the data which of its blocks compute, such as a mixture of experts. Ranks may choose
+    other blocks, and their all-gathers would not match; the blocks are therefore not wrapped one by one. The routed
+    module is wrapped as a whole, unless it lies in a wrapped module or is a root.
 
     Args:
         model: the model, not yet sharded.
-        routed: modules whose forward every rank calls, and which choose among their blocks.
+        routed: the routed modules; every rank calls their forward.
+
+    Returns:
+        Names in the model, in the order of ``named_modules``.
     """
     chosen = wrapped_modules(model, closed=routed)
     inside = {below for unit in chosen for below in unit.modules()}

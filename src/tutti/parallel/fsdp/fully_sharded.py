@@ -150,14 +150,16 @@ class FullySharded:
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
-        """Train the FSDP2-sharded parameters of these names, too, from now on. Collective over the shard ranks.
+        """Add parameters that were frozen to ``trained``, the FSDP2-sharded parameters whose gradients are reduced.
 
-        After the first forward every wrapped module is all-gathered once, because FSDP2 reads the dtypes of trainable
-        parameters when it unshards.
+        Called after the script has set ``requires_grad`` of these parameters to True. Before the model's first forward
+        nothing is communicated. Afterwards the call is collective over the ranks that share one copy of the parameters:
+        every wrapped module is all-gathered once, because FSDP2 reads the dtypes of trainable parameters when it
+        unshards.
 
         Args:
-            names: names of parameters whose ``requires_grad`` the script has set to True; names of parameters that are
-                trained already, or that FSDP2 does not shard, are ignored.
+            names: names of the parameters in the unsharded model; names of parameters that are in ``trained`` already,
+                or that FSDP2 does not shard, are ignored.
         """
         known = {each.name for each in self.trained}
         self._training += [(each, g) for each, g in self._pairs if each.name in names and each.name not in known]
@@ -265,7 +267,10 @@ class FullySharded:
         """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
 
         The call clears the record. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
-        The same as ``used``.
+        The same as ``used``. Not collective.
+
+        Returns:
+            Flags in the order of ``trained``.
         """
         return self.used()
 

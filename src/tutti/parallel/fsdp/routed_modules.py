@@ -38,11 +38,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def suspected_routers(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules around ``blocks`` whose source may choose among them by the data, each with its blocks.
+    """Return the modules whose forward, by its source code, may choose by the data which of ``blocks`` compute.
+
+    An example is a mixture of experts.
 
     Args:
         model: the model.
-        blocks: modules below it that are to be wrapped.
+        blocks: modules below ``model`` that FSDP2 is to wrap.
+
+    Returns:
+        For each such module the list of those of ``blocks`` among which it may choose.
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, list[nn.Module]] = {}
@@ -65,16 +70,20 @@ def routed_modules(
     trial: Callable[..., Any],
     device: torch.device,
 ) -> list[str]:
-    """Return the names of suspects that have looked at values and then chosen among their blocks in a trial.
+    """Run a model once, and return the names of modules that have chosen by the data which of their blocks compute.
 
-    A suspect has chosen if its blocks' calls differ, or if they had other numbers of rows than the suspect itself. Not
-    collective. An error of the trial ends it; the first step reports it.
+    A suspect has chosen if it has read values of a tensor, and its blocks differ in their calls (number, or shapes of
+    the inputs) or got other numbers of rows than the suspect itself. Not collective. An error of the trial ends the
+    trial and is not raised.
 
     Args:
         model: the whole model, which stays as it was.
         suspects: modules that may choose, each with its blocks.
         trial: ``trial(model)`` runs the model on the first micro-batch.
-        device: device on which it runs.
+        device: device on which the trial runs.
+
+    Returns:
+        Names in the model, sorted; an empty list for a model with synchronised batch norm, which is not run.
     """
     if peers_of(model) is not None:
         return []

@@ -85,8 +85,8 @@ class ShardedSync:
     """Sharded data parallelism (ZeRO stages 1 to 3): reduce-scatter gradients, update rows, all-gather parameters.
 
     Each rank of a shard group updates its rows (a block of the first dimension) of every parameter. The global batch is
-    split among N logical workers, a number that does not depend on the number of ranks. The object is also the hook
-    that the replica's backward calls for each complete gradient.
+    split among N logical workers (fixed shares), a number that does not depend on the number of ranks. The object is
+    also the hook that the replica's backward calls for each complete gradient.
 
     Args:
         config: options of the strategy ``sharded``, such as the ZeRO stage and CPU offload.
@@ -361,7 +361,8 @@ class ShardedSync:
             step_context: the step under way, with its number and loss scale, by which gradients are divided.
 
         Returns:
-            Loss, metrics and norm of the complete gradient, equal on all ranks.
+            Loss and metrics as means over the global batch, the count of samples or tokens, the L2 norm of the complete
+            gradient, whether all gradients are finite and whether a rank asks to stop; equal on all ranks.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -440,7 +441,7 @@ class ShardedSync:
         """Return the tensors that should be bitwise equal on all ranks with the same shard (HSDP copies), by name.
 
         These are unsharded parameters, this rank's rows of parameters that FSDP2 shards, and, in a run of one logical
-        worker, buffers.
+        worker (share of the global batch with its own buffers), buffers.
         """
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.replicated()}
@@ -719,7 +720,10 @@ class ShardedSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Replace parameters of the user's model by this rank's rows in the groups of ``optimizer``, in place.
 
-        For parameter groups that the script has added.
+        Called after the script has added parameter groups with ``add_param_group``. Not collective.
+
+        Args:
+            optimizer: the script's optimizer, with the new groups.
         """
         own = {shown: rows for engine in self._engines for shown, rows in engine.owners().items()}
         for group in optimizer.param_groups:

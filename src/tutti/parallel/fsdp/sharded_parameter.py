@@ -217,6 +217,9 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
     Args:
         rows: this rank's rows of each parameter.
         comm: the ranks that each hold a contiguous block of rows (of the first dimension).
+
+    Returns:
+        One ``GatheredTensor`` for each of ``rows``, in order.
     """
     found = []
     for sharded in rows:
@@ -546,6 +549,10 @@ class RowGatherer:
         Args:
             parameter: the rows of the parameter, whose full shape the results have.
             tensors: this rank's rows of a value, a gradient or a state of that parameter.
+
+        Returns:
+            One tensor for each of ``tensors``, of the parameter's shape before it was cut into rows: its full shape, or
+            that of this rank's slice under tensor parallelism.
         """
         shape = self._of[parameter].local  # type: ignore[index]
         most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank

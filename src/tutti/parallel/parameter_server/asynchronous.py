@@ -295,7 +295,8 @@ class AsynchronousServerSync(RemoteGradients):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that the servers have made for all workers since this rank's last step. Not collective.
 
-        Nothing is written here: ``end_worker`` has pushed the gradients and fetched the parameters already.
+        Workers are logical workers, fixed shares of the global batch. No parameter is written here: ``end_worker`` has
+        pushed the gradients and fetched the parameters already.
 
         Args:
             stats: result of ``reduce_gradients`` in this step.
@@ -317,7 +318,8 @@ class AsynchronousServerSync(RemoteGradients):
     def merged(self) -> dict[str, Tensor]:
         """Return one model for all workers: the servers' current parameters, frozen parameters, and merged buffers.
 
-        Collective over the data ranks: barriers before and after the read, so that all ranks return the same model.
+        Workers are logical workers, fixed shares of the global batch with buffers of their own. Collective over the
+        data ranks: barriers before and after the read, so that all ranks return the same model.
 
         Returns:
             Whole tensors by name.
@@ -351,7 +353,7 @@ class AsynchronousServerSync(RemoteGradients):
         )
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return None: no tensors are equal on all ranks, since each worker has the parameters of its own last read."""
+        """Return None: no tensors are equal on all ranks, which compute with parameters read at different times."""
         return None
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:

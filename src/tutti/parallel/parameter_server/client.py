@@ -161,7 +161,7 @@ class Client:
 
         Args:
             kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
-            worker: index of the logical worker concerned.
+            worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
             flags: of ``server_wire``, combined by ``|``: SKIP to make no update and send no tensors, BACK to reply with
                 parameters, WAIT to reply only once the worker is no longer too far ahead.
@@ -195,7 +195,7 @@ class Client:
     def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
         """Wait for the parameter servers' replies to the requests that ``send`` has sent.
 
-        Parameters in the replies are in the receive buffer afterwards.
+        Parameters in the replies are in the receive buffer (the constructor's ``given``) afterwards.
 
         Args:
             text: names the call in error messages.
@@ -204,8 +204,8 @@ class Client:
             patient: the servers may wait for other ranks; triples the timeout where ``ranks`` is this rank alone.
 
         Returns:
-            One reply for each server that the requests went to, in the servers' order: header, floats, saved state or
-            statistics.
+            One ``Reply`` for each server that the requests went to, in the servers' order: message header, floats
+            (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -244,15 +244,16 @@ class Client:
         Parameters in the replies are in the receive buffer afterwards.
 
         Args:
-            kind: PUSH, READ, … of ``server_wire``.
-            worker: index of the logical worker concerned.
+            kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
+            worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
             text: names the call in error messages.
             ranks: global ranks on whose requests the replies depend, this rank among them.
-            more: further arguments of ``send``, by name.
+            more: further arguments of ``send``, by name, such as ``flags``, ``extras`` and ``servers``.
 
         Returns:
-            The replies (header, floats, saved state or statistics), in the servers' order.
+            One ``Reply`` for each server that was asked, in the servers' order: message header, floats (``extras``),
+            and for SAVE and FACTS the saved state or statistics (``frames``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.

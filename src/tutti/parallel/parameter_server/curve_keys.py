@@ -53,9 +53,10 @@ class ZapAuthenticator:
         self.refused = 0
 
     def answer(self) -> None:
-        """Answer one authentication request that is waiting on ``socket``: accept a listed key, refuse any other.
+        """Answer one authentication request of ZeroMQ that is waiting on ``socket``.
 
-        Blocks where no request is waiting, so poll ``socket`` first.
+        A connection is accepted if its CURVE public key is one of the ranks' keys, and refused otherwise. Blocks where
+        no request is waiting, so poll ``socket`` first.
         """
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and version == _VERSION

@@ -100,7 +100,8 @@ class ServerBarrier:
                 have arrived.
 
         Returns:
-            The sum of gradients, loss sums and digests; None while too many gradients are missing.
+            A ``Leaf`` with the summed gradients (``vectors``, one flat tensor for each dtype) and the summed loss sums
+            and digests (``totals``); None while too many gradients are missing.
         """
         if self._sum is None:
             chosen = self._came if counted is None else set(counted)

@@ -81,10 +81,10 @@ def server_bytes(plan: ServerPlan, server: int) -> int:
 
 
 def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) -> list[ServerFlow]:
-    """List the requests of a rank to synchronous servers in a step with a finite gradient, in order.
+    """Predict the traffic of a rank with synchronous parameter servers in a step with a finite gradient.
 
-    A rank pushes one sum over its logical workers (shares of the global batch), asks for the sum over all ranks, and
-    has the update applied.
+    Pure arithmetic. A rank pushes one sum over its logical workers (fixed shares of the global batch) to every server,
+    asks for statistics of the sum over all ranks, and has the update applied, which is answered with parameters.
 
     Args:
         plan: partition of the parameters over the servers.
@@ -93,7 +93,9 @@ def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) 
         settings: number of hyperparameters of the optimizer.
 
     Returns:
-        A flow, with the bytes of request and reply, for each kind of request and each server.
+        One ``ServerFlow`` for each kind of request (push, sum, apply) and server, by kind and then server: bytes of
+        request and reply without tensors (``sent``, ``received``), bytes of gradients with a push (``pushed``) and of
+        parameters with the reply to an apply (``pulled``).
     """
     count = len(plan.sizes)
     floats = sync_floats(leaves, count, settings)
@@ -113,20 +115,23 @@ def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) 
 
 
 def async_step_flows(plan: ServerPlan, servers: int, settings: int, push: int, fetch: int) -> list[ServerFlow]:
-    """List the requests of one logical worker to asynchronous servers in a step: a push, answered with parameters.
+    """Predict the traffic of one logical worker with asynchronous parameter servers in a step. Pure arithmetic.
 
-    A logical worker is one of N fixed shares of the global batch. With bounded staleness a worker that is ahead makes a
-    further request, which waits; it is not in the list.
+    A logical worker is one of N fixed shares of the global batch. In each step it makes one request ``push`` to every
+    server, which may carry gradients and be answered with parameters. Further requests, with which a worker that is too
+    many steps ahead of the slowest one waits (bounded staleness), are not in the list.
 
     Args:
-        plan: partition of the parameters over the servers.
+        plan: partition of the parameters over the servers, which gives the bytes of the tensors.
         servers: number of servers.
-        settings: number of hyperparameters of the optimizer.
-        push: steps from one transfer of gradients to the next.
-        fetch: steps from one transfer of parameters to the next.
+        settings: number of hyperparameters of the optimizer, which go with each request as 64-bit floats.
+        push: number of steps from one request that carries gradients to the next.
+        fetch: number of steps from one reply that carries parameters to the next.
 
     Returns:
-        A flow for each server, with the bytes of request and reply.
+        One ``ServerFlow`` for each server, by its index: bytes of request and reply without tensors (``sent``,
+        ``received``), bytes of gradients and of parameters in the steps that transfer them (``pushed``, ``pulled``),
+        and ``push`` and ``fetch`` as ``push_period`` and ``pull_period``.
     """
     sent, received = _message(async_floats(len(plan.sizes), settings)[PUSH]), _message(_ASYNC_REPLY)
     return [

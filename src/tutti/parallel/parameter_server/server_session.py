@@ -280,7 +280,7 @@ class ServerSession:
     def ask(self, kind: int, text: str, clock: int = 0, **more: object) -> list[Reply]:
         """Send a request to all parameter servers, and wait for their replies. Not collective.
 
-        The request is in the name of the first logical worker that this rank computes.
+        The request is in the name of the first logical worker (share of the global batch) that this rank computes.
 
         Args:
             kind: kind of request: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
@@ -289,8 +289,9 @@ class ServerSession:
             more: further keyword arguments of ``Client.send``, such as ``blobs``.
 
         Returns:
-            One reply for each server, in the servers' order: header, floats, saved state or statistics. Parameters that
-            came with the replies are in the receive buffer (``values``).
+            One ``Reply`` for each server, in the servers' order: message header, floats (``extras``), and for SAVE and
+            FACTS the saved state or statistics (``frames``). Parameters that came with the replies are in the receive
+            buffer (``values``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -405,8 +406,8 @@ class ServerSession:
 def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
     """Return for each data rank, in rank order, the range of indices of the logical workers that it computes.
 
-    A logical worker is one data-parallel participant; one rank can compute several in turn. Where a rank computes
-    several as one, the range is the first of them alone. Collective: an all-gather over the data ranks.
+    A logical worker is one of N fixed shares of the global batch; one rank can compute several in turn. Where a rank
+    computes several as one, the range is the first of them alone. Collective: an all-gather over the data ranks.
     """
     mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
     ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")

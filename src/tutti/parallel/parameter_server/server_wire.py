@@ -43,7 +43,7 @@ class MessageHeader(NamedTuple):
         run: identifier of the run; other runs' messages are refused.
         layout: digest of names, shapes, dtypes and partition of the parameters.
         client: rank that sends the request; must be the owner of the connection's key.
-        worker: index of the logical worker that the request is for.
+        worker: index of the logical worker (share of the global batch) that the request is for.
         seq: sequence number of the request, which grows with each request of a rank to a server.
         clock: steps that the worker has taken.
         seen: updates contained in the worker's parameters; in a reply, updates made so far.
@@ -80,7 +80,7 @@ class Terms:
     Attributes:
         run: random identifier of this run.
         layout: digest of names, shapes, dtypes and partition of the parameters.
-        workers: for each rank the range of indices of its logical workers.
+        workers: for each rank the range of indices of its logical workers (shares of the global batch).
         frames: bytes of each tensor frame of this server, in the order of the message.
         extras: number of floats of each kind of request; 0 for kinds not listed.
         most: largest size of a blob, bytes.

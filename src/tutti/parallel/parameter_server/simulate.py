@@ -18,7 +18,7 @@ class Event(NamedTuple):
 
     Attributes:
         time: simulated seconds since the start.
-        worker: index of the logical worker.
+        worker: index of the logical worker (share of the global batch that steps by itself), from 0.
         clock: the worker's step, from 0.
         pushes: True if the worker pushes the gradient of the step, False if it reads the parameters to begin the step.
         staleness: for a push, the number of updates since the worker's read; 0 for a read.
@@ -44,7 +44,7 @@ def simulate(
     Of workers ready at the same time, the lowest number goes first.
 
     Args:
-        seconds: for each worker the time of one of its steps, in simulated seconds.
+        seconds: for each worker the time that each of its steps takes, in simulated seconds.
         steps: number of steps that each worker makes.
         bound: steps that a worker may be ahead of the slowest; None for no bound.
         read: called as ``read(worker, clock)`` when the worker reads the parameters for its step ``clock``, from 0.
@@ -52,7 +52,7 @@ def simulate(
             ``staleness`` is the number of updates made since that read.
 
     Returns:
-        All reads and pushes, in order of time.
+        All reads and pushes of all workers, in order of time: two events for each step of a worker.
 
     >>> [(event.worker, event.staleness) for event in simulate([1, 1, 2], 2) if event.pushes]
     [(0, 0), (1, 1), (0, 1), (1, 1), (2, 4), (2, 0)]

@@ -160,9 +160,10 @@ class StalenessTracker:
     def ask_to_stop(self) -> None:
         """Make all workers stop after the step that follows the furthest worker's number of pushed steps.
 
-        No worker can complete that step without a reply that says so. Where the run counts the steps of all workers
-        together, the mean of their steps takes the place of the furthest worker's. Afterwards ``stop_at`` is the number
-        of that step; later calls change nothing.
+        Workers are logical workers, shares of the global batch that step by themselves. No worker can complete that
+        step without a reply that says so. Where the run counts the steps of all workers together, the mean of their
+        steps takes the place of the furthest worker's. Afterwards ``stop_at`` is the number of that step; later calls
+        change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
@@ -178,6 +179,8 @@ class StalenessTracker:
     def clock(self) -> int:
         """Steps that all workers have pushed, divided by their number N and rounded down, as if all were equally fast.
 
+        Workers are logical workers, the N fixed shares of the global batch.
+
         >>> core = StalenessTracker(3)
         >>> [core.push(worker, clock, 0, None).taken for worker, clock in ((0, 0), (0, 1), (1, 0), (0, 2))]
         [False, False, False, False]
@@ -188,7 +191,7 @@ class StalenessTracker:
 
     @property
     def steps(self) -> list[int]:
-        """For each logical worker the number of steps that it has pushed; 0 before the first request."""
+        """For each logical worker (share of the global batch) the number of steps that it has pushed, at first 0."""
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:

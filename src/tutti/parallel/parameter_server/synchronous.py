@@ -134,7 +134,8 @@ class ServerReducer:
 
         Args:
             step_context: the step under way.
-            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its workers; None if they had no samples.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
+                global batch); None if they had no samples.
 
         Returns:
             Sums over all pushes that count: loss, count (samples or tokens) and metrics; whether a rank asks to stop;
@@ -353,6 +354,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def merged(self) -> dict[str, Tensor]:
         """Return one model as whole tensors by name: the parameters, and the buffers merged over workers. Collective.
 
+        Workers are logical workers, the N fixed shares of the global batch, each with buffers of its own.
         With backup workers a rank may have missed the latest update, and reads the parameters from the servers first,
         between two barriers over the data ranks.
         """

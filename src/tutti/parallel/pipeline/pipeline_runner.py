@@ -65,6 +65,10 @@ class PipelineLayout:
         Args:
             plain: the whole model, equal on all ranks.
 
+        Returns:
+            The runner, whose ``run`` sends micro-batches through all stages of the replica, together with the runners
+            of the other pipeline ranks. It holds the parameters of this rank's stages only, on the rank's device.
+
         Raises:
             MismatchError: the ranks have built different models.
             UsageError: the model cannot be cut into that many stages.
@@ -83,6 +87,9 @@ class PipelineLayout:
             virtual_stages: this rank's virtual stages, the first result of ``cut_stages``.
             holding: which ranks hold which tensors, the second result of ``cut_stages``; None where the model is not
                 cut.
+
+        Returns:
+            The runner, whose ``run`` computes this rank's part of forward and backward of micro-batches.
         """
         return PipelineRunner(self._config, self._run_context, plain, virtual_stages, holding)
 
@@ -100,7 +107,9 @@ class PipelineLayout:
             closed: names of modules that no cut may go through.
 
         Returns:
-            This rank's virtual stages, and which ranks hold which tensors (None where there is one stage only).
+            A list of this rank's virtual stages, in the model's order: each with its module and the names of the values
+            that it receives and sends. Then a ``StageOwnership``, which says for each parameter and buffer of the model
+            which stages hold it; None where there is one stage only.
 
         Raises:
             MismatchError: the ranks have built different models.
@@ -545,7 +554,7 @@ class PipelineRunner(ReplicaPart):
                 tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
 
     def whole(self, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a model that is not cut into stages, on this rank, and return its output.
+        """Run the forward of a model that is not cut into pipeline stages, on this rank, and return its output.
 
         Args:
             args: positional arguments of the model's call.

@@ -84,6 +84,10 @@ def one_by_one(ranks: int, micro_batches: int) -> Order:
     Args:
         ranks: pipeline ranks, p, each with one stage.
         micro_batches: number of micro-batches, m.
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch), with kind
+        F forward or B backward, in the order of execution.
     """
     return Order(
         tuple(tuple(Action(k, r, i) for i in range(micro_batches) for k in ("F", "B")) for r in range(ranks)),
@@ -100,6 +104,10 @@ def gpipe(ranks: int, micro_batches: int) -> Order:
     Args:
         ranks: pipeline ranks, p, each with one stage.
         micro_batches: number of micro-batches, m.
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch), with kind
+        F forward or B backward, in the order of execution.
     """
     return Order(
         tuple(tuple(Action(k, r, i) for k in ("F", "B") for i in range(micro_batches)) for r in range(ranks)),
@@ -117,6 +125,10 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
     Args:
         ranks: pipeline ranks, p, each with one stage.
         micro_batches: number of micro-batches, m.
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch), with kind
+        F forward or B backward, in the order of execution.
     """
     rows = []
     for rank in range(ranks):
@@ -135,7 +147,11 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
     Args:
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
-        chunks: virtual stages a rank, v.
+        chunks: virtual stages a rank, v; rank i has the stages i, i + p, i + 2p, ….
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch), with kind
+        F forward or B backward, in the order of execution.
     """
     number = max(1, micro_batches // ranks)
     groups = [even_share(micro_batches, number, i) for i in range(number)]
@@ -156,6 +172,10 @@ def zero_bubble(ranks: int, micro_batches: int) -> Order:
     Args:
         ranks: pipeline ranks, p, each with one stage.
         micro_batches: number of micro-batches, m.
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch), with kind
+        F forward, I input backward or W weight backward, in the order of execution.
     """
     rows = []
     for rank, row in enumerate(one_forward_one_backward(ranks, micro_batches).ranks):
@@ -193,10 +213,15 @@ def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Or
     Equal arguments return the same cached ``Order``.
 
     Args:
-        name: a key of ``SCHEDULES``, such as ``1f1b``.
+        name: a key of ``SCHEDULES``: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble`` or ``one_by_one``.
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
         chunks: virtual stages a rank, v; only ``interleaved`` reads it, the other schedules have one.
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch) in the
+        order of execution. Kinds are F forward and B backward, or with ``zero_bubble`` in place of B the backward's two
+        halves, I input backward and W weight backward.
 
     Raises:
         KeyError: ``SCHEDULES`` has no such name.
@@ -215,6 +240,10 @@ def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
         chunks: virtual stages a rank, v.
+
+    Returns:
+        An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions ("F", stage, micro-batch), in the
+        order of execution.
     """
     rows = [
         tuple(Action("F", c * ranks + r, i) for i in range(micro_batches) for c in range(chunks)) for r in range(ranks)
@@ -280,7 +309,8 @@ def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) 
     backward of ``zero_bubble`` take as long as a forward each.
 
     Args:
-        name: a key of ``SCHEDULES``.
+        name: name of the schedule, a key of ``SCHEDULES``: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble`` or
+            ``one_by_one``.
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
         chunks: virtual stages a rank, v; only ``interleaved`` takes more than one.

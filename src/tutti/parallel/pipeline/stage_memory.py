@@ -111,7 +111,9 @@ class StagePlan:
         return [part / (sum(sums) or 1) for part in sums]
 
     def held(self, config: Any, ranks: int, micro_batches: int, factor: float = 1.0) -> list[StageMemory]:
-        """Predict the bytes that each pipeline rank holds, from the blocks' measured bytes and the schedule.
+        """Predict the bytes that each pipeline rank holds, from the measured bytes of model blocks and the schedule.
+
+        A block is a run of consecutive calls in the graph of the model's forward; a stage consists of several.
 
         Args:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
@@ -138,9 +140,10 @@ class StagePlan:
         factor: float,
         fits: Callable[[StageMemory], float],
     ) -> StagePlan | None:
-        """Return this plan with new bounds: the most even stages that each fit into a device's memory.
+        """Return this plan with new bounds between stages: the most even stages that each fit into a device's memory.
 
-        Return None where no bounds make all stages fit.
+        The plan holds the model's blocks (runs of consecutive calls in its graph) with their measured bytes, and the
+        bounds of the pipeline stages among them.
 
         Args:
             config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
@@ -149,6 +152,9 @@ class StagePlan:
             factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
             fits: function from the bytes of a stage to the fraction of a device's memory that this stage takes, 1 for
                 all of it. With v virtual stages a rank, each may take at most 1/v.
+
+        Returns:
+            A ``StagePlan`` with the same blocks and other ``bounds``; None where no bounds make all stages fit.
         """
         order, stages = make_order(config.schedule, ranks, micro_batches, config.chunks), ranks * config.chunks
         if len(self.blocks) < stages:
@@ -197,7 +203,8 @@ def find_measured_partition(
         closed: names of modules that no cut may go through.
 
     Returns:
-        The graph of the model's forward, and the bounds of the virtual stages among its nodes.
+        A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes
+        (stages + 1 indices), and each stage's fraction of the whole model's time or parameters (``shares``).
 
     Raises:
         UsageError: the model cannot be cut into that many stages; the message names the reason.
@@ -229,7 +236,8 @@ def observe_blocks(
         samples: number of samples in the micro-batch that ``run`` uses.
 
     Returns:
-        The measured blocks, and the bounds of the partition's stages among them.
+        A ``StagePlan``: the model's ``blocks`` with bytes of parameters, buffers and activations of one micro-batch,
+        and the ``bounds`` of the partition's stages among them (stages + 1 indices).
     """
     nodes = body(found.graph)
     starts = _starts(nodes, found.bounds, plain)

@@ -45,16 +45,21 @@ class StageOwnership:
 def stages_here(
     plain: nn.Module, found: stage_partition.StagePartition, run_context: RunContext
 ) -> tuple[list[VirtualStage], StageOwnership]:
-    """Cut the model into virtual pipeline stages, and return this rank's stages. Not collective.
+    """Cut the model into virtual pipeline stages, and return those that this rank computes. Not collective.
+
+    A virtual stage is a run of consecutive modules of the model; a pipeline rank computes one or several of them.
 
     Args:
-        plain: the whole model.
-        found: partition of the model into stages.
-        run_context: mesh of the run; rank r of p on the stage axis has the stages r, r + p, r + 2p …
+        plain: the whole model; the stages share its modules and parameters.
+        found: partition of the model into stages: the graph of its forward, and the stages' bounds among the nodes.
+        run_context: facts of the run, of which the mesh is read; rank r of p on its stage axis has the stages r, r + p,
+            r + 2p, ….
 
     Returns:
-        This rank's virtual stages in the model's order; and a ``StageOwnership``, which says for all of the model's
-        tensors which ranks hold them.
+        A list of this rank's virtual stages in the model's order, each with its module and the names of the values that
+        it receives and sends. Then a ``StageOwnership``, which is about all stages: for each parameter and persistent
+        buffer the stages that hold it, the names of this rank's tensors that another rank saves and counts in norms,
+        and the parameters that several stages share.
     """
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
     held = found.held(plain)

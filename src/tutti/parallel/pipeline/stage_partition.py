@@ -118,7 +118,8 @@ def find_stage_partition(
             empty for no such check.
 
     Returns:
-        The graph of the model's forward, and the bounds of the virtual stages among its nodes.
+        A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes
+        (stages + 1 indices), and each stage's fraction of the whole model's time or parameters (``shares``).
 
     Raises:
         UsageError: the model cannot be cut, or not into that many stages, or not so that each stage has its

@@ -50,11 +50,11 @@ class StageWrites(QuietMode):
             self._kept.append((parameter, parameter.detach().clone()))
 
     def forget(self) -> None:
-        """Free the copies: the script's writes since the last step count from now on."""
+        """Free the kept copies of parameters that the script has written: ``undo`` no longer reverts these writes."""
         self._kept.clear()
 
     def undo(self) -> None:
-        """Restore the parameters that the script has written since the last ``forget``."""
+        """Restore this rank's parameters that the script has written since the last ``forget``, from kept copies."""
         with TorchFunctionDisabled(), torch.no_grad():
             for parameter, before in self._kept:
                 parameter.copy_(before)

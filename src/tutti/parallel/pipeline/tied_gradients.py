@@ -33,7 +33,7 @@ class SharedGradients:
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def look(self) -> None:
-        """Update the list of trained parameters that several stages share, from their present ``requires_grad``."""
+        """Update the list of trained parameters that several pipeline stages share, by present ``requires_grad``."""
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
 
@@ -47,10 +47,9 @@ class SharedGradients:
         self.look()
 
     def begin(self) -> None:
-        """Clear the ``.grad`` of parameters that stages share, before a logical worker's first micro-batch.
+        """Clear the ``.grad`` of parameters that pipeline stages share, before a logical worker's first micro-batch.
 
         A logical worker is one of N fixed shares of the global batch; a replica computes one or more of them in turn.
-
         The former content of ``.grad``, gradients of earlier logical workers, is kept aside; ``finish`` adds it again.
         """
         self._before = {p: p.grad for p in self.parameters}
@@ -78,8 +77,8 @@ class SharedGradients:
         """Sum the gradients of parameters that stages share over the stages, and write the sums into ``.grad``.
 
         Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
-        Collective over the ranks
-        that hold the same parameters: for each parameter one all-reduce or, for more than two ranks, one all-gather.
+        Collective over the ranks that hold the same parameters: for each parameter one all-reduce or, for more than two
+        ranks, one all-gather.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.
