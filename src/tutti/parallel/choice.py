@@ -109,6 +109,8 @@ class Choice:
     def counted(self, steps: Callable[[Duration], int]) -> Choice:
         """Return a copy of this strategy with its duration options (``3ep``, ``20000sa``) converted to steps.
 
+        Durations are in epochs (``ep``), samples (``sa``) or steps.
+
         Args:
             steps: function that returns the number of steps of the run that a duration takes.
         """
@@ -123,7 +125,8 @@ class Choice:
             run_context: communicators and settings of the run.
 
         Returns:
-            ``(layout, synchronisation)``.
+            The layout, which places a replica of the model on ranks, and the synchronisation, which reduces gradients
+            over the replicas and makes the updates.
         """
         layout = _load(self.row.layout)(self.layout, run_context)
         return layout, _load(self.row.exchange)(self.exchange, run_context)
@@ -137,7 +140,8 @@ def parse_strategy(text: str) -> Choice:
         text: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
 
     Returns:
-        The strategy with its options; an alias is replaced by the strategy's name.
+        A ``Choice``: the strategy's ``name`` (an alias is replaced by it), its capabilities (``row``), and the options
+        of its model layout (``layout``) and of its gradient synchronisation (``exchange``), defaults filled in.
 
     Raises:
         UsageError: an unknown name, key or value; the message proposes the nearest known one.
@@ -173,7 +177,7 @@ def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> 
         choice: the strategy, which may have the option ``micro_batches`` (a pipeline), a number of micro-batches.
         given: ``--micro-batch`` in samples, used where the strategy has no ``micro_batches``; None without the option.
         batch: samples of a global batch.
-        workers: number of logical workers, among which the batch is divided.
+        workers: number of logical workers, the fixed shares into which a global batch is divided.
 
     Returns:
         The largest number of samples of a micro-batch; None for no limit.
@@ -204,16 +208,23 @@ class KeepsAverage(Protocol):
 
         Args:
             averaging: decay and warm-up.
+
+        Returns:
+            The average, whose ``update`` is to be called after each update of the parameters.
         """
 
 
 def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
-    """Create the moving average (EMA) of the weights that the run asks for; None where it asks for none. Collective.
+    """Create the moving average (EMA) of the weights that the run asks for. Collective.
 
     Args:
         replica: the replica, after ``exchange.attach``.
         exchange: the gradient synchronisation, which may have its own implementation (``KeepsAverage``).
         run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
+
+    Returns:
+        The average, whose ``update`` is to be called after each update of the parameters; None where ``averaging`` is
+        None.
     """
     if run_context.averaging is None:
         return None

@@ -40,10 +40,11 @@ def check_strategy(
         sparse: whether the model has sparse gradients.
 
     Returns:
-        The strategy with its options.
+        A ``Choice``: the strategy's ``name``, its capabilities (``row``), and the options of its model layout
+        (``layout``) and of its gradient synchronisation (``exchange``), with defaults filled in.
 
     Raises:
-        UsageError: the combination does not run; names the nearest one that does.
+        UsageError: the combination does not run; the message names the nearest one that does.
     """
     choice = parse_strategy(text)
     row = choice.row
@@ -190,7 +191,7 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
     Args:
         choice: the strategy.
         devices: number of devices.
-        contract: division of a global batch into logical workers and micro-batches.
+        contract: division of a global batch into logical workers (fixed shares) and micro-batches.
         noisy: whether the run has ``--gradient-noise``.
         sparse: whether the model has sparse gradients.
 
@@ -263,7 +264,8 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_opti
         choice: the strategy.
         devices: number of devices.
         reproducible: whether the run has ``--reproducible``.
-        per_worker_option: an option in use that needs each logical worker computed separately; None for none.
+        per_worker_option: name of an option in use that needs each logical worker (fixed share of the global batch)
+            computed separately; None for none.
 
     Raises:
         UsageError: the combination does not run.

@@ -31,7 +31,7 @@ class LossCounter:
             part: sums of loss, count and metrics; None if the worker had no samples, where nothing is added.
 
         Raises:
-            UsageError: the loss function reports more than ``METRICS`` metrics.
+            UsageError: the loss function reports more than ``METRICS`` (6) metrics.
         """
         if part is not None:
             self.note(part)
@@ -44,7 +44,8 @@ class LossCounter:
             part: loss sums of a logical worker (share of the global batch), with the metrics' names.
 
         Raises:
-            UsageError: the loss function reports more than ``METRICS`` metrics, for which the messages have no room.
+            UsageError: the loss function reports more than ``METRICS`` (6) metrics, for which the messages have no
+                room.
         """
         if len(part.names) > METRICS:
             raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"at most {METRICS}")
@@ -93,7 +94,11 @@ class LossCounter:
             norm: norm of the whole gradient, before clipping.
             finite: whether the whole gradient is finite.
             stop: whether any rank asks to stop.
-            spread: mean square of the workers' own gradients; None where it is not measured.
+            spread: mean square of the gradients of the logical workers (fixed shares of the global batch), each over
+                its own samples; None where it is not measured.
+
+        Returns:
+            The statistics, with the arguments ``norm``, ``finite``, ``stop`` and ``spread`` as they are.
         """
         count = sums.samples or math.nan
         return StepStats(sums.loss / count, sums.samples, self.means(sums.metrics, count), norm, finite, stop, spread)

@@ -21,11 +21,11 @@ from tutti.types import LossSums, StepContext
 def divisor_of_backward(step_context: StepContext) -> float:
     """Return the number by which backward has divided each sample's loss in this step: the global batch's samples.
 
-    0 stands for no division by samples: where one micro-batch is the whole batch, its backward has divided by the
-    loss's own count (samples, tokens) already, and the gradient needs no further factor.
+    Where one micro-batch is the whole batch, the result is 0: its backward has divided by the loss's own count
+    (samples, tokens) already, and the gradient needs no further factor.
 
     Args:
-        step_context: the step, with its number of samples.
+        step_context: the step, of which ``samples`` and ``whole`` are read.
     """
     return 0.0 if step_context.whole else float(step_context.samples)
 
@@ -45,6 +45,10 @@ def mean_factor(divisor: float, counted: float) -> float:
 
 def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> float:
     """Scale one logical worker's gradient in place to the mean over its own samples or tokens, without loss scale.
+
+    A logical worker is one of N fixed shares of the global batch. Backward has computed the gradient of a mean times
+    the loss scale: of the mean over the loss function's count for a single micro-batch (``part.whole``), else of the
+    sum over samples divided by ``part.samples``.
 
     Args:
         gradients: the worker's gradients as backward has left them.

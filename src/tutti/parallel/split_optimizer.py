@@ -60,6 +60,9 @@ class SliceRegions(NamedTuple):
         Args:
             spec: global shape, and the slice's offset in it.
             local: shape of the slice.
+
+        Returns:
+            The global shape, and the index regions in the global tensor of which the slice consists.
         """
         if tuple(local) == spec.shape:
             return None

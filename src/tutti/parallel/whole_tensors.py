@@ -199,7 +199,7 @@ class WholeTensorsOf:
     def slices(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on an owner rank for the step of any optimizer.
 
-        If so, only the owner has the optimizer state of the tensor.
+        If so, the owner steps on the whole tensor, and only the owner has the optimizer state of the tensor.
 
         Args:
             parameter: one of this rank's parameters.
@@ -437,7 +437,7 @@ def axis(
 
 
 def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the members of ``parameters`` that are in the optimizer's ``param_groups``, in the order given."""
+    """Return the members of ``parameters`` that are in the optimizer's ``param_groups``, in their given order."""
     members = {p for group in optimizer.param_groups for p in group["params"]}
     return [p for p in parameters if p in members]
 
@@ -455,8 +455,9 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
         elsewhere: whether other processes make the updates, so that a run of one rank needs the trial too.
 
     Returns:
-        Flags ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on such slices, or on some of the tensors,
-        is right on all ranks; ``closure``: whether any rank's ``step`` needs a closure; and ``untried``: this rank's
+        A ``Mixing`` with flags ``rows``, ``columns``, ``flat`` and ``tensors``: whether on all ranks a step on rows, on
+        slices along other dimensions, on pieces of the flattened tensor, or on some of the tensors alone, equals the
+        step on whole tensors; ``closure``: whether any rank's ``step`` needs a closure; and ``untried``: this rank's
         reason why the trial failed, or None.
 
     Raises:

@@ -109,10 +109,11 @@ class CentralStorageSync(AllReduceSync):
         logical workers (fixed shares of the global batch) are summed in a fixed order, the sums of all tensors.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            Mean loss and metrics, norm of the whole gradient before clipping, and whether it is finite; equal on all
+            A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
+            of the whole gradient before clipping, whether it is finite, and whether a rank asks to stop; equal on all
             ranks.
 
         Raises:
@@ -148,18 +149,21 @@ class CentralStorageSync(AllReduceSync):
         return None
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Clip the gradients and step the optimizer on the parameters that this rank owns. Collective: a barrier.
+        """Clip the gradients, step the optimizer on the parameters that this rank owns, and wait for all ranks.
 
-        After the barrier all ranks see the updates of all owners; on accelerators the parameters are then copied back
-        to the device. Where the gradient is not finite, no rank updates.
+        All ranks of a node share one copy of the parameters in the node's memory; every parameter has one owner, the
+        rank that updates it. Gradients are scaled so that the norm of the whole gradient is at most the run's clipping
+        norm, if it has one. Then each rank steps its optimizer, on accelerators in host memory. Collective: after a
+        barrier all ranks see the updates of all owners; on accelerators each rank then copies all parameters to its
+        device. Where the gradient is not finite no rank updates, and the ranks all-gather the names of its parameters.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            The number of updates (1, or 0 for a skipped one), whether it was skipped, and then the names of parameters
-            whose gradient is not finite.
+            An ``UpdateResult``: ``updates`` is 1, or 0 if the gradient was not finite; then ``skipped`` is True, and
+            ``nonfinite`` has the names of parameters whose gradient is not finite (at most three from each rank).
         """
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
@@ -202,9 +206,9 @@ class CentralStorageSync(AllReduceSync):
             super()._scale(factor)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Accept parameters that the script has added to ``optimizer`` or taken out of it, on a single rank only.
+        """Refuse parameters that the script has added to ``optimizer`` or taken out of it, if there are several ranks.
 
-        A single rank accepts them and does nothing.
+        In a run of one rank nothing has to be done for them.
 
         Args:
             optimizer: the script's optimizer; unused.

@@ -178,7 +178,7 @@ class AllReduceSync:
 
         Args:
             worker: index of the worker, one of those that this rank computes (``RunContext.mine``).
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
@@ -212,8 +212,9 @@ class AllReduceSync:
                 to stop.
 
         Returns:
-            Loss and metrics as means over the global batch, the count of units (samples or tokens), the L2 norm of the
-            gradient, whether all gradients are finite and whether a rank asks to stop; equal on all ranks.
+            A ``StepStats``: loss and metrics as means over the global batch, the count of units (samples or tokens),
+            the L2 norm of the gradient, whether all gradients are finite and whether a rank asks to stop; equal on all
+            ranks.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -236,16 +237,17 @@ class AllReduceSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the gradients and step the optimizers; skip the update where a gradient is not finite.
 
-        Collective where an optimizer gathers whole tensors, and for a skipped update, which all-gathers the names of
-        its non-finite parameters.
+        Gradients are scaled so that their norm is at most the run's clipping norm, if it has one. Collective where an
+        optimizer gathers whole tensors, and for a skipped update, which all-gathers the names of its non-finite
+        parameters.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            The number of updates (1, or 0 where the update was skipped), whether the update was skipped, and for a
-            skipped update the names of parameters whose gradient is not finite (at most three from each rank).
+            An ``UpdateResult``: ``updates`` is 1, or 0 if a gradient was not finite; then ``skipped`` is True, and
+            ``nonfinite`` has the names of parameters whose gradient is not finite (at most three from each rank).
         """
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)

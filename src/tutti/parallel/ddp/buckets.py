@@ -187,7 +187,7 @@ class Tail:
 
         Args:
             tail: (size,), the end of the bucket's flat vector, written in place.
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
         """

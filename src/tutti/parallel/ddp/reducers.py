@@ -42,7 +42,7 @@ class Reducer(Protocol):
         From now on gradients that are complete may be sent while backward goes on.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet, as on all
                 pipeline stages but the last.
         """
@@ -61,7 +61,7 @@ class Reducer(Protocol):
         accumulates the gradients of the rank's workers in ``.grad``.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
@@ -72,7 +72,7 @@ class Reducer(Protocol):
         Collective over the data ranks: blocks until all of them call it.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if it had no samples.
 
@@ -186,7 +186,7 @@ class OverlappedReducer:
         During that backward the all-reduce of each gradient bucket starts once all gradients in it are complete.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, sent with the last bucket; None holds that bucket back
                 until ``finish``.
         """
@@ -239,7 +239,7 @@ class OverlappedReducer:
         Collective over the data ranks.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if it had no samples.
 
@@ -357,7 +357,7 @@ class TreeReducer:
         worker without samples on this rank whose first micro-batches another rank has.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples on this rank.
         """

@@ -130,7 +130,7 @@ class SharedReducer:
         parameters only, and ``.grad`` of all others is None.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if it had no samples.
 

@@ -73,7 +73,7 @@ class SparseReducer:
         ones.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet.
         """
         self._armed = True
@@ -99,7 +99,7 @@ class SparseReducer:
         ``finish``.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
@@ -114,7 +114,7 @@ class SparseReducer:
         has one; an additional all-reduce finds these rows. Where any rank's gradient was dense, the sum stays dense.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if it had no samples.
 

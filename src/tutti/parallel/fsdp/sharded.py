@@ -331,7 +331,7 @@ class ShardedSync:
 
         Args:
             worker: index of the logical worker, one that runs on this rank.
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
@@ -399,12 +399,12 @@ class ShardedSync:
         Collective. With FSDP2 the next forward all-gathers. The update is skipped where a gradient is not finite.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
             step_context: the step under way; its ``lr_factor`` multiplies the optimizers' learning rates.
 
         Returns:
-            Number of updates made (0 or 1), whether the update was skipped, and the names of the parameters with
-            gradients that are not finite.
+            An ``UpdateResult``: ``updates`` is 1, or 0 if a gradient was not finite; then ``skipped`` is True, and
+            ``nonfinite`` has the names of the parameters with gradients that are not finite.
         """
         nonfinite: tuple[str, ...] = ()
         if self._reads is not None:
@@ -679,7 +679,7 @@ class ShardedSync:
 
         Args:
             members: some of ``script_parameters()``, the same on all ranks; parameters without gradient count as 0.
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
         """
         own = set(members)
         pairs = self._pairs()
@@ -826,7 +826,7 @@ class ShardedSync:
         Collective: one all-reduce. Raises MismatchError where ranks are in different steps.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: ``LossSums.sums`` of this rank; None for no samples.
             used: for each trained parameter whether it had a gradient here.
         """

@@ -74,18 +74,19 @@ class DiLoCoSync(LocalSGDSync):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the workers' inner updates, or make the update of a synchronous step on every worker's copy.
 
-        A run may begin with synchronous steps, which average gradients. The last of them also sets the outer parameters
-        to the updated parameters; outer updates are made in ``reduce_gradients``. Collective where a gradient was
-        non-finite: an all-gather of the parameters' names.
+        In DiLoCo each logical worker (fixed share of the global batch) makes inner updates of its own copy of the
+        parameters, in ``end_worker``. A run may begin with synchronous steps, which average gradients. The last of them
+        also sets the outer parameters to the updated parameters; outer updates are made in ``reduce_gradients``.
+        Collective where a gradient was non-finite: an all-gather of the parameters' names.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
-            step_context: the step under way.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            ``updates`` 1 (0 for a skipped synchronous update); whether a worker's update was skipped, and then the
-            names of parameters whose gradient is not finite; ``together``, true where all workers have the same
-            parameters after the step.
+            An ``UpdateResult``: ``updates`` is 1 (0 for a synchronous update that was skipped as a gradient was not
+            finite); ``skipped``, whether a worker's update was skipped; ``nonfinite``, then the names of parameters
+            whose gradient is not finite; ``together``, True where all workers have the same parameters after the step.
         """
         updated = super().optimizer_step(stats, step_context)
         if step_context.global_step + 1 == self._post:
@@ -95,8 +96,9 @@ class DiLoCoSync(LocalSGDSync):
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Train parameters that were frozen: give each worker, and the outer optimizer, a copy of them. Collective.
 
-        Their outer parameters start at the current values with zero momentum; the outer state of all other parameters
-        stays.
+        A worker is a logical worker, a fixed share of the global batch. DiLoCo's outer optimizer steps along the
+        workers' mean change every H steps; its copies of these parameters start at the current values with zero
+        momentum. The outer state of all other parameters stays.
 
         Args:
             names: parameters whose ``requires_grad`` the script has set to True since the last call.
@@ -113,8 +115,9 @@ class DiLoCoSync(LocalSGDSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return by name the tensors of which all ranks hold equal copies.
 
-        These are the outer parameters as ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``, frozen
-        parameters, and trained ones while all workers' are equal. Not collective.
+        These are the parameters of DiLoCo's outer optimizer as ``outer/parameter/NAME``, their momentum as
+        ``outer/momentum/NAME``, frozen parameters, and trained ones while they are equal on all logical workers (shares
+        of the global batch). Not collective.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -127,9 +130,10 @@ class DiLoCoSync(LocalSGDSync):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        ``model`` has a part of the workers' mean, ``optim`` worker 0's inner optimizer state on its rank. ``workers``
-        has the parameters, inner optimizer state and buffers of this rank's workers, and a part of the outer parameters
-        and their momentum as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
+        Workers are logical workers, fixed shares of the global batch, each with its own parameters. ``model`` has a
+        part of the workers' mean, ``optim`` worker 0's inner optimizer state on its rank. ``workers`` has the
+        parameters, inner optimizer state and buffers of this rank's workers, and a part of the outer optimizer's
+        parameters and their momentum as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]

@@ -139,7 +139,7 @@ class LocalSGDSync:
 
         Args:
             worker: index of the logical worker, one of this rank's.
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -197,11 +197,12 @@ class LocalSGDSync:
         global count.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            Mean loss and metrics over all workers' samples, the gradient's norm before clipping (in a local step the
-            mean of the workers' norms), and whether all gradients are finite; equal on all ranks.
+            A ``StepStats``: mean loss and metrics over all workers' samples, the gradient's L2 norm before clipping (in
+            a local step the mean of the workers' norms), whether all gradients are finite, and whether a rank asks to
+            stop; equal on all ranks.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -221,17 +222,19 @@ class LocalSGDSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that ``end_worker`` has made already; in a synchronous step, update every worker's copy.
 
-        Synchronous are the first steps of post-local SGD. Collective only where a gradient was non-finite: an
-        all-gather of the parameters' names.
+        In local SGD each logical worker (fixed share of the global batch) updates its own copy of the parameters. In
+        the first steps of post-local SGD, the synchronous ones, all copies make the same update here. Collective only
+        where a gradient was non-finite: an all-gather of the parameters' names.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
-            step_context: the step under way.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            ``updates`` 1 (0 for a skipped synchronous update); whether a worker's update was skipped, and then the
-            names of parameters whose gradient is not finite; ``together``, true in synchronous steps and in steps that
-            end with an average of the workers' parameters.
+            An ``UpdateResult``: ``updates`` is 1 (0 for a synchronous update that was skipped as a gradient was not
+            finite); ``skipped``, whether a worker's update was skipped; ``nonfinite``, then the names of parameters
+            whose gradient is not finite; ``together``, True in synchronous steps and in steps that end with an average
+            of the workers' parameters.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
@@ -264,8 +267,8 @@ class LocalSGDSync:
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return by name the parameters of which all ranks hold equal copies, not copied. Not collective.
 
-        These are the frozen parameters, and after an average the trained ones, too. Between two averages each worker
-        has its own trained parameters.
+        These are the frozen parameters, and after an average the trained ones, too. Between two averages each logical
+        worker (share of the global batch) has its own trained parameters.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -279,9 +282,9 @@ class LocalSGDSync:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        ``model`` has a part of the workers' mean (``merged``), ``optim`` worker 0's optimizer state on its rank, and
-        ``workers`` for each worker of this rank ``{worker}/parameter/{name}``, ``{worker}/optimizer/{name}/{key}`` and
-        its buffers.
+        Workers are logical workers, fixed shares of the global batch, each with its own parameters. ``model`` has a
+        part of the workers' mean (``merged``), ``optim`` worker 0's optimizer state on its rank, and ``workers`` for
+        each worker of this rank ``{worker}/parameter/{name}``, ``{worker}/optimizer/{name}/{key}`` and its buffers.
         """
         comm = self._run_context.comms.replica
         own: dict[str, Tensor] = dict(self._buffers.state())

@@ -170,7 +170,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Args:
             worker: index of the logical worker, one of those that this rank computes.
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
 
         Raises:
             UsageError: the script has written parameters since the worker's last step.
@@ -299,7 +299,7 @@ class AsynchronousServerSync(RemoteGradients):
         pushed the gradients and fetched the parameters already.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
             step_context: unused.
 
         Returns:

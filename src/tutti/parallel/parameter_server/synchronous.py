@@ -99,7 +99,7 @@ class ServerReducer:
         accumulates the sum of the rank's workers in ``.grad``, and ``finish`` pushes the sum. Not collective.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the logical worker.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
         """
@@ -133,7 +133,7 @@ class ServerReducer:
         for the latest ones. The summed gradients stay on the servers.
 
         Args:
-            step_context: the step under way.
+            step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if they had no samples.
 
@@ -288,12 +288,12 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         A non-finite gradient makes no update. Blocks until all servers have replied; no barrier over the ranks.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            The number of updates (1, or 0 for a skipped one), whether it was skipped, and then the names of parameters
-            whose gradient is not finite.
+            An ``UpdateResult``: ``updates`` is 1, or 0 if the gradient was not finite; then ``skipped`` is True, and
+            ``nonfinite`` has the names of parameters whose gradient is not finite.
         """
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
@@ -333,8 +333,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         pushes, with backup workers all but the latest ones.
 
         Returns:
-            Mean loss and metrics over the global batch, norm of the whole gradient before clipping, and whether the
-            gradient is finite.
+            A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
+            of the whole gradient before clipping, whether it is finite, and whether a rank asks to stop; equal on all
+            ranks.
 
         Raises:
             UsageError: the script has written parameters since the last update.

@@ -304,7 +304,8 @@ class PipelineRunner(ReplicaPart):
 
         Args:
             micro_batches: one logical worker's micro-batches of a step, in order.
-            loss: the user's loss function, called for each micro-batch on every virtual stage.
+            loss: the user's loss function ``loss_fn(model, batch)``, called for each micro-batch on every virtual
+                stage; it returns a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
             grad_hook: object whose ``prepare_for_backward`` is called before the first backward after which a gradient
                 is complete; None to run forwards only. The hook of ``connect`` receives the completed gradients.
 

@@ -73,7 +73,8 @@ class BlockArguments:
         """Return copies of this call's arguments in double precision, with another main input, to run the block with.
 
         Args:
-            index: index of the main input among the values in ``(args, kwargs)``, flattened as a pytree.
+            index: index of the main input (the tensor that the block's linear layers take, see ``main_input``) among
+                the values in ``(args, kwargs)``, flattened as a pytree.
             x: the tensor to use as main input; it is passed on as it is, not copied.
 
         Returns:
@@ -96,7 +97,7 @@ class BlockArguments:
         return args, kwargs, learned
 
     def variants(self, block: nn.Module, index: int) -> Iterator[BlockArguments]:
-        """Yield this call with other attention masks: none, then a boolean causal mask, then an additive causal mask.
+        """Yield this call of a block with other attention masks: none, then a boolean and an additive causal mask.
 
         Masks are (batch, 1, queries, keys): True where attention is allowed, or 0 there and the lowest number of the
         main input's type elsewhere. They replace every argument whose name contains "mask" and whose value is a tensor

@@ -33,7 +33,7 @@ def attend(
         mask: broadcast to (samples, heads here, queries, keys): added to the scores or, if boolean, True where
             attention is allowed; None for none.
         dropout: probability of zero for the attention weights.
-        slice_: which heads of the layer this rank has.
+        slice_: which heads of the layer this rank has: their range, and the number of heads of all ranks.
         scale: factor on the scores; default 1/√features.
 
     Returns:

@@ -71,7 +71,9 @@ class LocalShapeMode(TorchFunctionMode):
     def cut(self, have: int, sizes: list[int]) -> int:
         """Return which size of a view to reduce so that it fits this rank's tensor slice, as an index in ``sizes``.
 
-        The index comes from the tensor-parallel plan, which lists one for each such view in the order of the calls.
+        The block's code names the sizes of the whole tensor, such as the number of heads in ``x.view(n, heads, -1)``;
+        one of them has to become that of the slice. The index comes from the tensor-parallel plan, which lists one for
+        each such view in the order of the calls; each call of this method takes the next.
 
         Args:
             have: number of elements of the tensor on this rank.
@@ -87,7 +89,8 @@ class LocalShapeMode(TorchFunctionMode):
     def dim(self, tensor: Tensor) -> int:
         """Return the dimension along which ranks split the input of the present call of dropout or attention.
 
-        The tensor-parallel plan lists these dimensions in the order of the calls.
+        The tensor-parallel plan lists these dimensions in the order of the calls; each call of this method takes the
+        next.
 
         Args:
             tensor: the input; unused here, for subclasses.

@@ -35,7 +35,7 @@ def cross_entropy(
     Args:
         part: scores (logits) of this rank's classes.
         dim: dimension of the classes.
-        slice_: which classes this rank has.
+        slice_: which classes this rank has (a contiguous range), and collectives over the ranks that have the others.
         target: class indices, the shape of ``part`` without ``dim``, the same on every rank.
         weight: (classes,) of all classes; None for equal ones.
         ignore_index, reduction, label_smoothing: as in PyTorch.
@@ -79,7 +79,7 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
     Args:
         part: scores of this rank's classes.
         dim: dimension of the classes.
-        slice_: which classes this rank has.
+        slice_: which classes this rank has (a contiguous range), and collectives over the ranks that have the others.
 
     Returns:
         ``(scores, classes)``, the same on every rank, in the shape of ``part`` with length 1 along ``dim``; classes are

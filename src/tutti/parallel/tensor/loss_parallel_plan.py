@@ -32,9 +32,11 @@ def add_loss_parallel(
 ) -> list[PlanEntry]:
     """Return the tensor-parallel plan, with layers marked whose scores can stay split by classes up to the loss.
 
-    Marked entries, all linear layers, have the role ``scores`` instead of ``gathered``. The loss function runs once on
-    two samples, to find the layers whose outputs only cross-entropy reads. No layer is marked if the loss function
-    fails or if the model has a backward hook or synchronised batch norms.
+    The scores (logits) of these layers stay split by classes over the tensor ranks; cross-entropy then exchanges a few
+    numbers for each target instead of all-gathering them. Marked entries, all linear layers, have the role ``scores``
+    instead of ``gathered``. The loss function runs once on two samples, to find the layers whose outputs only
+    cross-entropy reads. No layer is marked if the loss function fails or if the model has a backward hook or
+    synchronised batch norms.
 
     Args:
         plain: the whole model; it stays as it was.

@@ -55,6 +55,9 @@ class SplitTensor(Tensor):
             part: this rank's slice.
             cut: the split dimension; may count from the end.
             slice_: ranks and size of the split; its ``length`` is the size of the whole tensor along ``cut``.
+
+        Returns:
+            A ``SplitTensor`` with the shape of the whole tensor, whose ``part`` is the slice.
         """
         new = part.as_subclass(cls)
         new.part, new.cut, new.slice_, new._known = part, cut % part.dim(), slice_, None
@@ -105,8 +108,9 @@ def _holds(value: Any) -> bool:
 
 
 def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
-    """Return the whole input of a layer of which each rank uses its own slice; backward sums its gradient over ranks.
+    """Return the input of a layer that is split by outputs: whole on every rank, its gradient summed in backward.
 
+    Each tensor-parallel rank computes with its own slice of the layer, and so gets a part of the input's gradient.
     Collective: an all-reduce in backward; for a ``SplitTensor`` an all-gather, and a reduce-scatter in backward.
 
     Args:

@@ -40,7 +40,8 @@ class TensorLayout:
             plain: the whole model, equal on all ranks.
 
         Returns:
-            The object that runs forward and backward of the model and knows the position of each slice.
+            A ``TensorRunner``, whose ``run`` computes forward and backward of micro-batches, and whose ``specs`` have
+            the position of each slice in its whole tensor; a ``WholeRunner`` with one rank.
 
         Raises:
             MismatchError: the ranks have built different models.
@@ -88,11 +89,12 @@ class TensorRunner(WholeRunner):
 
         Args:
             micro_batches: the logical worker's micro-batches, in order; at least one.
-            loss: the user's loss function.
+            loss: the user's loss function ``loss_fn(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
+                count, metric_sums)``.
             grad_hook: called with each gradient that backward has completed; None for forward alone.
 
         Returns:
-            The loss sums over the micro-batches, on every rank of the replica.
+            The sums of loss, count and metrics over the micro-batches, on every rank of the replica.
         """
         if self._outputs is None:
             return super().run(micro_batches, loss, grad_hook)

@@ -196,7 +196,9 @@ def find_tp_plan(
         compiled: whether the run compiles the model; its outputs are then never left split.
 
     Returns:
-        One entry for each module that is split or computes on a slice, in the model's order.
+        One ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
+        as ``column``), the number of units that are divided, and how each parameter is cut. All other modules stay
+        whole.
     """
     whole = [*config.whole, *read_elsewhere(module, trial, device)]
     calls = record_calls(module, blocks_with_arguments(module), trial, device)

@@ -125,8 +125,9 @@ class PlanFinder:
         the outputs and gradients of the whole block. Layers that share a parameter are split alike or stay whole.
 
         Returns:
-            An entry for each module that is split or computes on a slice, in the model's order; all others stay whole
-            on every rank.
+            A ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
+            as ``column``), the number of units that are divided, and how each parameter is cut. All other modules stay
+            whole on every rank.
         """
         for name, module in reversed(list(self._model.named_modules())):
             if isinstance(module, nn.MultiheadAttention):

@@ -125,8 +125,9 @@ def find_block_split(
         call: recorded arguments for a block that takes several; default: one input.
 
     Returns:
-        The split; None where no split gives the same result, where the block raises an error, and where it has too few
-        or too many linear layers.
+        A ``BlockSplit``: the column-parallel layers and the row-parallel layer by name, how the outputs of the former
+        are cut, and the number of heads or features that are divided. None where no split gives the same result, where
+        the block raises an error, and where it has too few or too many linear layers.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
@@ -157,7 +158,7 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
 
 
 def takes_one(block: nn.Module) -> bool:
-    """Return whether a module's forward has exactly one argument, which may be given by position.
+    """Return whether a module's forward has exactly one argument, which can be given by position.
 
     A block with further arguments, such as a mask, may compute something else in a later call.
     """
