@@ -329,7 +329,8 @@ call it several times."""
 class NormReducer(Protocol):
     """Function that sums squared norms of tensor slices over the ranks that hold the slices.
 
-    A ``GradientSync`` installs it in a layer-wise optimizer (such as LAMB), whose ranks hold slices of layers.
+    A ``GradientSync`` (reduces gradients and makes the update) installs it in a layer-wise optimizer (such as LAMB), if
+    ranks hold slices of layers: the optimizer needs the norm of the whole layer.
     """
 
     def __call__(self, squares: Tensor) -> Tensor:
@@ -346,8 +347,8 @@ class NormReducer(Protocol):
 class FullTensorGatherer(Protocol):
     """Gatherer (protocol) of full tensors from the slices that ranks hold.
 
-    A ``GradientSync`` installs it in an optimizer that needs full matrices (Muon). Every rank calls ``gather`` for the
-    same parameters in the same order.
+    A ``GradientSync`` (reduces gradients and makes the update) installs it in an optimizer that needs full matrices
+    (Muon). Every rank calls ``gather`` for the same parameters in the same order.
     """
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -422,8 +423,8 @@ class RunContext:
     def begins_worker(self) -> bool:
         """Whether this rank runs the first micro-batches of its logical workers.
 
-        A logical worker is one of N fixed shares of the global batch. False only where several data ranks share a
-        worker (R > N), on all of them but the first.
+        A logical worker is one of N fixed shares of the global batch. False only where R > N data ranks share the
+        workers' micro-batches, on all ranks of a worker but the first.
         """
         return self.sharers is None or self.sharers.start == self.comms.replica.rank
 
@@ -495,46 +496,54 @@ class ReplicaRunner(Protocol):
     split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Register a receiver of this rank's gradients, to be called each time that autograd has accumulated one.
+        """Register a receiver of the gradients of the model's parameters on this rank.
 
         Args:
-            grad_hook: receiver, whose ``gradient_ready(parameter)`` is called.
+            grad_hook: receiver, whose ``gradient_ready(parameter)`` is called each time that a backward has accumulated
+                a gradient in ``parameter.grad``.
         """
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Adapt to new parameter objects in this rank's modules, as after sharding the optimizer state.
+        """Adapt the runner to new parameter objects in this rank's modules, as after sharding the optimizer state.
 
         Args:
             by: for each parameter that was replaced, the new one.
         """
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
-        """Run one worker's micro-batches in order, forward and, with a gradient-ready hook, backward.
+        """Run the forward of one logical worker's micro-batches and, with ``grad_hook``, their backward.
 
-        A worker is a logical worker, one of N fixed shares of the global batch. Collective over the ranks of the
-        replica if it spans several (stages, tensor slices) or gathers shards in a forward.
+        A logical worker is one of N fixed shares of the global batch. Gradients of all micro-batches add up in the
+        parameters' ``.grad``. If the replica of the model spans several ranks (pipeline stages, tensor slices), or a
+        forward all-gathers shards of parameters, the call is collective over these ranks.
 
         Args:
-            micro_batches: this rank's micro-batches of one logical worker.
-            loss: the loss function.
-            grad_hook: gradient-ready hook; None for forward alone.
+            micro_batches: this rank's micro-batches of the worker in one step, in order.
+            loss: the user's loss function ``loss(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
+                count, metric_sums)``.
+            grad_hook: its ``prepare_for_backward`` is called before the worker's last backward; None runs forwards
+                only, without gradients.
 
         Returns:
-            The loss sums over the micro-batches, on every rank of the replica.
+            A ``LossSums`` over the micro-batches, on every rank of the replica: ``sums``, a float tensor ``[loss sum,
+            count, *metric sums]``, with the metrics' ``names`` and the number of ``samples``.
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Return a context in which this rank's modules hold the given values and are in eval mode, without autograd.
 
+        On exit the former values and modes come back.
+
         Args:
-            values: parameters and buffers by their name in the plain model.
+            values: values of parameters and buffers by their name in the plain model; all others stay.
         """
 
 
 class CustomLoopRunner(ReplicaRunner, Protocol):
     """A replica of the model, a single module, whose forward a custom training loop may call.
 
-    A custom training loop is the script's own loop, which computes the loss itself.
+    A custom training loop is the user's own loop over batches, which computes the loss and calls ``run.backward`` and
+    ``optimizer.step`` itself.
     """
 
     def begin(self, micro_batch: MicroBatch) -> None:
@@ -559,14 +568,15 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         A worker is a logical worker, one of N fixed shares of the global batch.
 
         Args:
-            result: the loss, in one of the forms that a loss function may return.
+            result: the loss that the script computed: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
             micro_batch: the micro-batch of the last ``begin``.
             before: the worker's loss sums of its earlier micro-batches; None at its first.
             grad_hook: gradient-ready hook, which is told of each gradient.
             retain_graph: keep the graph for another backward, as in PyTorch.
 
         Returns:
-            The worker's loss sums including this micro-batch; a dummy micro-batch adds zero.
+            The worker's loss sums including this micro-batch (``sums`` is ``[loss sum, count, *metric sums]``); a dummy
+            micro-batch, which has no samples, adds zero.
         """
 
 
@@ -583,7 +593,8 @@ class ModelLayout(Protocol):
             plain: the script's model with all parameters, of the same structure on every rank.
 
         Returns:
-            This rank's part of the replica.
+            The runner, whose ``run`` computes forward and backward of micro-batches on this rank, and whose ``specs``
+            say which tensors, or slices of tensors, the rank holds.
         """
 
 
@@ -602,7 +613,8 @@ class SavedState(Protocol):
         """Read one saved tensor in full; it is on the CPU.
 
         Args:
-            group: ``model``, ``ema``, ``optim`` or ``workers``.
+            group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
+                fixed share of the global batch).
             name: the tensor's name.
         """
 
@@ -610,7 +622,8 @@ class SavedState(Protocol):
         """Return the full shape of one saved tensor, without reading the tensor.
 
         Args:
-            group: ``model``, ``ema``, ``optim`` or ``workers``.
+            group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
+                fixed share of the global batch).
             name: the tensor's name.
         """
 
@@ -618,7 +631,8 @@ class SavedState(Protocol):
         """Read a rectangular region of one saved tensor; it is on the CPU.
 
         Args:
-            group: group of the tensor: ``model``, ``ema``, ``optim`` or ``workers``.
+            group: group of the tensor: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each
+                logical worker, a fixed share of the global batch).
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number for each dimension.
             shape: shape of the region, one number for each dimension.
@@ -693,7 +707,8 @@ class GradientSync(Protocol):
             make_optimizer: builds the optimizer over named parameters; it may be called several times.
 
         Returns:
-            The gradient-ready hook, to be called with this rank's gradients as backward produces them.
+            The receiver of gradients for ``replica.connect`` and ``replica.run``: its ``gradient_ready(parameter)`` is
+            called for each gradient that a backward has accumulated.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
@@ -715,34 +730,38 @@ class GradientSync(Protocol):
 
         Args:
             worker: index of the logical worker.
-            part: the worker's loss sums in this step; None if it had no samples.
+            part: the worker's sums of loss, count and metrics in this step; None if it had no samples.
         """
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Complete the reduction of this step's gradients over ranks; return the reduced loss and metrics.
 
-        Call it after the last ``end_worker`` of the step. Collective, except with asynchronous servers.
+        Afterwards gradients are means over the global batch, not yet clipped, unless logical workers (shares of the
+        global batch) make updates of their own. Called after the last ``end_worker`` of the step. Collective, except
+        with asynchronous parameter servers.
 
         Args:
-            step_context: facts of the step.
+            step_context: facts of the step, such as its number and loss scale.
 
         Returns:
-            Mean loss and metrics of the global batch, gradient norm, and whether all gradients are finite.
+            A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
+            of the whole gradient before clipping, whether all gradients are finite, and whether a rank asks to stop.
         """
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Make the update of the parameters from the reduced gradients, or skip it where a gradient is not finite.
+        """Clip the reduced gradients and step the optimizers, or skip the update where a gradient is not finite.
 
         Args:
-            stats: the result of ``reduce_gradients``.
+            stats: the result of ``reduce_gradients``: norm of the gradient, and whether it is finite.
             step_context: facts of the step, such as the factor on the learning rate.
 
         Returns:
-            The number of updates made, and whether it was skipped.
+            An ``UpdateResult``: the number of updates made (``updates``, 0 if skipped), whether the update was skipped,
+            and then the names of parameters whose gradient is not finite (``nonfinite``).
         """
 
     def clear(self) -> None:
-        """Clear this step's gradients of all trained parameters, so that the next step accumulates from none."""
+        """Set ``.grad`` of all trained parameters to None after the update, so that the next step starts from none."""
 
     def merged(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers as *one* model, by name, merged over all ranks' logical workers.
@@ -761,8 +780,10 @@ class GradientSync(Protocol):
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
         """Return this rank's tensors for a checkpoint, by group and name; all ranks' together are the full state.
 
-        Collective. Groups ``model`` and ``optim`` do not depend on the strategy; ``workers`` holds the own state of
-        each logical worker (fixed share of the global batch), such as buffers.
+        Collective. Group ``model`` has parameters and buffers by name, ``optim`` the optimizer state by
+        ``{parameter}/{key}``; neither depends on the strategy. ``workers`` holds the own state of each logical worker
+        (fixed share of the global batch), such as buffers. A tensor that is split over ranks is given as a
+        ``TensorSlice``, with its position in the full tensor.
         """
 
     def load(self, saved: SavedState) -> None:
@@ -777,6 +798,11 @@ class GradientSync(Protocol):
     def own_gradients(self) -> OwnGradients:
         """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
 
+        Returns:
+            An ``OwnGradients``: the trained parameters in whose ``.grad`` backward leaves this rank's gradients; where
+            backward itself reduces gradients (FSDP2) a function that returns the sum of their squares; and the
+            optimizers that have state of these parameters on this rank.
+
         Raises:
             UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no
                 gradient of one global batch.
@@ -785,7 +811,8 @@ class GradientSync(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Return what this strategy writes into ``summary.json``, such as traffic over ranks, by key; empty if nothing.
 
-        Rank 0's result counts. Called on all ranks: it is collective where the strategy counts traffic over ranks.
+        Values are JSON values; those of rank 0 are written. Called on all ranks: it is collective where the strategy
+        counts traffic over ranks.
         """
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -835,7 +862,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """End a script's own loop over an epoch: its writes to buffers then count for all workers of this rank.
+        """End a script's own loop over an epoch: buffers that it writes afterwards are set for all workers of the rank.
 
         A worker is a logical worker, a fixed share of the global batch with buffers of its own. Within the loop, after
         an update, such a write counts for the last worker of this rank alone. Called after each epoch, and where the
@@ -898,7 +925,8 @@ class CustomLoopSync(GradientSync, Protocol):
     def mark_reached(self, used: Sequence[bool]) -> None:
         """Treat trained parameters in the coming reduction as if a backward on this rank had given them gradients.
 
-        With it gradients of earlier micro-batches count where backward itself reduces gradients (FSDP2).
+        Called in a custom training loop, with the flags of earlier micro-batches whose gradients belong to the same
+        reduction. For strategies whose backward itself reduces gradients (FSDP2); others do nothing.
 
         Args:
             used: one flag for each trained parameter, as ``pop_reached`` returned them.
@@ -913,7 +941,8 @@ class CustomLoopSync(GradientSync, Protocol):
     def show_gradients(self) -> None:
         """Set ``.grad`` of full parameters, so that ``apply_clearing`` can tell whether the script clears it.
 
-        For FSDP2 alone; other strategies do nothing.
+        For FSDP2 alone, where gradients are in shards and the script sees the full parameters during a forward; other
+        strategies do nothing.
         """
 
     def apply_edits(self) -> None:

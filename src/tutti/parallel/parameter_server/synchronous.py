@@ -333,9 +333,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         pushes, with backup workers all but the latest ones.
 
         Returns:
-            A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
-            of the whole gradient before clipping, whether it is finite, and whether a rank asks to stop; equal on all
-            ranks.
+            A ``StepStats``: means of loss and metrics over the global batch (over the summed pushes with backup
+            workers), the count (samples or tokens), the L2 norm of the whole gradient before clipping, whether it is
+            finite, and whether a rank asks to stop.
 
         Raises:
             UsageError: the script has written parameters since the last update.

@@ -41,7 +41,8 @@ class TensorLayout:
 
         Returns:
             A ``TensorRunner``, whose ``run`` computes forward and backward of micro-batches, and whose ``specs`` have
-            the position of each slice in its whole tensor; a ``WholeRunner`` with one rank.
+            the position of each slice in its whole tensor; a ``WholeRunner`` of the unchanged model where no layer is
+            split, as with one rank.
 
         Raises:
             MismatchError: the ranks have built different models.

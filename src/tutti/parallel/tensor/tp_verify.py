@@ -115,8 +115,8 @@ def find_block_split(
 ) -> BlockSplit | None:
     """Find a column- and row-parallel split of a block's linear layers, and verify it on random numbers in float64.
 
-    A block is a module of two to ``MOST_LINEAR`` linear layers, such as attention. The slices of all ranks are computed
-    in this process, and their outputs and gradients must equal those of the whole block.
+    A block is a module of two to ``MOST_LINEAR`` (8) linear layers, such as attention. The slices of all ranks are
+    computed in this process, and their outputs and gradients must equal those of the whole block.
 
     Args:
         block: any module; it is not changed.
