@@ -448,8 +448,8 @@ class GradientReadyHook(Protocol):
     def gradient_ready(self, parameter: Tensor) -> None:
         """Take note that autograd has accumulated a gradient into ``parameter.grad``.
 
-        The gradient is the sum over the worker's micro-batches so far. May start the reduction of a bucket of
-        gradients. The signature is that of a hook of ``register_post_accumulate_grad_hook``.
+        The gradient is the sum over the micro-batches whose backwards have run since ``.grad`` was None. May start the
+        reduction of a bucket of gradients. The signature is that of a hook of ``register_post_accumulate_grad_hook``.
 
         Args:
             parameter: the parameter whose gradient is ready.
@@ -669,9 +669,9 @@ class Average(Protocol):
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors and slices of the averaged weights for a checkpoint, by group (``ema``) and name.
+        """Return this rank's tensors and slices of the averaged weights for a checkpoint: ``{"ema": {name: tensor}}``.
 
-        The tensors of all ranks together are the whole average.
+        The tensors of all ranks together are the whole average; a ``TensorSlice`` has its position in the full tensor.
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
@@ -712,7 +712,7 @@ class GradientSync(Protocol):
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Load a logical worker's state into the model before the worker's micro-batches run.
+        """Load a logical worker's own state into the model before the worker's micro-batches run.
 
         A logical worker is one of N fixed shares of the global batch. The state is the worker's buffers, such as
         batch-norm statistics, and its parameters where workers differ (local SGD).
@@ -789,7 +789,8 @@ class GradientSync(Protocol):
     def load(self, saved: SavedState) -> None:
         """Restore parameters, buffers and optimizer state of this rank from a checkpoint.
 
-        State that is missing from the group ``workers`` is taken from the merged model in ``model``.
+        The group ``workers`` has state of each logical worker (fixed share of the global batch), such as buffers; what
+        is missing there is taken from the merged model in the group ``model``.
 
         Args:
             saved: the checkpoint's tensors, of which this rank reads its slices.

@@ -242,8 +242,9 @@ class BatchContract:
         """Raise UsageError unless all samples of a data rank can form one micro-batch, for synchronised batch norm.
 
         Raises:
-            UsageError: ``micro`` is smaller than the largest number of samples of a rank in a global batch, or all
-                workers draw the same samples (``identical``).
+            UsageError: ``micro``, the largest size of a micro-batch, is smaller than the largest number of samples of a
+                rank in a global batch; or all logical workers (shares of the global batch) draw the same samples
+                (``identical``).
         """
         if self.identical:
             raise UsageError(

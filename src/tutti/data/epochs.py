@@ -21,7 +21,7 @@ class EpochPhase:
 
     Attributes:
         start, end: epochs ``start`` to ``end``, exclusive, counted from 0; the last phase's ``end`` is infinite.
-        contract: global batch size of these epochs, and its division over workers and ranks.
+        contract: global batch size of these epochs, and its division over logical workers (fixed shares) and ranks.
         rate: factor on the learning rate: below 1 where growth would exceed the largest batch.
     """
 
@@ -76,8 +76,9 @@ class Epochs:
     def phases(self) -> tuple[EpochPhase, ...]:
         """The run's epochs in spans with one batch size, in order; the last has no end.
 
-        There is one span if the batch never changes. Each has its range of epochs, their batch contract (global batch
-        size and its division over workers and ranks), and the factor on the learning rate that goes with it.
+        There is one span if the batch never changes. Each has its range of epochs (``start``, ``end``), their batch
+        contract (global batch size and its division over logical workers, which are fixed shares, and ranks), and the
+        factor ``rate`` on the learning rate that goes with it.
         """
         if self.growth is None:
             starts = (0, *(each.end for each in self.earlier))

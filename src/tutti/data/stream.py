@@ -63,7 +63,8 @@ class Stream:
     def cursor(self, epoch: int, key: int) -> Cursor:
         """Return a reader of one epoch of the iterable data set, from its first sample on.
 
-        Samples of the epoch that ``first_batch`` has read before are not read twice: this reader yields them, too.
+        The reader's ``take(count)`` returns the next samples. Samples of the epoch that ``first_batch`` has read before
+        are not read twice: this reader returns them, too.
 
         Args:
             epoch: from 0.

@@ -67,7 +67,8 @@ class LossCounter:
         """Return this rank's total of the step's loss sums, and reset it for the next step. Not collective.
 
         Returns:
-            Float tensor ``[loss_sum, count, *metric_sums]``; None where no worker had samples.
+            Float tensor ``[loss_sum, count, *metric_sums]``; None where none of this rank's logical workers (shares of
+            the global batch) had samples.
         """
         totals, self._totals = self._totals, None
         return None if totals is None else totals.sums

@@ -99,10 +99,10 @@ class Reducer(Protocol):
 
 
 class StartedSum(Protocol):
-    """A started all-reduce."""
+    """Handle (protocol) of an all-reduce of a gradient bucket that has been started and runs asynchronously."""
 
     def wait(self) -> None:
-        """Block until the all-reduce is complete and its vector holds the sum."""
+        """Block until the all-reduce is complete: the vector that it was started with then holds the sum."""
 
 
 StartAllReduce = Callable[[Tensor, str], StartedSum]

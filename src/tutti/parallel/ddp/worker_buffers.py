@@ -118,10 +118,11 @@ class WorkerBuffers:
         self._look()
 
     def verify(self) -> None:
-        """Refuse a write of the script that ``enter`` has found on the device. Not collective.
+        """Refuse a write of the script to a module buffer, which ``enter`` has found on the device. Not collective.
 
-        Called before the update, after the host has read a result of this step's backward: ``enter`` copied its finding
-        to the host before that, so that the host does not wait here.
+        Buffers are those of logical workers, fixed shares of the global batch. Called before the update, after the host
+        has read a result of this step's backward: ``enter`` copied its finding to the host before that, so that the
+        host does not wait here.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.

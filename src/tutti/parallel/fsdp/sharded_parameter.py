@@ -89,7 +89,7 @@ class ShardingEngine(Protocol):
 
     @property
     def rows(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all parameters that the engine shards, frozen ones included."""
+        """This rank's rows of all parameters that are sharded (ZeRO or FSDP2), frozen ones included."""
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
@@ -99,7 +99,7 @@ class ShardingEngine(Protocol):
         """Add parameters that the script has unfrozen to the trained ones from now on. Collective over the shard ranks.
 
         Args:
-            names: names in the unsharded model; names of parameters that this engine does not shard are ignored.
+            names: names in the unsharded model; names of parameters that are not sharded here are ignored.
         """
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -190,7 +190,7 @@ class ShardingEngine(Protocol):
         """Clear the model's ``.grad`` of the parameters whose rows an optimizer has, after its ``zero_grad``.
 
         Args:
-            members: parameters of the optimizer; parameters that are no rows of this engine are ignored.
+            members: parameters of the optimizer, which are row shards; those that are not sharded here are ignored.
             set_to_none: True sets gradients to None, False zeroes them in place.
         """
 
@@ -442,7 +442,7 @@ class ZeroSharding:
         """Clear the gradients of an optimizer's rows and of the full parameters that they belong to.
 
         Args:
-            members: parameters of the optimizer; parameters that are no rows of this engine are ignored.
+            members: parameters of the optimizer, which are row shards; those that are not sharded here are ignored.
             set_to_none: True sets gradients to None, False zeroes them in place.
         """
         for whole, rows in zip(self._whole, self.rows, strict=True):

@@ -54,11 +54,19 @@ class ShardedReads(ScriptMode):
         self._over = False
 
     def guard(self, engine: FullySharded) -> None:
-        """Refuse writes of the script to parameters that ``engine`` has gathered for a forward, from now on."""
+        """Refuse, from now on, writes of the script to parameters that FSDP2 has gathered for a forward.
+
+        Args:
+            engine: the FSDP2-sharded parameters of the model.
+        """
         self._shards.engine = ref(engine)
 
     def cover(self, rows: Iterable[ShardedParameter]) -> None:
-        """Give the script the sizes of whole parameters where it asks these rows, from now on."""
+        """From now on, return the shape and element count of the whole parameter where the script asks a row shard's.
+
+        Args:
+            rows: this rank's rows of each parameter, as the optimizer's groups have them.
+        """
         for each in rows:
             self._shards.wholes[each.parameter] = each.local
 

@@ -178,10 +178,11 @@ def outer_step(
 ) -> None:
     """Make one outer update of DiLoCo in place: Δ = θ - mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v).
 
-    Without Nesterov it is θ ← θ - γ·v. Not collective.
+    Workers are logical workers, fixed shares of the global batch. Without Nesterov's form it is θ ← θ - γ·v. Not
+    collective.
 
     Args:
-        parameters: θ, the outer parameters, with which all workers began this round; updated.
+        parameters: θ, the outer parameters, with which all workers began the present H steps; updated.
         means: mean(θᵢ), means of the workers' parameters now, in the order of ``parameters``.
         velocities: v, in the same order; updated.
         lr: γ; with lr 1 and momentum 0 the result is the mean of the workers.

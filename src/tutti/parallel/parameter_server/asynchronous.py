@@ -154,12 +154,14 @@ class AsynchronousServerSync(RemoteGradients):
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once backward is complete.
 
+        A worker is a logical worker, one of N fixed shares of the global batch.
+
         Args:
             part: unused.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
+        """Do nothing with a gradient: ``end_worker`` reads ``.grad`` and pushes it once backward is complete."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Make the model compute with the parameters that logical worker ``worker`` read last, and with its buffers.
@@ -313,7 +315,7 @@ class AsynchronousServerSync(RemoteGradients):
         return UpdateResult(max(made, 0), not stats.finite, culprits, together=False, global_step=clock)
 
     def clear(self) -> None:
-        """Do nothing: ``end_worker`` has set ``.grad`` to None after its push."""
+        """Do nothing: ``end_worker`` has set every ``.grad`` to None after its push to the parameter servers."""
 
     def merged(self) -> dict[str, Tensor]:
         """Return one model for all workers: the servers' current parameters, frozen parameters, and merged buffers.

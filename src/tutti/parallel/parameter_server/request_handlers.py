@@ -82,29 +82,38 @@ class RequestHandler(Protocol):
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request of a rank to this parameter server, and return the reply.
 
+        Args:
+            request: the request, with its header, floats and gradients.
+
         Returns:
-            The reply; None if the request has to wait for other workers. In this case the server calls ``handle`` again
-            later with the same request.
+            The reply; None if the request has to wait for requests of other logical workers (shares of the global
+            batch). In this case the server calls ``handle`` again later with the same request.
         """
 
     def forget(self) -> None:
-        """Reset all workers' numbers of steps and drop their pushes, after a checkpoint was loaded into this server."""
+        """Reset all workers' numbers of steps and drop their pushes, after a checkpoint was loaded into this server.
+
+        Workers are logical workers, fixed shares of the global batch.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the state that a restarted server needs, for a snapshot: workers' numbers of steps, and counts.
 
-        The result is a JSON value. Parameters and optimizer state are not in it.
+        Workers are logical workers, fixed shares of the global batch. The result is a JSON value. Parameters and
+        optimizer state are not in it.
         """
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the workers' numbers of steps, and counts, in a restarted server process.
+
+        Workers are logical workers, fixed shares of the global batch.
 
         Args:
             state: the JSON value that the method ``state`` returned for a snapshot.
         """
 
     def facts(self) -> dict[str, Any]:
-        """Return this server's counts of updates and dropped pushes for ``summary.json``, as a JSON value."""
+        """Return this server's counts of updates and dropped pushes for ``summary.json``: a JSON value by name."""
 
 
 class SyncHandler:
@@ -136,10 +145,14 @@ class SyncHandler:
 
         PUSH adds a gradient to the step's sum, SUM reads statistics of the sum, APPLY steps the optimizer with the sum.
 
+        Args:
+            request: the request, with its header, floats and, for a PUSH, gradients.
+
         Returns:
-            The reply. None for a SUM while pushes of other workers are missing, or while its rank is 256 steps ahead of
-            another; the server later calls ``handle`` again with the same request. A PUSH gets the status LATE where
-            its step has been summed without it. The status is REFUSED for other kinds of request.
+            The reply. None for a SUM while pushes of other logical workers (shares of the global batch) or ranks are
+            missing, or while its rank is 256 steps ahead of another; the server later calls ``handle`` again with the
+            same request. A PUSH gets the status LATE where its step has been summed without it. The status is REFUSED
+            for other kinds of request.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)
@@ -266,6 +279,11 @@ class AsyncHandler:
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request to an asynchronous server: PULL (read parameters) or PUSH (update with a gradient).
 
+        A request comes from a logical worker, a share of the global batch that steps by itself.
+
+        Args:
+            request: the request, with its header, floats and, for a PUSH, gradients.
+
         Returns:
             The reply, with the floats [staleness of the push, updates lost in restores, step after which all workers
             stop or -1, 1 if the worker may begin its next step, steps of all workers divided by their number]. None for
@@ -317,20 +335,25 @@ class AsyncHandler:
         return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
 
     def forget(self) -> None:
-        """Reset all workers' numbers of steps, after a checkpoint was loaded; the next request sets them."""
+        """Reset all logical workers' numbers of steps, after a checkpoint was loaded; the next request sets them.
+
+        A logical worker is a share of the global batch that steps by itself.
+        """
         self._core.forget_workers()
 
     def state(self) -> dict[str, Any]:
         """Return the state that a restarted server needs, as a JSON value for a snapshot.
 
         Returns:
-            ``version`` (updates made), ``clocks`` (steps of each worker), ``lost`` (updates lost in restores) and
-            ``stop_at`` (step after which all workers stop, or None).
+            ``version`` (updates made), ``clocks`` (steps of each logical worker, a share of the global batch), ``lost``
+            (updates lost in restores) and ``stop_at`` (step after which all workers stop, or None).
         """
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the workers' numbers of steps, and counts, in a server process started again after a crash.
+
+        Workers are logical workers, shares of the global batch that step by themselves.
 
         Args:
             state: the JSON value that the method ``state`` returned for a snapshot.
@@ -341,7 +364,8 @@ class AsyncHandler:
         """Return this asynchronous server's statistics for ``summary.json``.
 
         Returns:
-            ``updates``: number of updates made. ``steps``: number of pushes of each worker. ``staleness``: number of
+            ``updates``: number of updates made. ``steps``: number of pushes of each logical worker (share of the global
+            batch). ``staleness``: number of
             updates by staleness, with text keys; the staleness is the number of updates between a worker's read and its
             push. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes dropped because they were too
             stale, or not finite.

@@ -129,7 +129,8 @@ class Server:
         """Receive and answer the requests of all ranks to this parameter server, until no rank needs it any more.
 
         The process ends by a signal or with its parent. After the signal ``RETIRE`` the call returns once no rank is
-        connected. A request that must wait for other workers is tried again after every message, and every 100 ms.
+        connected. A request that must wait for requests of other logical workers (fixed shares of the global batch) is
+        tried again after every message, and every 100 ms.
         """
         signal.signal(RETIRE, self._retire)
         poller = zmq.Poller()

@@ -92,8 +92,9 @@ class ServerBarrier:
     def total(self, counted: Collection[int] | None = None) -> Leaf | None:
         """Return the sum of the gradients pushed in the step under way, once enough of them have arrived.
 
-        Without backup workers, that is when all have arrived; with them, as soon as all but ``backup`` have. Further
-        calls return the same sum until ``finish``.
+        Gradients come from logical workers (fixed shares of the global batch) or from ranks. With no backup workers the
+        sum is made when all have arrived, otherwise as soon as all but ``backup`` have. Further calls return the same
+        sum until ``finish``.
 
         Args:
             counted: indices of the workers or ranks whose gradients the first server has chosen; None to take all that

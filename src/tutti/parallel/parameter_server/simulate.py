@@ -41,7 +41,9 @@ def simulate(
 ) -> list[Event]:
     """Simulate asynchronous workers of different speed: when each reads parameters and pushes its gradient.
 
-    Of workers ready at the same time, the lowest number goes first.
+    A worker is a logical worker, a share of the global batch that steps by itself: it reads the parameters, computes
+    for the time of a step, pushes the gradient and begins the next step. Of workers ready at the same time, the lowest
+    number goes first.
 
     Args:
         seconds: for each worker the time that each of its steps takes, in simulated seconds.

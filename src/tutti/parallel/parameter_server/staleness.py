@@ -171,7 +171,7 @@ class StalenessTracker:
     def forget_workers(self) -> None:
         """Reset the workers' numbers of steps and the stop step after a checkpoint was loaded.
 
-        The next request sets the steps of all workers.
+        Workers are logical workers, shares of the global batch. The next request sets the steps of all workers.
         """
         self._clocks, self.stop_at = [None] * len(self._clocks), None
 
@@ -198,16 +198,17 @@ class StalenessTracker:
         """Return the workers' progress for a snapshot of the server, as a JSON value.
 
         Returns:
-            ``version`` (updates made), ``clocks`` (steps of each worker), ``lost`` (updates lost in restores) and
-            ``stop_at`` (step after which all stop, or None).
+            ``version`` (updates made), ``clocks`` (steps of each logical worker, a share of the global batch), ``lost``
+            (updates lost in restores) and ``stop_at`` (step after which all workers stop, or None).
         """
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the workers' progress in a restarted server from a snapshot.
 
-        From then on ``lost`` counts acknowledged updates that are missing, because workers' parameters contain more
-        updates than the snapshot. Every worker's lease begins anew.
+        Workers are logical workers, shares of the global batch that step by themselves. From then on ``lost`` counts
+        acknowledged updates that are missing, because workers' parameters contain more updates than the snapshot. Every
+        worker's lease begins anew.
 
         Args:
             state: the JSON value that the method ``state`` returned.

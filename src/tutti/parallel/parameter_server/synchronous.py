@@ -329,8 +329,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Wait for the servers' sums of gradients and loss sums over all ranks, and return the step's statistics.
 
-        The gradients stay on the servers, which divide them by the global count. The servers answer once they have all
-        pushes, with backup workers all but the latest ones.
+        The gradients stay on the servers, which divide them by the global count. The servers answer once they have the
+        pushes of all logical workers (fixed shares of the global batch) or ranks; with backup workers they leave out
+        the latest ones.
 
         Returns:
             A ``StepStats``: means of loss and metrics over the global batch (over the summed pushes with backup
@@ -347,8 +348,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def own_gradients(self) -> OwnGradients:
         """Return the parameters whose ``.grad`` holds this rank's gradients before the push to the servers.
 
-        The gradient noise scale is measured with these gradients. The result names no optimizer, because the optimizer
-        state is on the servers.
+        The gradient noise scale is measured with these gradients. The result's ``optimizers`` is empty, because the
+        optimizer state is on the servers.
         """
         return OwnGradients(self._counted())
 
@@ -390,8 +391,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def load(self, saved: SavedState) -> None:
         """Restore parameters and buffers on this rank, and parameters and optimizer state on the servers.
 
-        Collective: every rank reads the model and its workers' buffers, rank 0 sends parameters and optimizer state to
-        the servers, then a barrier over the data ranks.
+        Collective: every rank reads the model and the buffers of its logical workers (shares of the global batch), rank
+        0 sends parameters and optimizer state to the servers, then a barrier over the data ranks.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.

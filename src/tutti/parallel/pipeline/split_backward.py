@@ -94,7 +94,7 @@ class SplitBackward:
         return self._calls
 
     def stop(self) -> None:
-        """End the recording of layer outputs that ``record`` began, after the forward."""
+        """End the recording of layer outputs that ``record`` began; called after the stage's forward."""
         self._calls = None
 
     def inputs(self, roots: BackwardRoots, entered: Sequence[Tensor], calls: list[LayerOutput]) -> tuple[Any, ...]:
