@@ -847,7 +847,8 @@ class CustomLoopSync(GradientSync, Protocol):
 
     Attributes:
         gradient_at: location of the complete gradient after ``reduce_gradients``.
-        by_worker: whether gradients are summed worker by worker and not rank by rank.
+        by_worker: whether gradients are summed worker by worker (logical workers are fixed shares of the global batch)
+            and not rank by rank.
         accumulated: whether the last ``add_gradients`` added gradients of earlier reductions.
     """
 

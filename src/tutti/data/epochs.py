@@ -49,6 +49,8 @@ class EarlierEpochs(NamedTuple):
 class Epochs:
     """The batch contracts (global batch size, and its division over workers and ranks) of all epochs. Pure arithmetic.
 
+    Workers are logical workers, a fixed number of shares of the global batch.
+
     Attributes:
         first: the contract of the first epoch; after a resume with another one, of all epochs from the resume on.
         growth: the batch growth schedule; None for one batch size.
@@ -103,7 +105,8 @@ class Epochs:
 
         Returns:
             The span's first epoch ``start`` and exclusive ``end``, the size of its global batches and their division
-            over workers and ranks (``contract``), and the factor on the learning rate (``rate``).
+            over logical workers (fixed shares) and ranks (``contract``), and the factor on the learning rate
+            (``rate``).
         """
         return next(phase for phase in self.phases if epoch < phase.end)
 

@@ -41,7 +41,11 @@ class Transfer:
 
         Args:
             parts: the rank's batches, as they are read.
-            placed: copies a part to the device, asynchronously from pinned memory.
+            placed: function that copies a rank's batch to the device, asynchronously from pinned memory, and returns
+                the copy.
+
+        Yields:
+            The copies, in the order of ``parts``.
         """
         return map(self._arrived, one_ahead(self._moving(part, placed) for part in parts))
 

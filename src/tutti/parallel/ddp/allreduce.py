@@ -78,12 +78,12 @@ _BUCKET_MB = 25.0
 class AllReduceSync:
     """Synchronous data parallelism (DDP): all-reduce gradients over the data ranks, then step the optimizers on each.
 
-    The global batch is split among N logical workers, a number that does not depend on the number of ranks; each data
-    rank computes the micro-batches of one or more workers, or shares a worker with other ranks. The object is also the
-    hook that autograd calls for each complete gradient. Subclasses keep parameters or optimizer state elsewhere. They
-    override ``_unite`` (equal state on all ranks before the first step), ``_complete`` (optimizers of split tensors),
-    ``_make_reducer`` (the sum of gradients), ``_updating`` (where optimizers compute), and ``_all_finite`` and
-    ``_culprits`` (the search for non-finite gradients).
+    The global batch is split among N logical workers (fixed shares), a number that does not depend on the number of
+    ranks; each data rank computes the micro-batches of one or more workers, or shares a worker with other ranks. The
+    object is also the hook that autograd calls for each complete gradient. Subclasses keep parameters or optimizer
+    state elsewhere. They override ``_unite`` (equal state on all ranks before the first step), ``_complete``
+    (optimizers of split tensors), ``_make_reducer`` (the sum of gradients), ``_updating`` (where optimizers compute),
+    and ``_all_finite`` and ``_culprits`` (the search for non-finite gradients).
 
     Args:
         config: bucket size, number format of messages (``wire``), and the algorithm of the all-reduce.

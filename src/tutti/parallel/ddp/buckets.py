@@ -247,12 +247,14 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     """Return small integers from whose sum over ranks ``digests_agree`` finds whether all ranks are in the same step.
 
     Args:
-        step_context: the step; its number, call and batch size are hashed, with ``key`` the optimizers' settings, the
-            data's position and the script's writes of parameters, too.
+        step_context: facts of the step; its number, the index of the reduction within it (``call``) and the batch size
+            are hashed, and unless ``key`` is 0 also the optimizers' settings, the data's position and the script's
+            writes of parameters.
         key: hash of the parameters' layout, from ``layout_key``; 0 for ranks of one replica.
 
     Returns:
-        [a, a², b, b²] with a and b below 251: a of step, call and writes, b of ``key``, batch size and the rest.
+        [a, a², b, b²] with a and b below 251: a is a hash of step, call and writes, b of ``key``, batch size and the
+        rest.
     """
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:

@@ -56,11 +56,12 @@ class BufferHandover:
     def begin(self, step: int) -> None:
         """Receive a shared logical worker's module buffers before this rank's first forward of the step.
 
-        They come from the previous one of the data ranks that share the worker's micro-batches, and overwrite this
-        rank's; the call blocks until that rank has sent them by ``pass_on``. Outside reproducible mode batch-norm
-        statistics are not among them. Nothing is received on the worker's first rank, in later calls of the same step,
-        and after the first step where forwards change no buffers. A previous step without ``finish`` is finished first,
-        which is collective over all data ranks.
+        A logical worker is one of N fixed shares of the global batch. The buffers come from the previous one of the
+        data ranks that share the worker's micro-batches, and overwrite this rank's; the call blocks until that rank has
+        sent them by ``pass_on``. Outside reproducible mode batch-norm statistics are not among them. Nothing is
+        received on the worker's first rank, in later calls of the same step, and after the first step where forwards
+        change no buffers. A previous step without ``finish`` is finished first, which is collective over all data
+        ranks.
 
         Args:
             step: index of the global step.
@@ -83,9 +84,10 @@ class BufferHandover:
     def pass_on(self) -> None:
         """Start to send this rank's module buffers to the next data rank that shares the logical worker.
 
-        Called after this rank's last forward of the step. Does not wait for the receiver; later calls in the same step
-        do nothing. The worker's last rank sends nothing; nor does any rank after the first step where forwards change
-        no buffers. Outside reproducible mode batch-norm statistics are not sent.
+        A logical worker is one of N fixed shares of the global batch. Called after this rank's last forward of the
+        step. Does not wait for the receiver; later calls in the same step do nothing. The worker's last rank sends
+        nothing; nor does any rank after the first step where forwards change no buffers. Outside reproducible mode
+        batch-norm statistics are not sent.
 
         Raises:
             UsageError: a forward has changed a buffer where ranks cannot compute one after the other, or for the first
@@ -108,10 +110,10 @@ class BufferHandover:
     def finish(self) -> None:
         """Copy the last sharing rank's module buffers to all ranks that share the logical worker, before the update.
 
-        Batch-norm statistics that were updated on each rank by itself are composed in rank order instead. Also waits
-        for the sends of ``pass_on``. All data ranks must call it: there are all-gathers over them where a forward
-        changes buffers or updates batch-norm statistics, and in the first step one of a flag that says whether forwards
-        change buffers.
+        A logical worker is one of N fixed shares of the global batch. Batch-norm statistics that were updated on each
+        rank by itself are composed in rank order instead. Also waits for the sends of ``pass_on``. All data ranks must
+        call it: there are all-gathers over them where a forward changes buffers or updates batch-norm statistics, and
+        in the first step one of a flag that says whether forwards change buffers.
 
         Raises:
             UsageError: a buffer has changed after ``pass_on``, outside the forwards; or a forward has changed a buffer
@@ -139,8 +141,8 @@ class BufferHandover:
     def close(self) -> None:
         """Make a shared logical worker's buffers equal on all its ranks after a step without backward.
 
-        Does nothing where no step was begun or ``finish`` was called. Otherwise it does what ``finish`` does, and all
-        data ranks must call it.
+        A logical worker is one of N fixed shares of the global batch. Does nothing where no step was begun or
+        ``finish`` was called. Otherwise it does what ``finish`` does, and all data ranks must call it.
         """
         if self._open:
             self.finish()

@@ -25,8 +25,9 @@ _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Reducer(Protocol):
     """Sums gradients and loss sums over all data ranks (protocol); afterwards every ``.grad`` holds the sum.
 
-    The global batch is split among N logical workers; a data rank computes the micro-batches of one or more of them, or
-    shares a worker with other ranks. A step calls ``collect`` after each worker's last backward, and ``finish`` once.
+    The global batch is split among N logical workers (fixed shares of the global batch); a data rank computes the
+    micro-batches of one or more of them, or shares a worker with other ranks. A step calls ``collect`` after each
+    worker's last backward, and ``finish`` once.
     """
 
     @property

@@ -452,8 +452,8 @@ class ShardedSync:
         Returns:
             Three groups of tensors by name: ``model`` (this rank's rows as ``TensorSlice``, and its share of the
             tensors that are not sharded), ``optim`` (optimizer state of the same rows, as ``{parameter}/{key}``), and
-            ``workers`` (buffers of its logical workers, as ``{worker}/{buffer}``). Ranks that hold the same rows share
-            out the names, so that each row is written once.
+            ``workers`` (buffers of its logical workers, shares of the global batch, as ``{worker}/{buffer}``). Ranks
+            that hold the same rows share out the names, so that each row is written once.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()

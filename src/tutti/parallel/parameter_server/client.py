@@ -160,7 +160,9 @@ class Client:
         the gradients in the send buffer, which must not be written until the replies have come.
 
         Args:
-            kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
+            kind: a constant of ``server_wire``: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed
+                gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
+                LOAD (state of the server) or FACTS (statistics).
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
             flags: of ``server_wire``, combined by ``|``: SKIP to make no update and send no tensors, BACK to reply with
@@ -244,7 +246,9 @@ class Client:
         Parameters in the replies are in the receive buffer afterwards.
 
         Args:
-            kind: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
+            kind: a constant of ``server_wire``: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed
+                gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
+                LOAD (state of the server) or FACTS (statistics).
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
             text: names the call in error messages.

@@ -72,6 +72,9 @@ class Answer:
 class RequestHandler(Protocol):
     """Protocol of a parameter server's handler of the requests PUSH, SUM, APPLY and PULL.
 
+    PUSH brings gradients, SUM reads statistics of the summed gradients, APPLY makes the update, and PULL reads the
+    parameters for a step.
+
     The server's loop answers all other kinds of request itself.
     """
 
@@ -261,7 +264,7 @@ class AsyncHandler:
 
     Args:
         shard: parameter shard of this server.
-        core: numbers of steps and staleness of the workers.
+        core: numbers of steps and staleness of the logical workers (shares of the global batch).
         settings: number of hyperparameters that a push carries.
         over_staleness: divide the learning rate of an update by its staleness, where this is above 1.
     """

@@ -283,7 +283,9 @@ class ServerSession:
         The request is in the name of the first logical worker (share of the global batch) that this rank computes.
 
         Args:
-            kind: kind of request: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS of ``server_wire``.
+            kind: a constant of ``server_wire``: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed
+                gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
+                LOAD (state of the server) or FACTS (statistics).
             text: names the request in error messages.
             clock: steps that the worker has taken.
             more: further keyword arguments of ``Client.send``, such as ``blobs``.

@@ -37,7 +37,9 @@ class MessageHeader(NamedTuple):
     """First frame of a message between a rank and a parameter server, of fixed size.
 
     Attributes:
-        kind: kind of request: HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD or FACTS; a reply has its request's.
+        kind: kind of request: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed gradients), APPLY
+            (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and LOAD (state of the
+            server) or FACTS (statistics); a reply has its request's.
         flags: flags of a request (SHARED, SKIP, BACK, WAIT, combined by ``|``); in a reply the status (OK, LATE or
             REFUSED).
         run: identifier of the run; other runs' messages are refused.
@@ -97,7 +99,8 @@ class Terms:
 def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> MessageHeader:
     """Check a request to a parameter server against the agreed terms, and return its header.
 
-    Compared are run, layout, client, worker and every length. The tensors themselves are not decoded.
+    Compared are the identifiers of run and parameter layout, the sending rank, the index of the logical worker (share
+    of the global batch) and every length. The tensors themselves are not decoded.
 
     Args:
         frames: the message without its address: header, floats, tensors or blob.

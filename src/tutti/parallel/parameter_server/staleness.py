@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 
 class Pushed(NamedTuple):
-    """Outcome of a worker's push of a gradient to an asynchronous parameter server.
+    """Outcome of a push of a gradient to an asynchronous parameter server by a logical worker.
+
+    A logical worker is a share of the global batch that steps by itself.
 
     Attributes:
         taken: whether an update was made.

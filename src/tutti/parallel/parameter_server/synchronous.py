@@ -203,7 +203,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     """Gradient synchronisation with synchronous parameter servers (``parameter_server:mode=sync``).
 
     The servers sum the gradients of a step over all ranks, make one update, and send the parameters back, so that the
-    result equals that of all-reduce. With backup workers the update is made without the slowest pushes.
+    result equals that of all-reduce. With b backup workers the update is made without the b slowest pushes.
 
     Args:
         config: options of the ``parameter_server`` strategy.
