@@ -162,7 +162,12 @@ class TensorSlice(NamedTuple):
     Attributes:
         tensor: the slice.
         shape: shape of the full tensor.
-        offset, blocks, rows: position of the slice, as in ``ShardSpec``.
+        offset: index of the slice's first element in the full tensor, one number for each dimension; with several
+            ``blocks``, that in the first block.
+        blocks: number of equal blocks along the first dimension that are split alike, such as queries, keys and values
+            packed into one matrix; ``tensor`` holds the same slice of each, one after the other.
+        rows: ``(start, total)``: ``tensor`` holds only rows ``start : start + len(tensor)`` of the ``total`` rows of
+            the slice; None for all rows.
     """
 
     tensor: Tensor
@@ -767,7 +772,8 @@ class GradientSync(Protocol):
         """Return this rank's parameters and buffers as *one* model, by name, merged over all ranks' logical workers.
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers. Collective: every rank
-        calls it. Parameters that are split over ranks are this rank's slices.
+        calls it. Parameters that are split over ranks are this rank's slices. Batch-norm statistics are pooled over the
+        workers, other floating buffers averaged; so are parameters where each worker has its own (local SGD).
         """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
@@ -846,10 +852,12 @@ class CustomLoopSync(GradientSync, Protocol):
     "Script" is the user's code, which computes losses and calls its optimizers itself.
 
     Attributes:
-        gradient_at: location of the complete gradient after ``reduce_gradients``.
+        gradient_at: location of the complete gradient after ``reduce_gradients``: ``rank`` (whole on this rank),
+            ``slices`` (split over tensor ranks), ``rows`` (in rows over ranks, which the model's ``.grad`` do not
+            show), ``shards`` (in the model's DTensors) or ``servers`` (on parameter servers).
         by_worker: whether gradients are summed worker by worker (logical workers are fixed shares of the global batch)
             and not rank by rank.
-        accumulated: whether the last ``add_gradients`` added gradients of earlier reductions.
+        accumulated: whether the last ``add_gradients`` added gradients of earlier reductions to the new ones.
     """
 
     gradient_at: GradientPlace
@@ -860,7 +868,8 @@ class CustomLoopSync(GradientSync, Protocol):
         """Switch to custom training loops: make complete gradients visible in ``.grad`` from now on.
 
         A custom training loop is the script's own loop with forward, backward and update. Collective; called once,
-        before the first step. Shards of gradients stay with the optimizer's shards.
+        before the first step. Complete gradients are those of the mean loss over the global batch; where ranks hold
+        shards of them, ``.grad`` stays the shard (see ``gradient_at``).
         """
 
     def leave_custom_loop(self) -> None:
@@ -948,7 +957,11 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def apply_edits(self) -> None:
-        """Make the coming update use what the script has written into ``.grad``, such as clipped gradients."""
+        """Make the coming update use what the script has written into ``.grad``, such as clipped gradients.
+
+        Called before ``optimizer_step``. Where the optimizer's gradients are other tensors (FSDP2), they are set to
+        the script's.
+        """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared those of the optimizer.

@@ -19,15 +19,17 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
     """Collate samples with ``default_collate``, after checking that their structure, shapes and dtypes are equal.
 
     Which samples share a batch depends on the number of logical workers (fixed shares of the global batch) and of
-    devices. ``default_collate`` promotes
-    dtypes only within a batch, so that with unequal dtypes the result would depend on those numbers too. Floating
-    dtypes may differ, because every batch is cast to the model's. Strings, bytes and None become a list with one entry
-    a sample.
+    devices. ``default_collate`` promotes dtypes only within a batch, so that with unequal dtypes the result would
+    depend on those numbers too. Floating dtypes may differ, because every batch is cast to the model's.
 
     Args:
         samples: at least one.
         name: maps a sample's index in ``samples`` to its name, for errors.
         where: the data set's name, for errors.
+
+    Returns:
+        A batch of the samples' structure: tensors with the samples as first dimension; strings, bytes and None become a
+        list with one entry for each sample.
 
     Raises:
         DataError: two samples differ, or a sample holds an object other than tensors, arrays, numbers, strings, bytes

@@ -57,7 +57,7 @@ def decode_images(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
         size: height and width that every image must have, in pixels.
 
     Returns:
-        (samples,) of ``record_dtype(size)``.
+        Structured array (samples,) with the fields ``label`` (uint16) and ``image`` (uint8, of shape (3, size, size)).
 
     Raises:
         DataError: an image is broken or not size × size (the first such image, in order), or Pillow is not installed.

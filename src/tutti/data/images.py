@@ -65,8 +65,9 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
             only. A folder of this name takes precedence.
 
     Returns:
-        The training set and the held-out set. If a folder has several held-out sets, the first of ``val``,
-        ``validation``, ``test``.
+        The training set and the held-out set, each an ``ImageSplit``: class names, paths of the files, and a function
+        that yields the images, still encoded, with their labels. If a folder has several held-out sets, the second is
+        the first of ``val``, ``validation``, ``test``.
 
     Raises:
         DataError: no such folder, none of the two layouts, no images, a link that leads out of the folder, or a

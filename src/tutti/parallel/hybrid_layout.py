@@ -35,7 +35,9 @@ class HybridLayout:
             plain: the whole model, the same on every rank; its modules may be changed in place.
 
         Returns:
-            A runner of the stage's micro-batches; with one stage the runner of tensor parallelism alone.
+            A ``PipelineRunner``, whose ``run`` sends micro-batches through all stages of the replica and computes this
+            rank's tensor slices of its stages; with a single stage a ``WholeRunner``, whose ``run`` computes this
+            rank's tensor slices of the whole model.
 
         Raises:
             UsageError: the model cannot be cut into stages or split by the plan for tensor parallelism.

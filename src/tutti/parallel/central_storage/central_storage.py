@@ -261,9 +261,13 @@ class CentralStorageSync(AllReduceSync):
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        ``model`` has the parameters that this rank owns and a part of the merged buffers, ``optim`` the optimizer state
-        of the owned parameters as ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers
-        (shares of the global batch, each with its own buffers).
+        Every parameter has one owner, the rank that updates it.
+
+        Returns:
+            Tensors by group and name. ``model`` has the parameters that this rank owns and its part of the merged
+            buffers, which are shared out over the ranks; ``optim`` the optimizer state of the owned parameters as
+            ``{parameter}/{key}``; and ``workers`` the buffers of this rank's logical workers (shares of the global
+            batch, each with its own buffers) as ``{worker}/{buffer}``.
         """
         comm = self._run_context.comms.replica
         with self._updating():

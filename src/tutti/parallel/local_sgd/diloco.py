@@ -130,10 +130,13 @@ class DiLoCoSync(LocalSGDSync):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        Workers are logical workers, fixed shares of the global batch, each with its own parameters. ``model`` has a
-        part of the workers' mean, ``optim`` worker 0's inner optimizer state on its rank. ``workers`` has the
-        parameters, inner optimizer state and buffers of this rank's workers, and a part of the outer optimizer's
-        parameters and their momentum as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
+        Workers are logical workers, fixed shares of the global batch, each with its own parameters.
+
+        Returns:
+            Tensors by group and name. ``model`` has this rank's part of the workers' mean, whose tensors are shared out
+            over the ranks; ``optim``, on the rank of worker 0, that worker's inner optimizer state. ``workers`` has the
+            parameters, inner optimizer state and buffers of this rank's workers, and this rank's part of the outer
+            optimizer's parameters and their momentum as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]

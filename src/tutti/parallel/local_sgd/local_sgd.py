@@ -282,9 +282,13 @@ class LocalSGDSync:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        Workers are logical workers, fixed shares of the global batch, each with its own parameters. ``model`` has a
-        part of the workers' mean (``merged``), ``optim`` worker 0's optimizer state on its rank, and ``workers`` for
-        each worker of this rank ``{worker}/parameter/{name}``, ``{worker}/optimizer/{name}/{key}`` and its buffers.
+        Workers are logical workers, fixed shares of the global batch, each with its own parameters.
+
+        Returns:
+            Tensors by group and name. ``model`` has this rank's part of the workers' mean (``merged``), whose tensors
+            are shared out over the ranks; ``optim``, on the rank of worker 0, that worker's optimizer state as
+            ``{parameter}/{key}``; and ``workers`` for each worker of this rank ``{worker}/parameter/{name}``,
+            ``{worker}/optimizer/{name}/{key}`` and its buffers.
         """
         comm = self._run_context.comms.replica
         own: dict[str, Tensor] = dict(self._buffers.state())

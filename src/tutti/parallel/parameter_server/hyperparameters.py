@@ -18,7 +18,8 @@ _REAL = frozenset({"lr", "momentum", "dampening", "weight_decay"})
 def keys(optimizer: Optimizer) -> list[Key]:
     """List an optimizer's hyperparameters that a rank sends to the parameter servers with each update.
 
-    These are all entries of ``param_groups`` that are a float, a tensor or a tuple of floats, and those in ``_REAL``.
+    These are all entries of ``param_groups`` that are a float, a tensor or a tuple of floats, and learning rate,
+    momentum, dampening and weight decay also where they are integers.
 
     Args:
         optimizer: read from its ``param_groups``.

@@ -379,8 +379,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        ``model`` has a part of the merged model, ``optim`` on rank 0 the servers' optimizer state as
-        ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers (shares of the global batch).
+        Returns:
+            Tensors by group and name. ``model`` has this rank's part of the merged model, whose tensors are shared out
+            over the ranks; ``optim``, on rank 0, the servers' optimizer state as ``{parameter}/{key}``; and ``workers``
+            the buffers of this rank's logical workers (shares of the global batch) as ``{worker}/{buffer}``.
         """
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()

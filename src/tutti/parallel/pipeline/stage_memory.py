@@ -95,9 +95,10 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """For each pipeline stage but the first, the name of the module that its first node calls.
+        """For each pipeline stage but the first, the name of the module with which it begins.
 
-        "" where this node calls no module.
+        That is the module that the first node of the stage calls, in the graph of the model's forward; "" where this
+        node calls no module.
         """
         return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
 

@@ -177,7 +177,7 @@ def refuse_hook(name: str, place: str, layer: str) -> NoReturn:
 
     Args:
         name: name of the module with the hook.
-        place: place of the hook's definition.
+        place: place of the hook's definition, as text for the message.
         layer: name of the split layer or block that the module belongs to.
     """
     raise UsageError(
