@@ -95,10 +95,10 @@ class Feed:
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
         """Yield this rank's samples of each global batch of an epoch, on the device, sorted by logical worker.
 
-        A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more.
-        Not collective for a map-style data set without a sampler. Otherwise it is, over all ranks: ranks compare
-        digests of the sampler's order when an epoch begins, or of an iterable data set's samples in some of the
-        batches. Where an iterable data set differs between data ranks, every step all-gathers their sample counts.
+        A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more. Not
+        collective for a map-style data set without a sampler. Otherwise it is, over all ranks: ranks compare digests of
+        the sampler's order when an epoch begins, or of an iterable data set's samples in some of the batches. Where an
+        iterable data set differs between data ranks, every step all-gathers their sample counts.
 
         Args:
             epoch: from 0.

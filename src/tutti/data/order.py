@@ -121,7 +121,7 @@ class SequentialOrder:
     def digest(self, epoch: int) -> str:
         """Return an empty string, as there is no order to compare between ranks or with a saved run.
 
-        It is 0, 1, 2, … in every epoch.
+        The order is 0, 1, 2, … in every epoch.
         """
         return ""
 

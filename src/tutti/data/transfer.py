@@ -81,8 +81,8 @@ class Transfer:
 def make_transfer(device: torch.device, data: object) -> Transfer | None:
     """Make the ``Transfer`` that copies batches to the device ahead of their steps, or None to copy each as it is read.
 
-    None on the CPU; for streams, as reading ahead would move their data position ahead of the step; and for batches of
-    a script's own function, whose objects do not say which stream uses their memory.
+    None on the CPU; for iterable data sets, as reading ahead would move their data position ahead of the step; and for
+    batches of a script's own function, whose objects do not say which stream uses their memory.
 
     Args:
         device: the device of this rank.

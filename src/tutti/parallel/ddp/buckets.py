@@ -213,8 +213,8 @@ class Tail:
             tail: the sums over all ranks, ``size`` numbers on the host.
 
         Returns:
-            Sums of loss, count and metrics; whether a rank asks to stop; for each parameter whether any rank had a
-            gradient.
+            A ``ReducedSums``: sums of loss, count (samples or tokens) and metrics; whether a rank asks to stop
+            (``stop``); for each parameter whether any rank had a gradient (``used``).
         """
         return read_sums(tail[DIGESTS:])
 
@@ -306,8 +306,9 @@ def read_sums(numbers: Sequence[float]) -> ReducedSums:
         numbers: the sums, on the host.
 
     Returns:
-        Sums of loss, count and metrics; whether a rank asks to stop; for each parameter whether any rank had a
-        gradient. A flag above zero counts as true, since flags are summed.
+        A ``ReducedSums``: sums of loss, count (samples or tokens) and metrics; whether a rank asks to stop (``stop``);
+        for each parameter whether any rank had a gradient (``used``). A flag above zero counts as true, since flags
+        are summed.
     """
     loss, samples, *metrics = numbers[: _TOTALS - 1]
     return ReducedSums(loss, samples, metrics, numbers[_TOTALS - 1] > 0, [flag > 0 for flag in numbers[_TOTALS:]])

@@ -24,8 +24,8 @@ class BufferHandover:
     A logical worker is one of N fixed shares of the global batch; with more data ranks than workers, several ranks
     share one. Each of these ranks computes a part of the worker's micro-batches, in rank order. A rank begins a step
     with the buffers that the rank before it has after its last forward, so that each forward sees the buffers that it
-    sees on one device; backwards overlap with the next rank's forwards. Where no forward changes a buffer, nothing
-    is sent after the first step. At the end of a step all ranks of the worker take the last rank's buffers.
+    sees on one device; backwards overlap with the next rank's forwards. Where no forward changes a buffer, nothing is
+    sent after the first step. At the end of a step all ranks of the worker take the last rank's buffers.
 
     Outside reproducible mode ranks do not wait for each other's batch-norm statistics, which no forward of training
     reads. k updates of momentum m turn a statistic s into (1 - m)^k s + c. The ranks all start from the same s, and

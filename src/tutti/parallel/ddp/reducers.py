@@ -78,8 +78,9 @@ class Reducer(Protocol):
                 global batch); None if it had no samples.
 
         Returns:
-            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
-            rank asks to stop; for each parameter whether any rank had a gradient.
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
+            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            (``used``).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -245,8 +246,9 @@ class OverlappedReducer:
                 global batch); None if it had no samples.
 
         Returns:
-            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
-            rank asks to stop; for each parameter whether any rank had a gradient.
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
+            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            (``used``).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -386,8 +388,9 @@ class TreeReducer:
             loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
 
         Returns:
-            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
-            rank asks to stop; for each parameter whether any rank had a gradient.
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
+            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            (``used``).
 
         Raises:
             MismatchError: logical workers (shares of the global batch) were in different steps, or ranks hold different

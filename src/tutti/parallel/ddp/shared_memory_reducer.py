@@ -105,8 +105,8 @@ class SharedReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Copy the gradients of the bucket of ``parameter`` to shared memory once all of them are complete.
 
-        A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait
-        for other ranks. Before ``prepare_for_backward`` nothing happens.
+        A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait for
+        other ranks. Before ``prepare_for_backward`` nothing happens.
         """
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]
@@ -135,8 +135,9 @@ class SharedReducer:
                 global batch); None if it had no samples.
 
         Returns:
-            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
-            rank asks to stop; for each parameter whether any rank had a gradient.
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
+            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            (``used``).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.

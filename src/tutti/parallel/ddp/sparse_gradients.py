@@ -82,8 +82,8 @@ class SparseReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Convert ``parameter.grad`` from sparse to dense, and report to the inner reducer that it is complete.
 
-        The inner reducer sums the dense gradients over the data ranks.
-        Called by autograd as a post-accumulate-grad hook. Before ``prepare_for_backward`` a gradient stays sparse.
+        The inner reducer sums the dense gradients over the data ranks. Called by autograd as a post-accumulate-grad
+        hook. Before ``prepare_for_backward`` a gradient stays sparse.
         """
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
         if self._armed and parameter in self._parameters:
@@ -119,8 +119,9 @@ class SparseReducer:
                 global batch); None if it had no samples.
 
         Returns:
-            Sums over the global batch, equal on all data ranks: loss, count (samples or tokens) and metrics; whether a
-            rank asks to stop; for each parameter whether any rank had a gradient.
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
+            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            (``used``).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.

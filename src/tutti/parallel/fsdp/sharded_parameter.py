@@ -130,7 +130,7 @@ class ShardingEngine(Protocol):
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters as the user's model has them, in the order of ``trained``.
 
-        Full parameters in stage 1, DTensors with FSDP2.
+        They are full parameters in ZeRO stage 1, DTensors with FSDP2.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:

@@ -275,11 +275,11 @@ class AsynchronousServerSync(RemoteGradients):
         A logical worker is one of N fixed shares of the global batch.
 
         Returns:
-            ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of the step before
-            where they had none); the metric ``staleness``, mean number of updates that the first server made between a
-            worker's read and its push; ``grad_norm``, the mean of the gradients' norms before clipping; ``finite``,
-            false if one of the gradients was not finite; ``stop``, true from the step on after which the first server
-            has all workers stop.
+            A ``StepStats``: ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of
+            the step before where they had none); the metric ``staleness``, mean number of updates that the first server
+            made between a worker's read and its push; ``grad_norm``, the mean of the gradients' norms before clipping;
+            ``finite``, false if one of the gradients was not finite; ``stop``, true from the step on after which the
+            first server has all workers stop.
         """
         self._buffers.finish()
         loss_sums = self._counting.take()
@@ -305,9 +305,10 @@ class AsynchronousServerSync(RemoteGradients):
             step_context: unused.
 
         Returns:
-            ``updates``, the number of these updates; whether the gradient of one of this rank's workers was not finite
-            and so skipped, with names of its parameters; ``together`` False; ``global_step``, the steps of all workers
-            divided by their number where the run counts steps together, else None.
+            An ``UpdateResult``: ``updates``, the number of these updates; ``skipped``, whether the gradient of one of
+            this rank's workers was not finite and so made no update, and ``nonfinite``, names of its parameters;
+            ``together`` False; ``global_step``, the steps of all workers divided by their number where the run counts
+            steps together, else None.
         """
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []

@@ -35,7 +35,8 @@ class ParameterShard:
         initial: (plan.size,) uint8, the bytes of the parameters' initial values, laid out as in ``plan``.
         make_optimizer: builds the optimizer over the slices.
         handle: optimizer over all of ``named``, into which the hyperparameters sent by the ranks are written.
-        keys: identifies the hyperparameters that the ranks send, in their order.
+        keys: for each hyperparameter that the ranks send, in this order, the index of the parameter group, the name,
+            and the index in a tuple such as ``betas`` (or None).
 
     Attributes:
         keys: as given.

@@ -368,10 +368,9 @@ class AsyncHandler:
 
         Returns:
             ``updates``: number of updates made. ``steps``: number of pushes of each logical worker (share of the global
-            batch). ``staleness``: number of
-            updates by staleness, with text keys; the staleness is the number of updates between a worker's read and its
-            push. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes dropped because they were too
-            stale, or not finite.
+            batch). ``staleness``: number of updates by staleness, with text keys; the staleness is the number of
+            updates between a worker's read and its push. ``lost``: updates lost in restores. ``stale`` and ``refused``:
+            pushes dropped because they were too stale, or not finite.
         """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}

@@ -138,9 +138,9 @@ class ServerReducer:
                 global batch); None if they had no samples.
 
         Returns:
-            Sums over all pushes that count: loss, count (samples or tokens) and metrics; whether a rank asks to stop;
-            for each parameter whether any rank had a gradient; ``own``, sums for the variance of the workers'
-            gradients, empty where it is not measured.
+            A ``ReducedSums`` over all pushes that the servers have summed: loss, count (samples or tokens) and metrics;
+            whether a rank asks to stop; for each parameter whether any rank had a gradient; ``own``, sums for the
+            variance of the workers' gradients, empty where it is not measured.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -356,9 +356,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def merged(self) -> dict[str, Tensor]:
         """Return one model as whole tensors by name: the parameters, and the buffers merged over workers. Collective.
 
-        Workers are logical workers, the N fixed shares of the global batch, each with buffers of its own.
-        With backup workers a rank may have missed the latest update, and reads the parameters from the servers first,
-        between two barriers over the data ranks.
+        Workers are logical workers, the N fixed shares of the global batch, each with buffers of its own. With backup
+        workers a rank may have missed the latest update, and reads the parameters from the servers first, between two
+        barriers over the data ranks.
         """
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.

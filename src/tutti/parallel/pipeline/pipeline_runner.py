@@ -268,9 +268,9 @@ class PipelineRunner(ReplicaPart):
         """Set the hook whose ``gradient_ready`` is called for each trained parameter of this rank's pipeline stages.
 
         Each ``run``, over the micro-batches of one logical worker (one of N fixed shares of the global batch), calls
-        ``gradient_ready`` once for each parameter, when the gradient over all micro-batches is complete: in
-        the backward of the last micro-batch, or, for parameters that several stages share, after their gradients have
-        been summed over the stages.
+        ``gradient_ready`` once for each parameter, when the gradient over all micro-batches is complete: in the
+        backward of the last micro-batch, or, for parameters that several stages share, after their gradients have been
+        summed over the stages.
 
         Args:
             grad_hook: object with the method ``gradient_ready(parameter)``; replaces the hook of an earlier call.

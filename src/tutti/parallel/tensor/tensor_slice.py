@@ -127,7 +127,10 @@ class LayerSlice(NamedTuple):
 
     @property
     def mine(self) -> range:
-        """Range of the indices out of ``length`` that this rank holds: contiguous, in rank order, an even share."""
+        """Range of the layer's heads, features or other units that this tensor-parallel rank holds.
+
+        The units 0 … ``length`` - 1 are divided evenly over the ranks, contiguously and in rank order.
+        """
         return even_share(self.length, self.ranks.size, self.ranks.rank)
 
 
