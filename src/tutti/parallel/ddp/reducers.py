@@ -78,8 +78,8 @@ class Reducer(Protocol):
                 global batch); None if it had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
-            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
+            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
             (``used``).
 
         Raises:
@@ -246,8 +246,8 @@ class OverlappedReducer:
                 global batch); None if it had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
-            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
+            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
             (``used``).
 
         Raises:
@@ -388,8 +388,8 @@ class TreeReducer:
             loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
-            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
+            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
             (``used``).
 
         Raises:

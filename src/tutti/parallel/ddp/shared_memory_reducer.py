@@ -135,8 +135,8 @@ class SharedReducer:
                 global batch); None if it had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens) and
-            metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
+            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
+            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
             (``used``).
 
         Raises:
