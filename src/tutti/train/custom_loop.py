@@ -43,7 +43,8 @@ class Contribution:
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
         used: which parameters backward reached, where backward itself reduces gradients (FSDP2).
-        totals: loss sums of each logical data-parallel worker by its number, in this order.
+        totals: loss sums of each logical data-parallel worker (a fixed share of the global batch) by its number, in
+            increasing order.
     """
 
     gradients: Gradients = field(default_factory=dict)

@@ -296,7 +296,9 @@ def train_loop(
         watch: tells which evaluation ends the run; None: only the plan ends it.
 
     Returns:
-        Entries of the summary: steps, updates, samples, train and eval means, target, speed, hash.
+        Entries of ``summary.json`` by key: ``epochs``, ``steps``, ``updates``, ``skipped`` (updates), ``loss_scale``,
+        ``samples``, ``train`` and ``eval`` (means by name, ``eval`` may be None), results of ``watch``, figures of the
+        strategy, speed, ``weights_sha256``, and ``diagnoses`` (findings of the checks for mistakes).
 
     Raises:
         UsageError: the loss function does not report the metric that ``watch`` follows.

@@ -19,7 +19,8 @@ class LostRanks:
         warn: receives each warning; None prints to stderr.
 
     Attributes:
-        found: one dict for each lost rank, with the keys ``rank``, ``workers``, ``steps`` and ``cause``.
+        found: one dict for each lost rank, with the keys ``rank``, ``workers`` (indices of its logical data-parallel
+            workers, which are fixed shares of the global batch), ``steps`` (that they made) and ``cause`` (text).
     """
 
     def __init__(self, run: Run, steps_remade: bool, warn: Callable[[str], None] | None) -> None:
@@ -30,8 +31,8 @@ class LostRanks:
     def look(self) -> None:
         """Look for ranks of the run that were killed since the last call; add a dict for each to ``found``, and warn.
 
-        Keys: ``rank``, ``workers`` (indices of its logical data-parallel workers), ``steps`` (that they made) and
-        ``cause`` (text). Not collective.
+        Keys: ``rank``, ``workers`` (indices of its logical data-parallel workers, which are fixed shares of the global
+        batch), ``steps`` (that they made) and ``cause`` (text). Not collective.
         """
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):

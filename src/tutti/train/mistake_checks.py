@@ -79,8 +79,9 @@ class Checks:
 
     Attributes:
         diagnoses: the findings.
-        looking: whether ``look`` must be called in the next step; without synchronous steps only in the first.
-        ended: function to call after the next global batch of a custom loop, or None.
+        looking: whether ``look`` must be called in the next step. With several data-parallel workers that do not step
+            together (asynchronous parameter servers) only in the first step.
+        ended: function without arguments, to call after the next global batch of a custom loop; None for none.
     """
 
     def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:
@@ -104,11 +105,12 @@ class Checks:
         """Check batches, loss function and learning rate of the first steps for classic mistakes.
 
         One of them is that two workers train on the same samples. Rank 0 reports findings as warnings. Call it before a
-        step while ``looking`` is True. Collective over the data ranks with several logical workers.
+        step while ``looking`` is True. Collective over the data ranks if the run has several logical data-parallel
+        workers (fixed shares of the global batch).
 
         Args:
             batch: this rank's batch of the step that begins.
-            work: pairs of a logical data-parallel worker of this rank and its micro-batches.
+            work: pairs (worker, micro-batches) of this rank's workers, by index.
             loss: the loss function; None in a custom loop.
             given: whether the script made the batch by itself, and not the run.
         """

@@ -46,7 +46,8 @@ class NoiseProbe:
 
     Args:
         sync: gradient synchronisation.
-        run_context: mesh, communicators and logical data-parallel workers of this rank.
+        run_context: mesh, communicators and logical data-parallel workers (fixed shares of the global batch) of this
+            rank.
         choice: the strategy.
         every: interval of measurements in steps.
     """
@@ -62,7 +63,8 @@ class NoiseProbe:
         """Begin a training step, and return the function that runs forward and backward of a worker's micro-batches.
 
         In every ``every``-th step the function also records the squared norms of the gradients, to measure the gradient
-        noise scale; in other steps it is ``replica.run`` itself. A worker is a logical data-parallel worker.
+        noise scale; in other steps it is ``replica.run`` itself. A worker is a logical data-parallel worker, a fixed
+        share of the global batch; a rank may compute several.
 
         Args:
             replica: this rank's part of the model.

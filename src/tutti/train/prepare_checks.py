@@ -63,7 +63,8 @@ class CheckedRun:
         schedulers: the script's schedulers.
         callbacks: the script's callbacks.
         loss_scale: the loss scale; None for none.
-        together: whether the logical data-parallel workers of a rank compute as one, for synchronised batch norm.
+        together: whether the logical data-parallel workers of a rank (fixed shares of the global batch) compute as
+            one, for synchronised batch norm.
         optimizer_settings: options of each parameter group as they were given.
     """
 

@@ -606,9 +606,10 @@ class Run:
     def microbatches(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over the micro-batches of this rank's logical workers in an epoch, for a custom training loop.
 
-        The loop's body runs once for each micro-batch (once a global batch with one worker on one device), and
-        ``optimizer.step()`` acts in a rank's last body of each global batch. If this rank has no sample in the last
-        global batch, the body runs once on a dummy micro-batch of weight 0, so that collectives stay aligned.
+        A logical worker is a fixed share of the global batch; a rank computes one or several. The loop's body runs once
+        for each micro-batch (once a global batch with one worker on one device), and ``optimizer.step()`` acts in a
+        rank's last body of each global batch. If this rank has no sample in the last global batch, the body runs once
+        on a dummy micro-batch of weight 0, so that collectives stay aligned.
 
         Args:
             number: the epoch, from 0.
@@ -622,7 +623,7 @@ class Run:
         return self.custom.microbatches(number, start)
 
     def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """Iterate over the micro-batches of this rank's logical workers in an epoch, for a custom training loop.
+        """Iterate over the micro-batches of this rank in an epoch, for a custom training loop.
 
         Deprecated name of ``microbatches``.
 
@@ -858,7 +859,8 @@ class Run:
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers, merged over logical data-parallel workers, by name.
 
-        Collective over all ranks. Tensors that are split over ranks stay this rank's slices.
+        A logical worker is a fixed share of the global batch; under local SGD each has its own parameters, of which
+        the mean is returned. Collective over all ranks. Tensors that are split over ranks stay this rank's slices.
 
         Args:
             averaged: return the average of the weights in place of the trained parameters.
@@ -901,9 +903,9 @@ class Run:
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint to ``folder/step-N``, and return when it is on disk. Collective.
 
-        It holds the model, the optimizer with its settings, each logical worker's own state and the position in the
-        data. ``restore`` reads it on any number of devices and under any strategy; with another number of workers if
-        ``tutti.prepare`` was given that number.
+        It holds the model, the optimizer with its settings, the own state of each logical worker (a fixed share of the
+        global batch) and the position in the data. ``restore`` reads it on any number of devices and under any
+        strategy; with another number of workers if ``tutti.prepare`` was given that number.
 
         Args:
             folder: directory for this run's checkpoints alone, on a file system that all ranks share.

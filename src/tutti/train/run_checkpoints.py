@@ -212,7 +212,7 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
 def other_workers(manifest: Manifest, run: Run) -> str:
     """Return a warning that says which state starts afresh when a run resumes with another number of workers.
 
-    Workers are logical data-parallel workers. The warning is not issued here.
+    Workers are logical data-parallel workers (fixed shares of the global batch). The caller issues the warning.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -243,6 +243,9 @@ def other_workers(manifest: Manifest, run: Run) -> str:
 
 def trained_alone(manifest: Manifest) -> bool:
     """Return whether each logical data-parallel worker of the checkpoint has its own parameters, as in local SGD.
+
+    A logical worker is a fixed share of the global batch. True if the checkpoint's group ``workers``
+    has parameters.
 
     Args:
         manifest: the checkpoint's manifest.

@@ -43,9 +43,10 @@ class SharedSettings:
         return self._text
 
     def scheduled(self) -> bool:
-        """Return whether some living PyTorch scheduler belongs to one of the script's optimizers.
+        """Return True if a PyTorch learning-rate scheduler of one of the script's optimizers exists in this process.
 
-        Searches all objects of this process.
+        Schedulers are all live instances of ``LRScheduler``; the garbage collector's objects are searched for those
+        whose attribute ``optimizer`` is one of the script's. Not collective.
         """
         own = {id(optimizer) for optimizer in self._optimizers}
         return any(id(getattr(scheduler, "optimizer", None)) in own for scheduler in live_objects(LRScheduler))

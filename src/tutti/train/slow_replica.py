@@ -23,7 +23,8 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
         replica: this rank's part of the model; its methods are replaced.
         slow: ranks or logical workers and their delays, also as text (``rank=1,factor=3``).
         world: all ranks.
-        workers: number of logical data-parallel workers; a rank may compute several one after another.
+        workers: number of logical data-parallel workers (fixed shares of the global batch); a rank may compute several
+            one after another.
 
     Returns:
         ``replica`` itself.

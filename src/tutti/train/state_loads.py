@@ -29,8 +29,8 @@ class StateLoads:
 
     PyTorch copies a state dict into the tensors that the model holds on this rank. If these are slices or shards of the
     parameters, ``GradientSync.load`` replaces that copy; otherwise it distributes the state afterwards to this rank's
-    other logical workers, to the owner of a shared copy (central storage) and to parameter servers. The call is
-    collective except under ``single`` and ``mirrored``.
+    other logical workers (fixed shares of the global batch), to the owner of a shared copy (central storage) and to
+    parameter servers. The call is collective except under ``single`` and ``mirrored``.
 
     Args:
         model: the script's model, whose names the state dict has.

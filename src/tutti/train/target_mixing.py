@@ -138,7 +138,11 @@ class TargetProbe(TorchFunctionMode):
         return objective.detach(), torch.cat([each[0].flatten() for each in found if each is not None])
 
     def close(self) -> None:
-        """End the probe, and take the mode off PyTorch's stack, where only modes of the body may lie above it."""
+        """End the probe: remove its hooks from the model, and pop it off PyTorch's stack of torch-function modes.
+
+        Only modes that the script's loss function or loop body has entered may lie above it. A second call does
+        nothing.
+        """
         self._calls = None
         for handle in self._handles:
             handle.remove()

@@ -40,18 +40,22 @@ class WrittenParameters:
         self.watch()
 
     def watch(self) -> None:
-        """Look at the parameters that the model has now, and record their versions."""
+        """Begin to watch the parameters that the model has now for writes by the script; record their version counters.
+
+        To be called again when the model gets other parameter objects. Not collective.
+        """
         self._parameters = [p for _, p in parameters(self._run.replica.parts)] if self._watched else []
         self.note()
 
     def note(self) -> None:
-        """Record the versions of the parameters; called after each update."""
+        """Record the version counters of the watched parameters, after each update; later writes are the script's."""
         self._versions = [tensor_version(p) for p in self._parameters]
 
     def digest(self) -> int:
-        """Return a digest of all parameters if the script has written any since ``note``; otherwise 0.
+        """Return a positive digest of all parameters' bytes if the script has written any since ``note``; otherwise 0.
 
-        Not collective. Also 0 for most of very many writes.
+        Not collective. After four calls that found a write, only those calls whose number is a power of two return a
+        digest, and the others 0, because a digest reads every parameter.
         """
         if [tensor_version(p) for p in self._parameters] == self._versions:
             return 0
@@ -62,7 +66,10 @@ class WrittenParameters:
         return (mix(*digests) >> 1) or 1
 
     def compare(self) -> None:
-        """Raise UsageError, on every rank, if ranks hold different copies of a parameter. Collective."""
+        """Raise UsageError, on every rank, if the script has written other values into a parameter on each rank.
+
+        Collective: two small all-gathers of digests of the copies.
+        """
         run = self._run
         found = differing_copies(run, f"step {run.clock + 1}")
         if found is None:
