@@ -40,7 +40,8 @@ def derived(
         facts: the result of ``run_identity``.
 
     Returns:
-        The text of each line by its label.
+        The text of each line by its label: always ``data``, ``model``, ``strategy``, ``devices``, ``training``,
+        ``learning rate``, ``kernels`` and ``seed``; others, such as ``average``, where the run has such a setting.
     """
     size, threads = facts["parameters"], facts["threads"]
     grid = run.context.grid
@@ -137,7 +138,10 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
         threads: CPU threads of each rank.
 
     Returns:
-        JSON values, such as ``workers``, ``global_batch_size``, ``seed`` and ``optimizer``.
+        JSON values by key: ``task``, ``strategy``, ``optimizer``, ``schedule``, ``lr_scale``, ``clip``, ``workers``
+        (logical data-parallel workers, fixed shares of the global batch), ``devices`` (number), ``device`` (type),
+        ``threads``, ``kernels``, ``global_batch_size``, ``batch_growth``, ``precision``, ``reproducible``, ``seed``,
+        ``parameters`` (number) and ``ema``.
     """
     return {
         "task": task,

@@ -131,9 +131,10 @@ class NoiseProbe:
         return self._latest
 
     def state(self) -> dict[str, Any]:
-        """Return the running averages of the gradient noise estimates as a JSON value for a checkpoint.
+        """Return the running averages of the gradient noise estimates as a JSON value for a checkpoint and ``load``.
 
-        ``load`` restores them.
+        Keys are ``simple`` (of the gradient) and ``adam`` (of the gradient scaled by Adam's preconditioner), each the
+        result of ``NoiseAverage.state``.
         """
         return {"simple": self._simple.state(), "adam": self._scaled.state()}
 

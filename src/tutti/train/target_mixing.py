@@ -90,7 +90,9 @@ class TargetProbe(TorchFunctionMode):
         return result
 
     def mixes(self, loss: Any) -> bool:
-        """Return whether the loss mixes samples by their targets; False where that cannot be told. Ends the probe.
+        """Return whether one sample's gradient depends on targets, or other data, of the batch's other samples.
+
+        False where that cannot be told, such as after a random draw. Ends the probe.
 
         Args:
             loss: what the loss function returned, or what ``run.backward`` was given.
