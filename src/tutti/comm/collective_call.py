@@ -10,7 +10,11 @@ from typing import Any
 
 
 class ReduceOperation(StrEnum):
-    """Operation by which a reduction combines the ranks' tensors; the value is its name, such as ``average``."""
+    """Operation by which a reduction combines the ranks' tensors.
+
+    Values are ``average``, ``sum``, ``min``, ``max``, ``product`` (all element by element) and ``adasum``, which
+    combines pairs of whole tensors by ``tutti.comm.adasum.adasum_pair``.
+    """
 
     AVERAGE = "average"
     SUM = "sum"

@@ -24,15 +24,19 @@ def even_share(total: int, parts: int, index: int) -> range:
 
 
 def workers_of(workers: int, ranks: int, rank: int) -> range:
-    """Return the logical workers whose samples a data rank computes.
+    """Return the indices of the logical workers, fixed shares of the global batch, that a data rank computes.
 
-    With at least as many workers as ranks, each rank has a contiguous range of whole workers; otherwise it has one
-    worker, which it shares with other ranks.
+    With at least as many workers as ranks, each rank computes a contiguous range of whole workers; the ranges are as
+    even as possible, and the first ones are longer. With fewer workers than ranks, each rank computes a part of the
+    samples of one worker, and several consecutive ranks have the same worker. Arithmetic only; no collective.
 
     Args:
-        workers: number of logical workers.
-        ranks: number of data ranks.
-        rank: the data rank.
+        workers: number of logical workers, at least 1.
+        ranks: number of data-parallel ranks.
+        rank: index of the data-parallel rank, from 0.
+
+    Returns:
+        Range of worker indices, from 0; never empty.
 
     >>> [list(workers_of(3, 2, rank)) for rank in range(2)], [list(workers_of(2, 3, rank)) for rank in range(3)]
     ([[0, 1], [2]], [[0], [0], [1]])
@@ -44,14 +48,16 @@ def workers_of(workers: int, ranks: int, rank: int) -> range:
 
 
 def sharers(workers: int, ranks: int, rank: int) -> range:
-    """Return the data ranks that compute for the same logical worker as ``rank``, as a contiguous range.
+    """Return the data-parallel ranks that compute samples of the same logical worker as ``rank``, as a range.
 
-    It is ``rank`` alone where there are at least as many workers as ranks, as every rank then has whole workers.
+    A logical worker is a fixed share of the global batch. With fewer workers than ranks, consecutive ranks divide the
+    samples of a worker. With at least as many workers as ranks every rank has whole workers, and the range is ``rank``
+    alone.
 
     Args:
         workers: number of logical workers.
-        ranks: number of data ranks.
-        rank: the data rank.
+        ranks: number of data-parallel ranks.
+        rank: index of the data-parallel rank, from 0.
 
     >>> [list(sharers(2, 3, rank)) for rank in range(3)], list(sharers(3, 2, 1))
     ([[0, 1], [0, 1], [2]], [1])

@@ -67,7 +67,11 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Short text that identifies the operation and its ranks; a rank counts how often it has completed each."""
+        """Short text that identifies the collective or transfer: operation, name, first two and last rank, and size.
+
+        Equal calls that a rank repeats have the same key; ``StallInspector`` counts by it how often a rank has
+        completed each.
+        """
         return f"{self.text} {self.ranks[:2]}{self.ranks[-1:]}{len(self.ranks)}"
 
 

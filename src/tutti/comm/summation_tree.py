@@ -17,7 +17,8 @@ T = TypeVar("T")
 def children(node: Node) -> tuple[Node, Node]:
     """Return the left and right child of a node of the binary summation tree over logical workers.
 
-    A node is the range (low, high), ``high`` exclusive, of the workers whose sum it stands for. The left child has the
+    The tree fixes the order in which the vectors of logical workers (fixed shares of the global batch) are added. A
+    node is the range (low, high), ``high`` exclusive, of the workers whose sum it stands for. The left child has the
     largest power of two of workers that is smaller than their number in the node.
 
     Args:
@@ -34,7 +35,8 @@ def children(node: Node) -> tuple[Node, Node]:
 def subtree_roots(mine: range, workers: int) -> list[Node]:
     """Return the largest subtrees of the summation tree whose logical workers all belong to one device, left to right.
 
-    A device sends the sum of each of these subtrees, never one partial sum, whose order would depend on the device.
+    The tree is binary, over logical workers (fixed shares of the global batch). A device sends the sum of each of these
+    subtrees, never one sum over all its workers, whose order of addition would depend on the number of devices.
 
     Args:
         mine: logical workers of the device, contiguous.
@@ -62,7 +64,7 @@ def subtree_roots(mine: range, workers: int) -> list[Node]:
 def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
     """Return the sum over the logical workers of a tree node, from partial sums, in the order of the summation tree.
 
-    The tree is binary; its nodes are ranges of workers.
+    The tree is binary; its nodes are ranges of logical workers (fixed shares of the global batch).
 
     Args:
         node: root of the subtree, a range (low, high) of workers.
@@ -86,8 +88,9 @@ def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
 def merge_siblings(pieces: dict[Node, T], leaf: int, workers: int, add: Callable[[T, T], T]) -> None:
     """Add up neighbouring partial sums in ``pieces`` wherever they are siblings in the binary summation tree.
 
-    Called after the vector of worker ``leaf`` was put into ``pieces`` under the key ``(leaf, leaf + 1)``: as long as
-    the sibling's sum is there too, both are replaced by their sum under the parent's range, then the same one level up.
+    The tree's leaves are logical workers (fixed shares of the global batch). Called after the vector of worker ``leaf``
+    was put into ``pieces`` under the key ``(leaf, leaf + 1)``: as long as the sibling's sum is there too, both are
+    replaced by their sum under the parent's range, then the same one level up.
 
     If workers come in increasing order, ``pieces`` never holds more than about log2(workers) sums.
 

@@ -17,8 +17,8 @@ from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize: int) -> dict[str, int]:
     """Predict the bytes that a rank sends in one reproducible all-reduce of the logical workers' vectors.
 
-    The all-reduce is that of `TreeSum.total`: an all-to-all and an all-gather. Holds where ranks do not share logical
-    workers.
+    A logical worker is a fixed share of the global batch. The all-reduce is that of `TreeSum.total`: an all-to-all and
+    an all-gather. Holds where each worker is computed by one rank alone.
 
     Args:
         ranks: number of data ranks R.
@@ -42,8 +42,9 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
 class TreeSum:
     """Reproducible all-reduce: sums one vector of each logical worker in the order of a binary tree over the workers.
 
-    With R data ranks and N workers, each rank sends (its subtrees + 1) · length · (R-1)/R elements, in one all-to-all
-    and one all-gather. For R ≤ N the bits of the sum do not depend on R.
+    A logical worker is a fixed share of the global batch. With R data ranks and N workers, each rank sends (its
+    subtrees + 1) · length · (R-1)/R elements, in one all-to-all and one all-gather. For R ≤ N the bits of the sum do
+    not depend on R.
 
     Where R > N, ranks share workers. A worker's vector is then the sum of its ranks' vectors, added one after the other
     in the order of ranks and calls of ``add``, and a rank may call ``add`` any number of times. One more all-gather
@@ -74,6 +75,8 @@ class TreeSum:
     def add(self, worker: int, vector: Tensor) -> None:
         """Add the vector of one logical worker to this rank's partial sums, which ``total`` adds up over ranks. Local.
 
+        A logical worker is a fixed share of the global batch, and its vector for example its gradient.
+
         Args:
             worker: index of the worker among all N logical workers; calls must be in increasing order.
             vector: (length,); kept and overwritten.
@@ -87,8 +90,9 @@ class TreeSum:
     def total(self) -> Tensor:
         """Return the sum of the vectors of all logical workers, which ``add`` was given; bit-identical on every rank.
 
-        Collective over the data ranks; blocks. The bits do not depend on the number of ranks, unless ranks share
-        workers. Forgets the vectors, so that the next sum can begin.
+        A logical worker is a fixed share of the global batch. Collective over the data ranks; blocks. The bits do not
+        depend on the number of ranks, unless several ranks compute one worker. Forgets the vectors, so that the next
+        sum can begin.
 
         Returns:
             (length,).
