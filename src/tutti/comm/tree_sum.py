@@ -77,8 +77,6 @@ class TreeSum:
 
         A logical worker is a fixed share of the global batch, and its vector for example its gradient.
 
-        A logical worker is a fixed share of the global batch, and its vector for example its gradient.
-
         Args:
             worker: index of the worker among all N logical workers; calls must be in increasing order.
             vector: (length,); kept and overwritten.
