@@ -64,7 +64,8 @@ class FileRecord:
     def as_json(self) -> dict[str, Any]:
         """Return the record of a tensor file as a JSON object, which ``from_json`` parses.
 
-        Ranks report it to rank 0, and the manifest stores it.
+        Keys are ``group``, ``rank``, ``size`` (bytes), ``sha256`` and ``slices``, a list of [name, dtype, shape of the
+        whole tensor, offset, shape of the slice]. Ranks report it to rank 0, and the manifest stores it.
         """
         slices = [[s.name, s.dtype, s.shape, s.offset, s.part] for s in self.slices]
         return {"group": self.group, "rank": self.rank, "size": self.size, "sha256": self.sha256, "slices": slices}

@@ -72,7 +72,8 @@ class PlainFile:
     def numbers(self, name: str) -> NDArray[Any]:
         """Return a copy of one tensor of the file, as unsigned integers of its elements' width, in the tensor's shape.
 
-        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
+        real dtype.
 
         Args:
             name: name of the tensor, a key of ``records``.

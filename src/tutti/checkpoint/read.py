@@ -111,7 +111,7 @@ class TensorReader:
     def numbers(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Return a region of one tensor as unsigned integers of its elements' width; files without it are not opened.
 
-        Bits are unchanged, so that dtypes unknown to NumPy, such as bfloat16, can be read.
+        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16.
 
         Args:
             group: one of ``GROUPS``.

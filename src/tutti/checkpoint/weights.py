@@ -29,7 +29,8 @@ class Weights(Protocol):
     def numbers(self, name: str) -> NDArray[Any]:
         """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
 
-        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
+        real dtype.
 
         Args:
             name: name of the tensor, a key of ``records``.
@@ -75,19 +76,25 @@ class SavedWeights:
     def numbers(self, name: str) -> NDArray[Any]:
         """Read one whole tensor, or its EMA, from the checkpoint as unsigned integers of its elements' width.
 
-        The array has the tensor's shape. Bits are unchanged, so that bfloat16 needs no NumPy dtype;
-        ``records[name].dtype`` has the real dtype.
+        The array has the tensor's shape. Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes
+        uint16. ``records[name].dtype`` has the real dtype.
+
+        Args:
+            name: name of the tensor, a key of ``records``; tied tensors are found under each of their names.
         """
         shape = self.records[name].shape
         return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)
 
 
 class SomeWeights:
-    """A selection of the tensors of other weights, by name, to be read one at a time.
+    """Selection of the named tensors of a checkpoint or file; its tensors are read one at a time.
 
     Args:
-        weights: all tensors.
-        names: names of the tensors to keep.
+        weights: all tensors of the checkpoint or file.
+        names: names of the tensors to keep, keys of ``weights.records``.
+
+    Attributes:
+        records: dtype and shape of each selected tensor, by name.
     """
 
     def __init__(self, weights: Weights, names: Iterable[str]) -> None:
@@ -95,9 +102,18 @@ class SomeWeights:
         self.records: Mapping[str, SliceRecord] = {name: weights.records[name] for name in names}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return one of the selected tensors as unsigned integers of its elements' width, in the tensor's shape.
+        """Read one tensor of this selection of a checkpoint's or file's weights, as an array of unsigned integers.
 
-        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+        The array has the tensor's shape, and integers as wide as the tensor's elements.
+
+        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
+        real dtype.
+
+        Args:
+            name: name of a selected tensor, a key of ``records``.
+
+        Raises:
+            CheckpointError: the tensor is unreadable.
         """
         return self._weights.numbers(name)
 
