@@ -19,9 +19,11 @@ class AdaScale:
     """AdaScale's gain r: the factor on each step's learning rate, estimated from the variance of workers' gradients.
 
     Johnson et al. 2020, arXiv 2007.05105, Algorithm 1. The workers are N logical workers, equal shares of the global
-    batch. Estimates of σ² and μ² are averaged with θ = max(1 - N/1000, 0), debiased, then divided and clamped. They use
-    gradients before clipping. Skipped steps, and steps in which fewer than two logical workers had samples, do not
-    change the averages. Every rank computes the gain from globally reduced statistics; all gains are equal.
+    batch. r = (σ² + μ²) / (σ²/S + μ²), with σ² the variance of one worker's gradient, μ² the squared norm of the
+    expected gradient, and S the step's samples in units of a worker's share. Estimates of σ² and μ² are averaged with θ
+    = max(1 - N/1000, 0), debiased, then divided and clamped. They use gradients before clipping. Skipped steps, and
+    steps in which fewer than two logical workers had samples, do not change the averages. Every rank computes the gain
+    from globally reduced statistics; all gains are equal.
 
     Args:
         batch: samples in a global batch.
@@ -42,10 +44,12 @@ class AdaScale:
         """Estimate AdaScale's gain from a step's gradient variance; return the step context with it in ``lr_factor``.
 
         The gain multiplies the context's learning-rate factor (None counts as 1), and is added to ``tau``, the sum of
-        gains. After a step with a non-finite gradient the context is returned as it is. Not collective.
+        gains. Before the first estimate of the variance the gain is 1. After a step with a non-finite gradient the
+        context is returned as it is. Not collective.
 
         Args:
-            stats: results of the step, reduced over all ranks.
+            stats: results of the step, reduced over all ranks: gradient norm, and the mean of the squared norms of the
+                gradients of the logical workers (shares of the global batch).
             step_context: number of samples and learning-rate factor of the step.
         """
         self.gain = None
@@ -73,9 +77,9 @@ class AdaScale:
     def values(self) -> dict[str, float]:
         """Return AdaScale's figures to log: ``tau`` (τ), ``gain`` (r of the last step), ``noise_scale`` (in samples).
 
-        τ is the sum of all gains r, by which the rates of steps were multiplied. ``gain`` is missing after a skipped
-        step, ``noise_scale`` before the first estimate. The simple noise scale is defined by McCandlish et al. 2018,
-        arXiv 1812.06162.
+        τ is the sum of all gains r, by which the learning rates of steps were multiplied. ``gain`` is missing after a
+        skipped step, ``noise_scale`` before the first estimate. The simple noise scale is defined by McCandlish et al.
+        2018, arXiv 1812.06162.
         """
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau
@@ -86,19 +90,21 @@ class AdaScale:
         return found
 
     def state(self) -> dict[str, float]:
-        """Return AdaScale's running estimates as numbers, for a checkpoint.
+        """Return AdaScale's running estimates as a dict of four numbers, for a checkpoint and ``load``.
 
-        Keys are ``tau`` (sum of gains), ``variance`` and ``square`` (weighted sums of the estimates of σ² and μ²), and
-        ``weight`` (sum of the weights, by which they are divided).
+        AdaScale multiplies the learning rate of each step by a gain. Keys are ``tau``, the sum of the gains so far;
+        ``variance`` and ``square``, exponentially weighted sums of the steps' estimates of the variance of one logical
+        worker's gradient and of the squared norm of the expected gradient; and ``weight``, the sum of the weights, by
+        which both sums are divided to get averages. A logical worker is a share of the global batch.
         """
         first, second = self._averages.sums
         return {"tau": self.tau, "variance": first, "square": second, "weight": self._averages.weight}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Restore AdaScale's running estimates from a checkpoint.
+        """Restore AdaScale's sum of gains and running estimates of the gradient's variance from a checkpoint.
 
         Args:
-            saved: the result of ``state``.
+            saved: the result of ``state``: ``tau``, ``variance``, ``square`` and ``weight``.
 
         Raises:
             ValueError, KeyError, TypeError: ``saved`` is malformed.

@@ -67,7 +67,7 @@ class LossScale:
         """Restore the loss scale from a checkpoint; a constant scale is not changed.
 
         Args:
-            saved: the result of ``state``.
+            saved: the result of ``state``: ``value`` and ``good_steps``.
 
         Raises:
             ValueError, KeyError, TypeError: ``saved`` is malformed.
