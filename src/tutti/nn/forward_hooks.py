@@ -48,7 +48,10 @@ class KeptGraphs:
         self._seen: list[tuple[str, str, ReferenceType[_Mark]]] = []
 
     def begin(self) -> None:
-        """Watch the hooks that the modules have now, in the coming forwards with gradients."""
+        """Begin to watch the script's forward hooks that the modules have now for tensors that they keep.
+
+        Wraps each hook, which then gets views of the tensors in the coming forwards with gradients; ``kept`` reports.
+        """
         for name, module in self._model.named_modules():
             if forward_hooks(module):
                 wrap_forward_hooks(module, partial(self._watched, name))
@@ -58,12 +61,16 @@ class KeptGraphs:
         return hook if watched else _WatchedHook(hook, name, self._seen)
 
     def kept(self, results: Iterable[Any]) -> tuple[str, str] | None:
-        """Return the module's name and the place of the first hook since the last call that has kept a tensor, or None.
+        """Return the first forward hook that has kept a tensor with its autograd graph since the last call, or None.
 
         A tensor that is part of the graph of ``results`` does not count.
 
         Args:
-            results: what the forward has computed.
+            results: what the forward has computed; values that are no tensors are ignored.
+
+        Returns:
+            The name of the hook's module, and ``FILE:LINE`` of the hook's definition or its type; None if no hook has
+            kept a tensor.
         """
         alive = [(name, place, mark) for name, place, made in self._seen if (mark := made()) is not None]
         self._seen.clear()

@@ -46,19 +46,23 @@ def spilling(folder: str | Path | None = None, above: int = 0) -> Iterator[None]
 
 
 def as_built(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context that allocates large new tensors as ``model`` was built: in files (``spilling``) or in memory.
+    """Return a context in which new tensors are backed by files if a parameter of ``model`` is, else by memory.
 
-    For code that makes new tensors of the model's size, such as copies. It is ``spilling()`` if a parameter of the
-    model is backed by a file, else a null context.
+    For code that makes further tensors of the model's size, such as copies of it. With a parameter in a file the
+    context is ``spilling()``: new CPU tensors of 1 MiB or more are backed by files in the default folder, which vanish
+    with the process. Otherwise the context does nothing.
 
     Args:
-        model: the model whose parameters decide.
+        model: the model; its parameters are only looked at.
     """
     return spilling() if any(map(spilled, model.parameters())) else nullcontext()
 
 
 def spilled(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage is backed by a file, as within ``spilling``; False for a ``DTensor``."""
+    """Return whether a tensor's storage is backed by a file and not by memory, as of tensors made in ``spilling``.
+
+    False for a ``DTensor``.
+    """
     return not hasattr(tensor, "to_local") and tensor.untyped_storage().filename is not None
 
 

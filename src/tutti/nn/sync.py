@@ -221,12 +221,15 @@ def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, 
 
 
 def peers_of(part: nn.Module) -> Peers | None:
-    """Return the state that all synchronised batch norms in ``part`` share: their communicator, and a switch.
-
-    None if there are none, or if a single rank computes them.
+    """Return the state that all synchronised batch norms in ``part`` share on this rank.
 
     Args:
         part: the model, or the part of it on this rank.
+
+    Returns:
+        A ``Peers``: ``line``, the communicator of the ranks whose samples are normalised together, and ``counts``,
+        which the caller sets to False while a dummy micro-batch runs, so that it does not enter the statistics. None if
+        there are no synchronised batch norms, or a single rank computes them.
     """
     found = (m.peers for m in part.modules() if isinstance(m, SyncBatchNorm))
     peers = next(found, None)

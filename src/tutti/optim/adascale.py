@@ -44,8 +44,9 @@ class AdaScale:
         """Estimate AdaScale's gain from a step's gradient variance; return the step context with it in ``lr_factor``.
 
         The gain multiplies the context's learning-rate factor (None counts as 1), and is added to ``tau``, the sum of
-        gains. Before the first estimate of the variance the gain is 1. After a step with a non-finite gradient the
-        context is returned as it is. Not collective.
+        gains. Before the first estimate of the variance the gain is min(S, 1), S the step's samples divided by those of
+        one logical worker (share of the global batch). After a step with a non-finite gradient the context is returned
+        as it is. Not collective.
 
         Args:
             stats: results of the step, reduced over all ranks: gradient norm, and the mean of the squared norms of the
