@@ -18,7 +18,7 @@ class DiagnosisWarning(UserWarning):
 
 
 class Classic(NamedTuple):
-    """A classic mistake in training: why it costs accuracy, and the remedy, both in a sentence.
+    """Texts on a classic mistake in distributed training: why it costs accuracy, and the remedy, both in a sentence.
 
     Attributes:
         why: why the mistake costs accuracy.

@@ -29,16 +29,21 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def started(self, header: RunHeader) -> None:
-        """Write the run's title and derived settings (name and value) to TensorBoard, as a text named ``run``."""
+        """Write the run's title and settings to TensorBoard, before the first step, as a text named ``run``.
+
+        Args:
+            header: title, and settings that follow from the options, of which each becomes a line ``name: value``.
+        """
         self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         """Write a step's loss, metrics, gradient norm and learning rate as TensorBoard scalars ``train/NAME``.
 
-        The run's samples a second, and throughput figures of one device, are written too.
+        Figures of AdaScale and of the gradient noise, the run's samples a second, and throughput figures of one device
+        are written too, all at the horizontal position ``record.step``. Numbers that are None are left out.
 
         Args:
-            record: numbers of one optimizer step.
+            record: numbers of one optimizer step, and the number of steps so far.
             pace: speed of the run.
         """
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
@@ -47,14 +52,21 @@ class TensorBoard:
         self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Write loss and metrics of one evaluation as TensorBoard scalars ``eval/NAME``."""
+        """Write the means of one evaluation on held-out samples as TensorBoard scalars ``eval/NAME``.
+
+        NAME is ``loss`` or a metric, such as ``accuracy``. If the run keeps an average (EMA) of the weights, these are
+        of the average, and ``raw_loss`` and ``raw_{metric}`` of the weights in training.
+
+        Args:
+            record: loss and metrics, and the step after which they were evaluated, which is the horizontal position.
+        """
         self._add({f"eval/{name}": value for name, value in record.values.items()}, record.step)
 
     def warned(self, text: str) -> None:
-        """Write nothing for a warning to TensorBoard: warnings are in ``metrics.jsonl``."""
+        """Do nothing with the text of a warning: warnings are in ``metrics.jsonl``, and not in TensorBoard."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Write nothing to TensorBoard at the end of the run: the summary has a file of its own."""
+        """Do nothing with the results of the run: they are in ``summary.json``, and not in TensorBoard."""
 
     def close(self) -> None:
         """Flush and close the TensorBoard event file."""

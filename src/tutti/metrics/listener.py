@@ -130,7 +130,11 @@ class Listener(Protocol):
         """
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Receive the held-out loss and metrics of one evaluation."""
+        """Receive the held-out loss and metrics of one evaluation.
+
+        Args:
+            record: means over all held-out samples, and the step after which they were evaluated.
+        """
 
     def warned(self, text: str) -> None:
         """Receive the text of a warning, at any time before ``close``."""
@@ -154,7 +158,11 @@ class EarlyWarnings:
         self._warned(text)
 
     def pass_to(self, warned: Callable[[str], None]) -> None:
-        """Call ``warned`` with the texts of the warnings kept so far, in order, and with that of every later one."""
+        """Call ``warned`` with the texts of the warnings kept so far, in order, and from now on with every later one.
+
+        Args:
+            warned: function that is called with the text of one warning.
+        """
         self._warned = warned
         for text in self._kept:
             warned(text)
@@ -186,7 +194,11 @@ class Listeners:
             member.stepped(record, pace)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Pass the held-out loss and metrics of one evaluation on to every listener."""
+        """Pass the result of one evaluation on to every listener.
+
+        Args:
+            record: held-out loss and metrics, and the step after which they were evaluated.
+        """
         for member in self.members:
             member.evaluated(record)
 

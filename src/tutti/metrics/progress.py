@@ -86,8 +86,11 @@ class PlainLines:
     def evaluated(self, record: EvalRecord) -> None:
         """Print a line with the held-out loss and metrics of an evaluation, labelled ``eval``.
 
-        If the run keeps an average of the weights, the line is labelled ``ema`` and has the values of the average; a
-        second line, ``raw``, has those of the weights in training.
+        If the run keeps an average (EMA) of the weights, the line is labelled ``ema`` and has the values of the
+        average; a second line, ``raw``, has those of the weights in training.
+
+        Args:
+            record: means over all held-out samples, and step and epoch of the evaluation.
         """
         group = "eval" if record.raw is None else "ema"
         self._row(group, record.step, record.epoch, record.loss, record.metrics, [])
@@ -174,8 +177,11 @@ class LiveDisplay:
     def evaluated(self, record: EvalRecord) -> None:
         """Print a line with the held-out loss and metrics of an evaluation above the live display.
 
-        If the run keeps an average of the weights, the line has the values of the average, and a second line those of
-        the weights in training.
+        If the run keeps an average (EMA) of the weights, the line has the values of the average, and a second line
+        those of the weights in training.
+
+        Args:
+            record: means over all held-out samples, and step and epoch of the evaluation.
         """
         where = f"held out  epoch {record.epoch}  step {record.step}"
         which = "" if record.raw is None else "  ema"

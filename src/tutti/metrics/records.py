@@ -260,9 +260,15 @@ class RunDirectory:
         self._append(line)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Append a JSON line of group ``eval`` to ``metrics.jsonl``: step, held-out loss and metrics, time.
+        """Append the result of one evaluation to ``metrics.jsonl``, as a JSON line of group ``eval``.
 
-        The time is in seconds of training until the evaluation.
+        Keys are ``group``, ``step``, ``epoch``, ``samples`` (number of held-out samples), ``loss`` and each metric, and
+        ``seconds`` of training until the evaluation. If the run keeps an average (EMA) of the weights, the values are
+        of the average, ``weights`` is ``ema``, and ``raw_loss`` and ``raw_{metric}`` are of the weights in training.
+        NaN and infinities become null.
+
+        Args:
+            record: the means over all held-out samples.
         """
         line: dict[str, Any] = {
             "group": "eval",

@@ -50,16 +50,16 @@ def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.
 def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> bool:
     """Return whether the global batch leaves too few updates, while the batch of one logical worker would leave enough.
 
-    Few means under 200, in a run whose batch is a twentieth of the data or more; one worker alone would make 100 or
-    more. A data set of under 1,000 samples is a toy, for which the answer is False.
-    Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer et al. 2017, arXiv 1705.08741, find
-    that as many updates bring the accuracy back.
+    A logical worker is a fixed share of the global batch. Few means under 200, in a run whose batch is a twentieth of
+    the data or more; enough means 100 or more with batches of one worker's share. A data set of under 1,000 samples is
+    a toy, for which the answer is False. Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer
+    et al. 2017, arXiv 1705.08741, find that as many updates bring the accuracy back.
 
     Args:
         updates: optimizer updates in the whole run.
         dataset: samples in an epoch.
         batch: samples in a global batch.
-        workers: number of logical workers.
+        workers: number of logical workers, among which the global batch is divided.
 
     >>> too_few_updates(156, 50_000, 4096, 8), too_few_updates(1176, 50_000, 512, 8), too_few_updates(9, 50_000, 64, 1)
     (True, False, False)
@@ -69,7 +69,9 @@ def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> boo
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Return pairs of logical workers whose data have equal digests.
+    """Return pairs of logical workers whose data have equal digests: they train on the same samples.
+
+    A logical worker is a fixed share of the global batch.
 
     Args:
         digests: digest of each worker's data, in the order of workers; None is ignored.
@@ -93,11 +95,13 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 
 
 def tells(samples: Sequence[str], least: int) -> bool:
-    """Return whether samples are many and varied enough that meeting the same ones again is no coincidence.
+    """Return whether samples are so many and varied that a second sequence equal to them is no coincidence.
+
+    True if there are at least ``least`` of them, and more than half of all are different.
 
     Args:
         samples: digests of the samples, in the order in which they were seen.
-        least: smallest number of samples that is enough; more than half of them must be different.
+        least: smallest number of samples that is enough.
 
     >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
     (True, False, False)
@@ -106,7 +110,9 @@ def tells(samples: Sequence[str], least: int) -> bool:
 
 
 def is_sum(once: float, twice: float) -> bool:
-    """Return whether a loss doubles when its batch is repeated: it is then a sum, where a mean is expected.
+    """Return whether a loss doubles when its batch is repeated: it is then a sum over samples, and no mean.
+
+    Equality is within a relative 0.001; False for a loss that is not finite, or is 0.
 
     Args:
         once: loss of a batch.
@@ -121,9 +127,11 @@ def is_sum(once: float, twice: float) -> bool:
 def mixes_samples(whole: float, parts: float) -> bool:
     """Return whether a loss mixes the samples of its batch: the loss of the whole is no mean of its parts' losses.
 
+    True if both are finite and differ by more than a relative 0.001, and by more than 10⁻⁶.
+
     Args:
-        whole: mean loss of a batch.
-        parts: mean loss over the batch, of its parts computed one by one.
+        whole: loss of a batch, computed at once.
+        parts: mean of the losses of the batch's parts, each computed alone.
 
     >>> mixes_samples(1.39, 0.69), mixes_samples(3.0, 3.0001), mixes_samples(0.0, 0.0), mixes_samples(1.0, math.nan)
     (True, False, False, False)
