@@ -226,7 +226,12 @@ class RunDirectory:
         """Write nothing when the run starts: its settings follow from ``config.toml`` in the run directory."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Append a JSON line of group ``train`` to ``metrics.jsonl``: loss, metrics, learning rate, … of one step.
+        """Append the numbers of one optimizer step to ``metrics.jsonl``, as a JSON line of group ``train``.
+
+        Keys are ``group``, ``step``, ``epoch``, ``samples`` and ``updates`` (so far), ``loss``, each metric,
+        ``grad_norm``, ``lr``, ``seconds`` (of training so far) and, as far as the run has them, ``loss_scale``,
+        ``data_seconds`` (wait for the batch), figures of AdaScale, gradient noise and one device, and ``skipped``. NaN
+        and infinities become null.
 
         Args:
             record: numbers of the step.

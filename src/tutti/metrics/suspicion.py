@@ -23,8 +23,9 @@ _SMALL_SET = 1000
 def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.0) -> float | None:
     """Return the usual peak learning rate at ``batch`` if ``rate`` is far from it; else, or without a rule, None.
 
-    Far is thirty times too high, where a batch below 256 counts as 256. For ``sgd``, far is also ten times too low for
-    a batch of 1024 or more: a small batch's rate. A low rate of Adam is no sign of a mistake: fine-tuning uses it.
+    Usual are (1 - momentum) · batch / 256 for ``sgd`` and 0.001 · √(batch / 256) for Adam. Far is thirty times too
+    high, where a batch below 256 counts as 256. For ``sgd``, far is also ten times too low for a batch of 1024 or more:
+    a small batch's rate. A low rate of Adam is no sign of a mistake: fine-tuning uses it.
 
     Args:
         optimizer: ``sgd``, ``adam`` or ``adamw``; other optimizers have no rule.
