@@ -62,7 +62,10 @@ class StagesConfig(StrategyOptions):
 
     @property
     def modules(self) -> StageModules:
-        """Names of the modules of each virtual pipeline stage, if the option ``stages`` lists them; else empty."""
+        """Names of the modules of each virtual pipeline stage, if the option ``stages`` lists them; else empty.
+
+        A tuple of names for each stage, in the order in which the forward calls the modules.
+        """
         return self.stages if isinstance(self.stages, tuple) else ()
 
     @property
@@ -110,8 +113,8 @@ class PipelineConfig(StagesConfig):
 
     Attributes:
         schedule: pipeline schedule: the order of forwards and backwards on each device.
-        micro_batches: number of micro-batches into which a logical worker's share of a full global batch is divided;
-            default: from ``--micro-batch``.
+        micro_batches: number of micro-batches into which a full share of a logical worker (a fixed share of the global
+            batch) is divided; default: from ``--micro-batch``.
         virtual: number of virtual stages on each device, for ``interleaved`` only; default: 2.
     """
 

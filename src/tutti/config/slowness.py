@@ -58,7 +58,8 @@ class Slowness:
     def check(self, ranks: int, workers: int, accelerated: bool = False) -> None:
         """Raise UsageError if a delayed rank or logical worker does not exist, or ``factor`` slows an accelerator.
 
-        ``factor`` is measured in CPU time, and so works on CPUs alone.
+        A logical worker is a fixed share of the global batch. The option ``factor`` is measured in CPU time, and so
+        works on CPUs alone.
 
         Args:
             ranks: number of ranks of the run.

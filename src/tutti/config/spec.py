@@ -72,7 +72,8 @@ class Duration:
 
         Args:
             dataset: samples in one epoch; None for a stream of unknown length.
-            batch: samples in one global batch; a fraction for one logical worker's share of it.
+            batch: samples in one global batch, or in the fixed share of it of one logical worker, which may be a
+                fraction.
 
         Raises:
             UsageError: the duration is in epochs, and ``dataset`` is None.
@@ -166,8 +167,9 @@ class StrategyOptions:
     def capabilities(self) -> dict[str, Any]:
         """Return capabilities of the strategy that depend on its options, by name, such as ``{"reproducible": False}``.
 
-        They take the place of the capabilities of the same names that ``parallel/registry.py`` states for the strategy.
-        Empty by default.
+        A capability says what the strategy can do, such as to give the same bits on any number of ranks. Names are
+        fields of ``Strategy`` in ``parallel/registry.py``, whose values for the strategy are replaced by these. Empty
+        by default.
         """
         return {}
 

@@ -172,11 +172,12 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return capabilities that replace those in ``parallel/registry.py``, by name; empty unless ``shards`` > 1.
+        """Return what the strategy can do otherwise than ``parallel/registry.py`` states for it, by name of the field.
 
-        Otherwise ``exchange`` names ``ShardedSync``, of the strategy ``sharded``, as the class that synchronises
-        gradients, and ``worker_gradients`` is False, because no rank has the gradient of one logical worker (share of
-        the global batch).
+        Returns:
+            With ``shards`` > 1: ``exchange``, the class that synchronises gradients, ``ShardedSync``; and
+            ``worker_gradients`` False, because no rank has the gradient of one logical worker (a fixed share of the
+            global batch). Otherwise an empty dict.
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
@@ -255,7 +256,8 @@ class ParameterServerConfig(StrategyOptions):
     """Options of parameter servers: processes beside the ranks that hold the parameters and the optimizer state.
 
     Attributes:
-        mode: ``sync``: one update a step from the gradients of all logical workers; ``async``: one update from each
+        mode: ``sync``: one update a step from the gradients of all logical workers (fixed shares of the global batch);
+            ``async``: one update from each
             worker's gradient as it arrives; ``bounded``: asynchronous with bounded staleness.
         servers: number of servers that the parameters are sharded over.
         staleness: steps that a worker may be ahead of the slowest, for ``bounded`` only.
@@ -312,10 +314,14 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return capabilities of parameter servers that follow from ``mode``, such as ``{"reproducible": False}``.
+        """Return what parameter servers can do otherwise than ``parallel/registry.py`` states, by name of the field.
 
-        ``async`` and ``bounded`` servers are not reproducible, and neither are ``sync`` ones with ``backup``; ``sync``
-        ones without it change no capability. The values, by name, take the place of those in ``parallel/registry.py``.
+        Returns:
+            For ``sync``: empty, or with ``backup`` False for ``reproducible``, ``shared_weights`` and ``averages``,
+            because a step then leaves out stragglers. For ``async`` and ``bounded``: False for these and for
+            ``single_update``; ``exchange``, the class of asynchronous servers; ``fault_tolerant`` True; and
+            ``synchronous`` and ``custom_loop``, which are False where the run counts the steps of all workers together
+            (``steps=all``).
         """
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}

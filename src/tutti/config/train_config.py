@@ -229,10 +229,14 @@ class TrainConfig:
         return parse_device_range(self.devices)
 
     def engine(self) -> EngineConfig | None:
-        """Return the options of the engine that starts the ranks, from ``--on`` (local, SSH, Ray or Slurm).
+        """Return the options of the engine that starts the ranks, from ``--on``.
 
-        Without ``--on`` it is None, but ``local`` for a range of devices, which needs an engine. Raises UsageError if
-        the text is malformed.
+        Raises UsageError if the text is malformed.
+
+        Returns:
+            A ``LocalEngineConfig`` (processes of this node), ``SshEngineConfig``, ``RayEngineConfig`` or
+            ``SlurmEngineConfig``. Without ``--on``: a ``LocalEngineConfig`` for a range of devices, such as ``2:8``,
+            which needs an engine, else None.
         """
         if self.on is None or self.on == "none":
             return None if self.device_range is None else LocalEngineConfig()
@@ -253,28 +257,37 @@ class TrainConfig:
 
     @cached_property
     def lr_rule(self) -> NoRule:
-        """The learning-rate rule of ``--lr-scale``. Raises UsageError if the text is malformed.
+        """The rule by which the learning rate follows the batch size, from ``--lr-scale``.
 
-        ``NoRule`` is the base class of all rules, and itself the rule ``none``.
+        ``NoRule`` is the base class of all rules, and itself the rule ``none``; the rule's method ``factor`` returns
+        the factor on the learning rate. Raises UsageError if the text is malformed.
         """
         return check_rule(self.lr_scale)
 
     @cached_property
     def optimizer_choice(self) -> OptimizerChoice:
-        """The options of ``--optimizer`` with their text ``name:key=value,…``. Raises UsageError if it is malformed."""
+        """The optimizer from ``--optimizer``: its text, ``name:key=value,…``, and the options parsed from it.
+
+        ``options`` is a dataclass such as ``AdamWConfig``. Raises UsageError if the text is malformed.
+        """
         return OptimizerChoice.parse(self.optimizer)
 
     @cached_property
     def lr_schedule(self) -> ConstantSchedule:
-        """The options of ``--schedule``, the learning-rate schedule. Raises UsageError if the text is malformed.
+        """The options of the learning-rate schedule, from ``--schedule``, such as a ``CosineSchedule``.
 
-        ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.
+        ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``. Raises UsageError if the text
+        is malformed.
         """
         return check_schedule(self.schedule)
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
-        """The options of ``--batch-norm`` (``name:key=value,…``). Raises UsageError if the text is malformed."""
+        """The samples over which batch norm takes its statistics, from ``--batch-norm``.
+
+        A ``WorkerBatchNorm`` (one micro-batch), a ``Ghost`` (``size`` samples) or a ``Sync`` (the global batch). Raises
+        UsageError if the text is malformed.
+        """
         return check_batch_norm(self.batch_norm)
 
     @cached_property
@@ -287,9 +300,11 @@ class TrainConfig:
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """The options of ``--activation-checkpointing``; None without it.
+        """The modules whose activations are recomputed in backward, from ``--activation-checkpointing``.
 
-        Raises UsageError if the text is malformed or conflicts with ``--compile``.
+        ``Blocks`` with the interval ``every`` of the blocks to recompute, its subclass ``Selective``, which keeps
+        results of expensive operators, or None for none. Raises UsageError if the text is malformed or conflicts with
+        ``--compile``.
         """
         return check_checkpointing(self.activation_checkpointing, compiled=self.compile_choice is not None)
 
@@ -297,23 +312,27 @@ class TrainConfig:
     def loss_scale_options(self) -> LossScaleConfig | None:
         """The options of the loss scale: from ``--loss-scale``, else dynamic for fp16, else None for no loss scale.
 
-        Raises UsageError if the text is malformed, or given with a precision other than fp16.
+        A ``ConstantLossScale`` with its ``value``, or a ``Dynamic``, as of ``torch.amp.GradScaler``. Raises UsageError
+        if the text is malformed, or given with a precision other than fp16.
         """
         return choose_loss_scale(self.loss_scale, self.precision)
 
     @cached_property
     def noise(self) -> Multiplicative | None:
-        """The options of ``--gradient-noise``; None without it.
+        """The noise that is added to the gradient, from ``--gradient-noise``; None without it.
 
-        Raises UsageError if the text is malformed, or conflicts with the batch size or ``--lr-scale adascale``.
+        ``base_batch`` is the number of samples whose gradient is as noisy. Raises UsageError if the text is malformed,
+        or conflicts with the batch size or ``--lr-scale adascale``.
         """
         return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
 
     @cached_property
     def limits(self) -> WatchdogLimits:
-        """Seconds without progress after which the watchdog ends a rank, at the start, in a step and in a save.
+        """Seconds without progress after which the watchdog ends a rank, from three options of ``tutti train``.
 
-        Raises UsageError for a limit that is neither 0 (none) nor at least 1.
+        ``start`` (``--start-timeout``, default 1800) holds until the first step is done, ``step`` (``--step-timeout``,
+        default None: the collectives' timeout) in a step, ``save`` (``--save-timeout``, default 1800) in a save; 0
+        stands for no limit. Raises UsageError for a limit that is neither 0 (none) nor at least 1.
         """
         return WatchdogLimits.make(self.start_timeout, self.step_timeout, self.save_timeout)
 
@@ -426,7 +445,9 @@ class TrainConfig:
 
     @cached_property
     def growth(self) -> BatchGrowth | None:
-        """The options of ``--batch-growth``, a global batch that grows at given epochs; None without it.
+        """The schedule by which the global batch grows, from ``--batch-growth``; None without it.
+
+        It has the epochs at whose start the batch grows (``milestones``), the ``factor``, and the ``largest`` batch.
 
         Raises:
             UsageError: they are malformed, or conflict with the batch size, ``--lr-scale``, ``--gradient-noise``,
@@ -456,7 +477,8 @@ class TrainConfig:
     def slowness(self) -> tuple[Slowness, ...]:
         """The simulated delays of ranks or logical workers, from ``--slow``; empty without it.
 
-        Raises UsageError if the text is malformed.
+        A logical worker is a fixed share of the global batch. Each ``Slowness`` has the numbers of the delayed ranks
+        or workers, and their delay. Raises UsageError if the text is malformed.
         """
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
 
