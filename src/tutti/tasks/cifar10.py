@@ -20,6 +20,8 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool) -> Task:
     """Build the task of classifying CIFAR-10 images; they are normalised by CIFAR-10's mean and standard deviation.
 
+    A batch is images (samples, 3, 32, 32) float32 and labels (samples,) int64; the loss is the cross-entropy.
+
     Args:
         config: options of the model, whose class selects it: a small residual network or a ResNet-18.
         data: a folder in hub layout or of image files, or ``uoft-cs/cifar10``.

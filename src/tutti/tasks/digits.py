@@ -24,7 +24,8 @@ CLASSES = 10
 def digits_task(config: CnnConfig | MlpConfig) -> Task:
     """Build the task of classifying scikit-learn's handwritten digits, grey 8×8 images with pixels in [0, 1].
 
-    Every fifth image is held out. A batch is images (samples, 1, 8, 8) float32 and labels (samples,) int64.
+    Every fifth image is held out. A batch is images (samples, 1, 8, 8) float32 and labels (samples,) int64; the loss is
+    the cross-entropy.
 
     Args:
         config: options of the model, whose class selects it: a CNN or a multi-layer perceptron.

@@ -21,10 +21,10 @@ TRAIN, HELD_OUT = 512, 128
 def linear_task(config: LineConfig) -> Task:
     """Build the task of fitting a line: y = 2x - 1 plus noise of standard deviation 0.5, x uniform in [-1, 1).
 
-    The points are the same in every run.
+    The points are the same in every run. A batch is x and y, both (samples, 1) float32; the loss is the squared error.
 
     Args:
-        config: options of the model.
+        config: options of the model y = w·x + b; there are none.
     """
     inputs, targets = points(TRAIN + HELD_OUT)
     return Task(

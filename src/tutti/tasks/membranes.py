@@ -19,7 +19,8 @@ from tutti.tasks.unet import unet
 def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
     """Build the task of binary segmentation of grey images by a U-Net.
 
-    A batch is a dict of ``image`` and ``mask``, both (samples, 1, height, width).
+    A batch is a dict of ``image`` and ``mask``, both (samples, 1, height, width); the loss is the pixels' binary
+    cross-entropy (``mask_pixels``).
 
     Args:
         config: options of the model.

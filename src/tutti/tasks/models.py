@@ -133,7 +133,9 @@ class Residual(nn.Module):
 
 
 def bottleneck(inputs: int, narrow: int, outputs: int, *, stride: int, norm: bool) -> nn.Sequential:
-    """Build 1×1, 3×3 and 1×1 convolutions, the first with the stride, as in He et al. 2015, table 1.
+    """Build the branch of a bottleneck block: 1×1, 3×3 and 1×1 convolutions, the first with the stride.
+
+    (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride). He et al. 2015, table 1.
 
     Args:
         inputs, narrow, outputs: channels of the input, between the convolutions, and of the output.

@@ -147,13 +147,16 @@ def check_task(
 
 
 def load_task(text: str, *, data: str | None = None, model: str | None = None, augment: bool = False) -> Task:
-    """Load a built-in task by name, or the user's task from its function.
+    """Load a built-in task by name, or the user's task from its function, with its data.
 
     Args:
         text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``.
         data: ``--data``: file, folder or name of a data set on a hub; None if not given.
         model: ``name:key=value,…``; None for the task's first model.
         augment: whether to augment the training samples.
+
+    Returns:
+        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
 
     Raises:
         UsageError: an unknown task, model or option, or the user's function cannot be imported, fails, or returns no

@@ -44,7 +44,9 @@ def check_user_task(text: str) -> None:
 
 
 def load_user_task(text: str, *, data: str | None, model: str | None, augment: bool) -> Task:
-    """Import a user's task function, call it with the given options, and return its task.
+    """Import a user's task function, call it with the given options, and return the ``Task`` that it returns.
+
+    A ``Task`` has a function that builds the model, the loss function, training and held-out samples.
 
     Args:
         text: ``path/to/file.py:function`` or ``module:function``.

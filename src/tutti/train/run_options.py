@@ -77,13 +77,18 @@ class RunOptions:
     def lr_rule(self) -> NoRule:
         """The rule that scales the learning rate with the batch size, from ``lr_scale``, parsed if it is text.
 
-        ``NoRule`` is the base class of all rules. Raises UsageError if the text is malformed.
+        ``NoRule`` is the base class of all rules, and itself the rule ``none``; the rule's method ``factor`` returns
+        the factor on the learning rate. Raises UsageError if the text is malformed.
         """
         return check_rule(self.lr_scale) if isinstance(self.lr_scale, str) else self.lr_scale
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
-        """The options of batch norm, from ``batch_norm``, parsed if it is text. Raises UsageError if malformed."""
+        """The samples over which batch norm takes its statistics, from ``batch_norm``, parsed if it is text.
+
+        A ``WorkerBatchNorm`` (one micro-batch), a ``Ghost`` (``size`` samples) or a ``Sync`` (the global batch). Raises
+        UsageError if the text is malformed.
+        """
         return check_batch_norm(self.batch_norm) if isinstance(self.batch_norm, str) else self.batch_norm
 
     @cached_property
@@ -96,9 +101,10 @@ class RunOptions:
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """The modules for activation checkpointing, from ``activation_checkpointing``; None for none.
+        """The modules whose activations are recomputed in backward, from ``activation_checkpointing``.
 
-        They are parsed options, or names and classes of modules. Raises UsageError if malformed.
+        ``Blocks`` or its subclass ``Selective`` for a rule that was given as text, a sequence of names and classes of
+        modules as it was given, or None for none. Raises UsageError if the text is malformed.
         """
         return check_checkpointing(self.activation_checkpointing)
 
@@ -123,6 +129,7 @@ class RunOptions:
     def growth(self) -> BatchGrowth | None:
         """The schedule by which the batch size grows, from ``batch_growth``; None without it.
 
+        It has the epochs at whose start the batch grows (``milestones``), the ``factor``, and the ``largest`` batch.
         Raises UsageError if the text is malformed.
         """
         text = self.batch_growth
