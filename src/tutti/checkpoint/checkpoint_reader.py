@@ -100,7 +100,7 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of all tensors: those of the weights file, and those that replace or complete them.
+        """Return the names of all tensors: those of the weights file, and those given to the constructor (``kept``).
 
         Args:
             group: ``model``; other groups have no names.

@@ -49,7 +49,10 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """Read every byte of a checkpoint, compare hashes, and return its manifest.
+    """Read every byte of a checkpoint, compare the files' hashes with its manifest, and return the manifest.
+
+    Args:
+        path: the checkpoint's directory.
 
     Raises:
         CheckpointError: a file is missing, no regular file, of another size, or damaged; the error names it.

@@ -99,7 +99,8 @@ class RngStreams:
     def moment(self) -> RngSnapshot:
         """Snapshot of the streams: the micro-batch's key, call counts and replay mode.
 
-        After it is set again the same numbers are drawn.
+        After it is set again, modules with a stream of their own (such as dropout) draw the same numbers again; draws
+        from the device's generator do so once ``state`` is set, too.
         """
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 
@@ -115,7 +116,7 @@ class RngStreams:
 
     @state.setter
     def state(self, then: Tensor) -> None:
-        """Set the state of the device's default generator."""
+        """Set the state of the device's default generator to ``then``, a value of this property."""
         self._generator.set_state(then)
 
     def _hook(self, name: str) -> Any:

@@ -104,9 +104,14 @@ class ScriptMode:
 
 
 def asked_by_script(mode: str) -> bool:
-    """Return whether code of the script or of its libraries, or ``torch.nn.init``, calls PyTorch.
+    """Return whether the PyTorch function that a function mode handles was called by the script, and not by tutti.
 
-    To be called by a function mode. ``mode`` is the name of the module that defines the function mode.
+    To be called within ``__torch_function__`` of the mode. Looks at the callers on the stack: True if the first one
+    beside the mode belongs to the script, to one of its libraries or to ``torch.nn.init``; False for other code of
+    PyTorch and for tutti.
+
+    Args:
+        mode: name of the module that defines the function mode.
     """
     frame: FrameType | None = calling_frame(1)
     while frame is not None:

@@ -21,9 +21,14 @@ _NAMES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add
 
 
 def may_write(func: Any) -> bool:
-    """Return whether a function of PyTorch writes its first argument in place, by its name, or is ``DATA``.
+    """Return whether a function of PyTorch may write its first argument in place, judged by the function's name.
 
-    Also True for functions that set an attribute of a tensor, such as ``requires_grad``.
+    True for names that end in ``_``, for in-place operators such as ``__iadd__``, for ``__setitem__``, for functions
+    that set an attribute of a tensor, such as ``requires_grad``, and for the read of ``tensor.data``, whose result may
+    be written unseen.
+
+    Args:
+        func: the function, as ``__torch_function__`` is given it.
     """
     name = getattr(func, "__name__", "")
     return func == DATA or name in _NAMES or (name.endswith("_") and not name.startswith("__"))

@@ -134,7 +134,12 @@ class NoiseAverage:
     sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, estimate: NoiseEstimate) -> None:
-        """Add one step's estimates of tr Σ and |G|² to the averages, unless one of them is not finite."""
+        """Add one step's estimates of the gradient noise to the averages, unless one of them is not finite.
+
+        Args:
+            estimate: tr Σ, the trace of the covariance of one sample's gradient, and |G|², the squared norm of the
+                expected gradient.
+        """
         trace, square = estimate
         products = (trace, square, trace**2, trace * square, square**2)
         if not all(map(math.isfinite, products)):
@@ -146,7 +151,7 @@ class NoiseAverage:
 
     @property
     def steps(self) -> float:
-        """Effective number of steps in the averages of tr Σ and |G|², by their weights w: (Σw)² / Σw².
+        """Effective number of steps in the averages of the gradient noise, by the steps' weights w: (Σw)² / Σw².
 
         It is the number of estimates if all weigh alike; 0 without any.
         """
@@ -155,6 +160,7 @@ class NoiseAverage:
     def band(self) -> NoiseBand:
         """Return the averaged noise scale tr Σ / |G|², in samples, with its 90 % confidence interval.
 
+        tr Σ is the trace of the covariance of one sample's gradient, |G|² the squared norm of the expected gradient.
         From fewer than 4 estimates the interval is (0, ∞). The scale is ∞ if the average of |G|² is not positive.
 
         Raises:
@@ -174,7 +180,8 @@ class NoiseAverage:
         """Return the averages of the gradient noise for a checkpoint, as a dictionary.
 
         Keys are ``weight`` and ``squares``, sums of the estimates' weights and squared weights, and ``sums``, the list
-        of the five weighted sums.
+        of the weighted sums of T, S, T², TS and S², with T the estimate of tr Σ (trace of the covariance of one
+        sample's gradient) and S that of |G|² (squared norm of the expected gradient).
         """
         return {"weight": self.weight, "squares": self.squares, "sums": list(self.sums)}
 
@@ -182,7 +189,7 @@ class NoiseAverage:
         """Restore the averages of the gradient noise from a checkpoint.
 
         Args:
-            saved: the result of ``state``.
+            saved: the result of ``state``: ``weight``, ``squares`` and ``sums``.
 
         Raises:
             ValueError, KeyError, TypeError: ``saved`` is malformed.

@@ -331,7 +331,13 @@ class BestModel(_Follower):
         self.path: Path | None = None
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Save a checkpoint if the evaluation's metric is the best so far; that is collective over all ranks.
+        """Save a checkpoint if the evaluation's metric is the best so far, and delete that of the best one before.
+
+        The save is collective over all ranks.
+
+        Args:
+            run: the training run, which is saved; called after each of its evaluations.
+            evaluation: loss and metrics of the evaluation, the same on every rank.
 
         Raises:
             UsageError: the evaluation does not report the metric.

@@ -71,7 +71,11 @@ class ModelConversions:
         return module
 
     def check(self) -> None:
-        """Raise UsageError if the script has converted the model since the last step, and not back. Not collective."""
+        """Raise UsageError if parameters have another dtype or device than in ``tutti.prepare``. Not collective.
+
+        To be called before each step. Only a model that the script has converted since the last step, such as by
+        ``model.half()``, is looked at.
+        """
         line, self._line = self._line, None
         if line is None:
             return

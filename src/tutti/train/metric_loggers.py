@@ -164,7 +164,11 @@ class WandbLogger(MetricLogger):
         self._run: Any = None
 
     def open(self) -> str:
-        """Start a run of Weights & Biases, or continue the checkpoint's run; return its id."""
+        """Start a run of Weights & Biases, or continue the run with the id ``self.identity`` of a checkpoint.
+
+        Returns:
+            The run's id at Weights & Biases, which the next checkpoint saves.
+        """
         self._run = importlib.import_module("wandb").init(
             project=self.project,
             name=self.name,
@@ -207,7 +211,11 @@ class MLflowLogger(MetricLogger):
         self._metric: Any = None
 
     def open(self) -> str:
-        """Create a run of MLflow (and its experiment), or continue the checkpoint's run; return its id."""
+        """Create a run of MLflow (and its experiment), or continue the run with the id ``self.identity`` of a checkpoint.
+
+        Returns:
+            The run's id at MLflow, which the next checkpoint saves.
+        """
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=self.uri)
         self._metric = importlib.import_module("mlflow.entities").Metric
         if self.identity is not None:
@@ -218,7 +226,7 @@ class MLflowLogger(MetricLogger):
         return str(self._client.create_run(number, run_name=self.name).info.run_id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log values by name to MLflow in one request, as those after ``step`` steps of the run."""
+        """Log values by name, such as ``train/loss``, to MLflow in one request, at ``step`` (steps of the run so far)."""
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self.identity, metrics=metrics)

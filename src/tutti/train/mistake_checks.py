@@ -405,9 +405,10 @@ class Checks:
         return look
 
     def planned(self, steps: int) -> None:
-        """Report, as a finding, a run whose number of updates is too small for its data, as with a very large batch.
+        """Report a run with too few updates for its data, as with a very large batch, as a mistake.
 
-        Not collective.
+        Too few are under 200 updates where a batch is a twentieth of an epoch's samples or more, and batches of one
+        data-parallel worker's share would give 100 updates or more (``too_few_updates``). Not collective.
 
         Args:
             steps: steps of the whole run.
@@ -449,7 +450,10 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block, do not report forwards in eval mode as mistakes of the script: tutti itself evaluates."""
+        """Return a context for evaluations by tutti itself, in which forwards in eval mode are not reported as mistakes.
+
+        Outside, a forward of the model in eval mode is the script's own, for which mistakes may be reported.
+        """
         before, self._aside = self._aside, True
         try:
             yield

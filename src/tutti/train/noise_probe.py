@@ -142,7 +142,7 @@ class NoiseProbe:
         """Restore the running averages of the gradient noise estimates from a checkpoint.
 
         Args:
-            saved: the result of ``state``.
+            saved: the result of ``state``, with the keys ``simple`` and ``adam``.
 
         Raises:
             ValueError, KeyError, TypeError: ``saved`` is not a valid state.

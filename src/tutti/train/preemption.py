@@ -19,10 +19,12 @@ _PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopReason:
-    """Tells by which kind of signal this process was asked to stop; the signal may have reached another rank alone.
+    """Kind of the signal by which this process was asked to stop, and the exit code that follows from it.
+
+    All ranks stop together, so that a rank may stop that has got no signal itself.
 
     Attributes:
-        interrupted: whether the signal was Ctrl-C (SIGINT).
+        interrupted: whether this process has got Ctrl-C (SIGINT); False after another signal, and without one.
     """
 
     def __init__(self) -> None:

@@ -237,7 +237,7 @@ def _check_callbacks(callbacks: Callbacks, choice: Choice) -> Callbacks:
 
 
 def one_module(model: Models) -> nn.Module:
-    """Return the model as one module: a module as it is, several as the children of a new module.
+    """Return the model as one module: a module as it is, a list as ``nn.ModuleList``, a dict as ``nn.ModuleDict``.
 
     Args:
         model: a module, or a list or dict of modules.

@@ -35,6 +35,7 @@ def intercept_prepare(handler: PrepareHandler) -> Iterator[None]:
 def prepare_handler() -> PrepareHandler | None:
     """Return the function that ``tutti.prepare`` must call instead of preparing a run; None if there is none.
 
-    It is the handler of the innermost ``intercept_prepare`` block that is active.
+    It is the handler of the innermost ``intercept_prepare`` block that is active, and takes model, optimizer, data set,
+    loss function and options of ``tutti.prepare``, in this order.
     """
     return _handlers[-1] if _handlers else None

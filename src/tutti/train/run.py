@@ -245,8 +245,8 @@ class Run:
     def progress(self) -> int:
         """Number of steps so far, as the learning-rate schedule and the run's length count them.
 
-        It is ``clock``, the steps taken; with AdaScale ⌊τ⌋, the scale-invariant steps, each worth one step at the base
-        batch.
+        It is ``clock``, the steps taken; with AdaScale ⌊τ⌋, τ the sum of the steps' gains: each step counts as the
+        number of steps on the batch of one logical worker (share of the global batch) that it is worth.
         """
         return self.clock if self.adascale is None else int(self.adascale.tau)
 

@@ -126,7 +126,7 @@ class Window:
         self._open = ExitStack()
 
     def look(self) -> None:
-        """Begin to profile or trace if the next step is the first of the range; end if the last step was its last.
+        """Begin to profile or trace if the next step is the first of the range of steps to record; end after its last.
 
         Call it before the first step of the run and after each step. For a trace, both are collective.
         """
