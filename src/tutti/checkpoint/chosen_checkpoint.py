@@ -15,7 +15,9 @@ from tutti.errors import CheckpointError, UsageError
 
 
 def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Manifest:
-    """Return the manifest of a run's checkpoint, with every byte verified.
+    """Return the manifest of a run's checkpoint, after comparing every byte with the hashes in the manifest.
+
+    The manifest has the checkpoint's path and step, facts of the run, and records of files and tensors.
 
     Args:
         run: a run directory, one of its checkpoints, or a folder that a script's ``run.save`` has filled.

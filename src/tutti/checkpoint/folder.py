@@ -33,7 +33,8 @@ def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
         folder: the run's ``checkpoints``.
 
     Returns:
-        The manifest, None where there is no such checkpoint; and a text for each damaged checkpoint found.
+        The manifest (path, step, facts of the run, records of files and tensors), None where there is no such
+        checkpoint; and a text for each damaged checkpoint found.
     """
     return _trusted(*_scan(folder))
 
@@ -48,7 +49,8 @@ def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[s
         score: maps the facts of a manifest to a score, higher is better; None for a checkpoint without one.
 
     Returns:
-        The manifest, None where no checkpoint has a score and verifies; and a text for each damaged checkpoint found.
+        The manifest (path, step, facts of the run, records of files and tensors), None where no checkpoint has a score
+        and verifies; and a text for each damaged checkpoint found.
     """
     manifests, broken = _scan(folder)
     return _trusted(ranked(manifests, score), broken)
@@ -57,7 +59,8 @@ def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[s
 def scan(folder: Path) -> list[Manifest]:
     """Return the manifests of all checkpoints in a folder, newest first; no tensor file is read.
 
-    Checkpoints whose manifest cannot be read are left out.
+    A manifest has path, step, facts of the run, and records of files and tensors. Checkpoints whose manifest cannot be
+    read are left out.
 
     Args:
         folder: a run's ``checkpoints``.

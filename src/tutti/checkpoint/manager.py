@@ -278,7 +278,8 @@ class CheckpointManager:
     def newest(self) -> Manifest | None:
         """Return the manifest of the newest checkpoint that verifies, on every rank; None where there is none.
 
-        Rank 0 warns of damaged checkpoints. Collective: a broadcast. Raises CheckpointError if all are damaged.
+        The manifest has path, step, facts of the run, and records of files and tensors. Rank 0 warns of damaged
+        checkpoints. Collective: a broadcast. Raises CheckpointError if all are damaged.
         """
         answer: list[str] = []
         if self._world.identity.rank == 0:

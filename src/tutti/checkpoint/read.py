@@ -36,7 +36,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def load_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at ``path``, checked in itself but not against the files: see ``verify``.
 
-    Call it on the ranks to which rank 0 broadcasts the path of a checkpoint that it has verified.
+    The manifest has path, step, facts of the run, and records of files and tensors. For ranks to which rank 0
+    broadcasts the path of a checkpoint that it has verified.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, of another version, or contradicts itself.
@@ -50,6 +51,8 @@ def load_manifest(path: Path) -> Manifest:
 
 def verify(path: Path) -> Manifest:
     """Read every byte of a checkpoint, compare the files' hashes with its manifest, and return the manifest.
+
+    The manifest has path, step, facts of the run, and records of files and tensors.
 
     Args:
         path: the checkpoint's directory.

@@ -164,9 +164,10 @@ class Schedule:
 
 
 def ring_schedule(ranks: int) -> Schedule:
-    """Return the messages of a ring all-reduce: a reduce-scatter and an all-gather, each rank sending to the next one.
+    """Return the ``Schedule`` of a ring all-reduce: a reduce-scatter and an all-gather, each rank sending to the next.
 
-    Cost for N ranks and n bytes, with latency α and bandwidth β of ``LinkCost``: 2(N-1)α + 2(N-1)/N·n/β.
+    A schedule has rounds of point-to-point messages between ranks. Cost for N ranks and n bytes, with latency α and
+    bandwidth β of ``LinkCost``: 2(N-1)α + 2(N-1)/N·n/β.
 
     Args:
         ranks: number of ranks, N.
@@ -175,9 +176,10 @@ def ring_schedule(ranks: int) -> Schedule:
 
 
 def tree_schedule(ranks: int) -> Schedule:
-    """Return the messages of a binomial-tree all-reduce: whole vectors are added up towards rank 0 and broadcast back.
+    """Return the ``Schedule`` of a binomial-tree all-reduce: vectors are added up towards rank 0 and broadcast back.
 
-    Cost for N ranks and n bytes, with latency α and bandwidth β of ``LinkCost``: 2⌈log₂N⌉(α + n/β).
+    A schedule has rounds of point-to-point messages between ranks. Cost for N ranks and n bytes, with latency α and
+    bandwidth β of ``LinkCost``: 2⌈log₂N⌉(α + n/β).
 
     Args:
         ranks: number of ranks, N.
@@ -186,11 +188,11 @@ def tree_schedule(ranks: int) -> Schedule:
 
 
 def halving_schedule(ranks: int) -> Schedule:
-    """Return the messages of a recursive halving-doubling all-reduce over the largest power of two, 2^k ≤ N ranks.
+    """Return the ``Schedule`` of a recursive halving-doubling all-reduce over the largest power of two, 2^k ≤ N ranks.
 
-    Each of the other ranks first adds its whole vector to a partner's, and receives the result from it at the end.
-    Cost for n bytes, with latency α and bandwidth β of ``LinkCost``; for N = 2^k: 2log₂N·α + 2(N-1)/N·n/β; else 2(α +
-    n/β) more.
+    A schedule has rounds of point-to-point messages between ranks. Each of the other ranks first adds its whole vector
+    to a partner's, and receives the result from it at the end. Cost for n bytes, with latency α and bandwidth β of
+    ``LinkCost``; for N = 2^k: 2log₂N·α + 2(N-1)/N·n/β; else 2(α + n/β) more.
 
     Args:
         ranks: number of ranks, N.
@@ -200,7 +202,9 @@ def halving_schedule(ranks: int) -> Schedule:
 
 
 def central_schedule(ranks: int) -> Schedule:
-    """Return the messages of a central reducer: rank 0 receives all vectors, adds them in rank order and sends the sum.
+    """Return the ``Schedule`` of a central reducer: rank 0 receives all vectors, adds them in rank order, sends the sum.
+
+    A schedule has rounds of point-to-point messages between ranks.
 
     Cost for n bytes and W = N-1 other ranks, with latency α and bandwidth β of ``LinkCost``: 2α + 2W·n/β.
 
@@ -213,7 +217,9 @@ def central_schedule(ranks: int) -> Schedule:
 
 
 def hierarchical_schedule(nodes: Sequence[Sequence[int]]) -> Schedule:
-    """Return the messages of a two-level all-reduce over nodes with several ranks each.
+    """Return the ``Schedule`` of a two-level all-reduce over nodes with several ranks each.
+
+    A schedule has rounds of point-to-point messages between ranks.
 
     First a reduce-scatter within each node, then a ring between the nodes for each slice, then an all-gather within.
 

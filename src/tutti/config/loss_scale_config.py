@@ -86,6 +86,10 @@ def choose_loss_scale(text: str | None, precision: str | None) -> LossScaleConfi
         text: ``--loss-scale``, a number or ``dynamic:key=value,…``; None if not given.
         precision: ``--precision``, such as ``fp16``; None: the user's own autocast decides.
 
+    Returns:
+        A ``ConstantLossScale`` with its ``value``, or a ``Dynamic`` with the options of ``torch.amp.GradScaler``; None
+        for no loss scale.
+
     Raises:
         UsageError: ``text`` is invalid, or given with a precision other than fp16.
     """

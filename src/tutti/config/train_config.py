@@ -415,7 +415,7 @@ class TrainConfig:
 
     @cached_property
     def averaging(self) -> Averaging | None:
-        """Decay and warm-up of the weights' moving average, from ``--ema``; None without it.
+        """Decay and warm-up of the weights' exponential moving average, from ``--ema``; None without it or for ``none``.
 
         Raises UsageError if the text is malformed.
         """
@@ -423,7 +423,7 @@ class TrainConfig:
 
     @cached_property
     def initial_map(self) -> InitMap | None:
-        """The options of ``--init-map``, which adapt initial weights of another model; None without it.
+        """Renames and allowed differences of initial weights of another model, from ``--init-map``; None without it.
 
         Raises UsageError if they are malformed, or there is no ``--init-from``.
         """

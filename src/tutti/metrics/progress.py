@@ -164,7 +164,7 @@ class LiveDisplay:
         self._draw()
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Redraw the live display with the record of one step, unless it was drawn less than REFRESH_SECONDS ago.
+        """Redraw the live display with the record of one step, unless it was drawn less than 0.1 s ago.
 
         Args:
             record: loss, metrics and position of the step.

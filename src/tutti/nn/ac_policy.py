@@ -73,6 +73,10 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
         part: the modules on this rank; their names are those of the whole model.
         choice: the modules to recompute: by a rule (``Blocks``), or by names and classes, of which absent ones are
             ignored; None for none.
+
+    Returns:
+        A ``CheckpointUnits``: ``whole``, modules to recompute; ``runs``, for each sequence of layers the names of the
+        consecutive children that are recomputed together; and the options ``every`` and ``selective``.
     """
     units = CheckpointUnits()
     if choice is None:

@@ -211,7 +211,7 @@ class MLflowLogger(MetricLogger):
         self._metric: Any = None
 
     def open(self) -> str:
-        """Create a run of MLflow (and its experiment), or continue the run with the id ``self.identity`` of a checkpoint.
+        """Create a run of MLflow (and its experiment), or continue the run ``self.identity`` of a checkpoint.
 
         Returns:
             The run's id at MLflow, which the next checkpoint saves.
@@ -226,7 +226,7 @@ class MLflowLogger(MetricLogger):
         return str(self._client.create_run(number, run_name=self.name).info.run_id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log values by name, such as ``train/loss``, to MLflow in one request, at ``step`` (steps of the run so far)."""
+        """Log values by name, such as ``train/loss``, to MLflow in one request; ``step`` is the run's steps so far."""
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self.identity, metrics=metrics)

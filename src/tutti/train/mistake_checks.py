@@ -450,7 +450,7 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context for evaluations by tutti itself, in which forwards in eval mode are not reported as mistakes.
+        """Return a context for evaluations by tutti itself: forwards in eval mode are not reported as mistakes in it.
 
         Outside, a forward of the model in eval mode is the script's own, for which mistakes may be reported.
         """

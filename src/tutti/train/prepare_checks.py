@@ -144,7 +144,8 @@ def check_run(
         options: all other arguments of ``tutti.prepare``.
 
     Returns:
-        The checked arguments in the forms that the next stages of the preparation take.
+        The checked arguments in the forms that the next stages of the preparation take: model as one module, lists of
+        optimizers and schedulers, parsed strategy, device mesh, data set, and division of the global batch.
 
     Raises:
         UsageError, DataError: arguments that do not go together or cannot be trained.

@@ -750,6 +750,10 @@ class Run:
             averaged: whether to evaluate the average of the weights; default: if the run keeps one.
             collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
 
+        Returns:
+            An ``Evaluation``, the same on every rank: ``loss``, ``metrics`` (mean of each by name), ``samples``
+            (number) and ``averaged`` (whether the average of the weights was evaluated).
+
         Raises:
             UsageError: no loss function, or ``averaged`` without an average.
             MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
