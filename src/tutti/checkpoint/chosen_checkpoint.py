@@ -23,11 +23,11 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
         run: a run directory, one of its checkpoints, or a folder that a script's ``run.save`` has filled.
         step: the checkpoint's step as text, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best`` (by
             that of the run's ``--keep-best``).
-        warn: called with a line on each checkpoint that cannot be trusted.
+        warn: called with a line on each damaged checkpoint that was passed over.
 
     Raises:
         UsageError: there is no such run, ``step`` is malformed, or no checkpoint has this step.
-        CheckpointError: no checkpoint can be trusted.
+        CheckpointError: all checkpoints are damaged, or none has been saved, or evaluated for ``best``.
     """
     if (run / MANIFEST).exists():
         if step != "newest":

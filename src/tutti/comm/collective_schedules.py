@@ -202,7 +202,7 @@ def halving_schedule(ranks: int) -> Schedule:
 
 
 def central_schedule(ranks: int) -> Schedule:
-    """Return the ``Schedule`` of a central reducer: rank 0 receives all vectors, adds them in rank order, sends the sum.
+    """Return the ``Schedule`` of a central reducer: rank 0 receives all vectors, adds them up in order, sends the sum.
 
     A schedule has rounds of point-to-point messages between ranks.
 

@@ -415,7 +415,7 @@ class TrainConfig:
 
     @cached_property
     def averaging(self) -> Averaging | None:
-        """Decay and warm-up of the weights' exponential moving average, from ``--ema``; None without it or for ``none``.
+        """Decay and warm-up of the weights' moving average, from ``--ema``; None without it or for ``none``.
 
         Raises UsageError if the text is malformed.
         """

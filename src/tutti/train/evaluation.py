@@ -76,7 +76,8 @@ def evaluate_samples(
         collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
 
     Returns:
-        An ``Evaluation`` with mean loss, mean of each metric and number of samples; the same on every rank.
+        An ``Evaluation`` with mean loss, mean of each metric and number of samples; the same on every rank, but for the
+        last bit between ranks of one replica.
 
     Raises:
         UsageError: no loss function; one that updates metric objects, with sharded weights; or ``averaged`` without an
