@@ -35,8 +35,8 @@ class CheckpointReader:
         """Return the names of the checkpoint's tensors in a group, a kind of state.
 
         Args:
-            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``; a group that was not saved has no
-                names.
+            group: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``; a group that was not saved
+                has no names.
         """
         return self._manifest.tensors.get(group, {}).keys()
 
@@ -44,7 +44,7 @@ class CheckpointReader:
         """Read one whole tensor from the checkpoint's files, on the CPU and in the saved dtype.
 
         Args:
-            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
+            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name within the group.
 
         Raises:
@@ -56,7 +56,7 @@ class CheckpointReader:
         """Return the shape of one whole tensor of the checkpoint, from the manifest; no tensor file is read.
 
         Args:
-            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
+            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name within the group.
 
         Raises:
@@ -68,7 +68,7 @@ class CheckpointReader:
         """Read a region of one tensor of the checkpoint, and no other bytes where its files allow it.
 
         Args:
-            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
+            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.

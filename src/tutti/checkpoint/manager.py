@@ -105,8 +105,9 @@ class CheckpointManager:
 
         Raises:
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
-            DiskError, PeerError: the previous save, see ``wait``.
-            CheckpointError: ranks that cannot see rank 0's folder, see ``open``.
+            DiskError: too many consecutive saves have failed, or rank 0 cannot write to the folder.
+            PeerError: the previous save has not finished within three times the job's timeout.
+            CheckpointError: some ranks cannot see rank 0's folder; the text names them.
         """
         if self.best is not None and evaluated is not None:
             self.best.check(evaluated)

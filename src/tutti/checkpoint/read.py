@@ -85,7 +85,8 @@ class TensorReader:
         """Yield (name, whole tensor) of ``group``, one at a time, on the CPU.
 
         Args:
-            group: kind of state, such as ``model`` (see ``GROUPS``); a group that was not saved has no tensors.
+            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``; a group
+                that was not saved has no tensors.
             names: the tensors to read, in this order; None for all.
 
         Raises:
@@ -102,7 +103,7 @@ class TensorReader:
         Only files that hold a part of the region are opened.
 
         Args:
-            group: one of ``GROUPS``.
+            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: of the region, one number a dimension.
@@ -120,7 +121,7 @@ class TensorReader:
         Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16.
 
         Args:
-            group: one of ``GROUPS``.
+            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name.
             offset: index of the region's first element, one number a dimension.
             shape: of the region, one number a dimension.

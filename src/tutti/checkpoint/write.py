@@ -105,7 +105,7 @@ def write_part(
 
     Args:
         temporary: the directory from ``begin``.
-        group: kind of state, such as ``model`` (one of ``GROUPS``).
+        group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
         rank: this rank.
         slices: the slices to write.
         progress: called after every mebibyte.

@@ -46,7 +46,7 @@ class RngStreams:
     Args:
         model: the part of the model on this rank; module names are those of the whole model.
         device: the device that computes it, whose default generator is seeded.
-        allowed: whether the model may draw; see ``check``.
+        allowed: whether the model may draw; if not, ``check`` raises UsageError after a draw.
         chosen: modules with a stream of their own, by name; default: ``keyed_modules(model)``.
     """
 

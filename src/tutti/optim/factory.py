@@ -128,8 +128,8 @@ def check_fresh(optimizer: Optimizer) -> None:
     """Check that an optimizer has not stepped yet: a copy that another process rebuilds would lack its state.
 
     Raises:
-        UsageError: the state of a parameter differs from that of a new optimizer; or the optimizer's class cannot be
-            constructed again, as in ``built_alike``.
+        UsageError: the state of a parameter differs from that of a new optimizer; or no equal optimizer can be built
+            from its class and options (``built_alike``).
     """
     groups = [{**settings_of(group), "params": list(group["params"])} for group in optimizer.param_groups]
     if _has_stepped(optimizer, built_alike(optimizer, groups)):

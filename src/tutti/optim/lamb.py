@@ -22,10 +22,10 @@ class LAMB(LayerWise):
 
     Args:
         params: parameters, named parameters or groups.
-        lr: γ.
-        betas: β1, β2.
-        eps: ε.
-        weight_decay: λ.
+        lr: learning rate γ.
+        betas: decay rates β1 and β2 of the averages of g and g².
+        eps: ε in the denominator.
+        weight_decay: coefficient λ.
         bias_correction: False: m̂ = m, v̂ = v (the paper's version 3, cybertronai). Tensors that are not adapted then
             take up to 6.6 times larger steps at first.
         grad_averaging: False: m ← β1·m + g.
@@ -34,7 +34,9 @@ class LAMB(LayerWise):
         decoupled_decay: True: u without λw, and w ← w − γ·λ·w beside it (timm).
         max_grad_norm: clip the gradient to this norm over all parameters (apex and timm: 1). Under tutti that is the
             norm of the whole model's gradient.
-        shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
+        shared: options of all layer-wise optimizers: ``adapt``, whether norms scale the steps; ``adapt_1d`` and
+            ``decay_1d``, whether tensors of at most one dimension are adapted and decayed; ``maximize``; ``fused``,
+            compiled loops on the CPU; ``norms``, which reduces sums of squares over ranks that hold slices of tensors.
     """
 
     def __init__(

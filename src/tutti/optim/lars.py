@@ -23,11 +23,11 @@ class LARS(LayerWise):
 
     Args:
         params: parameters, named parameters or groups.
-        lr: γ, also for tensors that are not adapted.
-        momentum: m.
-        weight_decay: λ.
-        trust: τ.
-        eps: ε.
+        lr: learning rate γ, also for tensors that are not adapted.
+        momentum: coefficient m.
+        weight_decay: coefficient λ.
+        trust: trust coefficient τ.
+        eps: ε in the denominator.
         nesterov: w ← w − (m·v + γ·ρ·(g + λw)).
         denominator: ``norm_of_sum`` for ‖g + λw‖ + ε (optax).
         momentum_correction: v ← m·(γ ÷ γ before)·v + γ·ρ·(g + λw), which rescales a velocity from another rate (Goyal
@@ -35,7 +35,9 @@ class LARS(LayerWise):
             ``lr_in_momentum=False``.
         lr_in_momentum: False: v ← m·v + ρ·(g + λw); w ← w − γ·v (timm, apex); differs only where γ changes.
         cap: ρ ← min(ρ / γ, 1), which makes it LARC.
-        shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
+        shared: options of all layer-wise optimizers: ``adapt``, whether norms scale the steps; ``adapt_1d`` and
+            ``decay_1d``, whether tensors of at most one dimension are adapted and decayed; ``maximize``; ``fused``,
+            compiled loops on the CPU; ``norms``, which reduces sums of squares over ranks that hold slices of tensors.
     """
 
     def __init__(
@@ -97,12 +99,15 @@ class LARC(LARS):
     around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where ‖w‖ or ‖g‖ is 0 the rate is γ.
 
     Args:
-        params, momentum, weight_decay, nesterov, shared: as in ``LARS``: parameters or groups, m, λ, Nesterov momentum,
-            and the options that layer-wise optimizers share.
-        lr: γ.
-        trust: τ.
-        eps: ε.
+        params: parameters, named parameters or groups.
+        lr: learning rate γ.
+        momentum: coefficient m.
+        weight_decay: coefficient λ.
+        trust: trust coefficient τ.
+        eps: ε in the denominator.
+        nesterov: Nesterov momentum: w ← w − γ·(m·v + u).
         cap: False: u = ρ·(g + λw), apex's ``clip=False``; γ then multiplies.
+        shared: options of all layer-wise optimizers, such as ``adapt_1d``; see ``LARS``.
     """
 
     def __init__(

@@ -23,16 +23,18 @@ class NovoGrad(LayerWise):
 
     Args:
         params: parameters, named parameters or groups.
-        lr: γ.
-        betas: β1, β2.
-        eps: ε.
-        weight_decay: λ.
+        lr: learning rate γ.
+        betas: decay rates β1 of m and β2 of v.
+        eps: ε in the denominator.
+        weight_decay: coefficient λ.
         grad_averaging: True: (1−β1) times what is added to m.
         bias_correction: True: m/(1−β1ᵗ) and v/(1−β2ᵗ) are used; together with ``first_norm`` it inflates v at first.
         normalize: ``moment``: m averages raw gradients, and m/(√v + ε) is the step (apex).
         decay: ``step``: λw is added to the step and not to m (apex, timm's ``decoupled_decay``).
         init: ``zero``: v starts at 0, so that it is (1−β2)·‖g‖² after the first step.
-        shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
+        shared: options of all layer-wise optimizers: ``adapt``, whether norms scale the steps; ``adapt_1d`` and
+            ``decay_1d``, whether tensors of at most one dimension are adapted and decayed; ``maximize``; ``fused``,
+            compiled loops on the CPU; ``norms``, which reduces sums of squares over ranks that hold slices of tensors.
     """
 
     def __init__(

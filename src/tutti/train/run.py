@@ -613,7 +613,10 @@ class Run:
 
         Args:
             number: the epoch, from 0.
-            start: first global batch, as in ``epoch``.
+            start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
+
+        Yields:
+            The micro-batch's samples as the data set or collate function gives them, on the device.
 
         Raises:
             UsageError: the strategy has no custom training loops; the previous loop was left in the middle of a global
@@ -751,8 +754,9 @@ class Run:
             collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
 
         Returns:
-            An ``Evaluation``, the same on every rank: ``loss``, ``metrics`` (mean of each by name), ``samples``
-            (number) and ``averaged`` (whether the average of the weights was evaluated).
+            An ``Evaluation``: ``loss``, ``metrics`` (mean of each by name), ``samples`` (number) and ``averaged``
+            (whether the average of the weights was evaluated); the same on every rank, but for the last bit between
+            ranks of one replica.
 
         Raises:
             UsageError: no loss function, or ``averaged`` without an average.
@@ -840,10 +844,15 @@ class Run:
     def weights_sha256(self, averaged: bool = False) -> str:
         """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective.
 
-        Equal hashes mean bit-identical models. Gathers one tensor at a time. Raises as ``state``.
+        The tensors are all parameters and persistent buffers of the plain model. Equal hashes mean bit-identical
+        models. Gathers one tensor at a time.
 
         Args:
             averaged: hash the average of the weights in place of the trained parameters.
+
+        Raises:
+            UsageError: ``averaged`` without an average.
+            MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
         # A sharded model may not fit into one device: gather one tensor at a time.
