@@ -74,6 +74,9 @@ def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
     Args:
         manifests: manifests of checkpoints.
         score: maps a manifest's ``facts`` to a number, higher is better, or to None for no score.
+
+    Returns:
+        The manifests (path, step, facts of the run, records of files and tensors); those without a score are left out.
     """
     scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest.facts)) is not None]
     return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]

@@ -163,6 +163,9 @@ class Manifest:
             data: the file's bytes.
             path: the checkpoint's directory, for the manifest's ``path`` and for errors.
 
+        Returns:
+            The manifest: path, step, facts of the run, and records of files and tensors.
+
         Raises:
             CheckpointError: the manifest is damaged, of another version, or contradicts itself.
         """

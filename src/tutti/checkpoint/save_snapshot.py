@@ -35,6 +35,10 @@ def slices(state: State, copy: bool) -> dict[str, list[WritableSlice]]:
     Args:
         state: this rank's tensors and slices, by group and name.
         copy: copy them to host memory; otherwise the slices alias ``state``, which must not change before the write.
+
+    Returns:
+        For each group, such as ``model``, a list of slices: each has the tensor's name, the slice's values, the shape
+        of the whole tensor and the slice's offset in it.
     """
     return {
         group: [part for name, value in named.items() for part in _slices(name, value, copy)]

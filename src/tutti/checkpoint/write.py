@@ -41,7 +41,12 @@ class WritableSlice:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> WritableSlice:
-        """Return the slice that covers all of ``tensor``, for a tensor that is not sharded; ``name`` is its name."""
+        """Return the slice that covers all of ``tensor``, for a tensor that is not sharded; ``name`` is its name.
+
+        Args:
+            name: the tensor's name, the same on every rank.
+            tensor: the whole tensor, on any device.
+        """
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def record(self) -> SliceRecord:

@@ -35,6 +35,10 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 
     Integers are multiplied in float64 and truncated towards zero, float16 and bfloat16 in float32.
 
+    Args:
+        tensor: any tensor; not changed.
+        factor: the number.
+
     Returns:
         A new tensor; ``tensor`` itself if ``factor`` is 1.
     """

@@ -39,6 +39,9 @@ class Averaging:
             text: the decay, between 0 and 1; with ``:warmup`` it rises from a smaller value in the first updates.
             option: name of the option, for the error.
 
+        Returns:
+            The ``decay``, and ``warmup``, whether the text ends in ``:warmup``.
+
         Raises:
             UsageError: the text has another form, or the decay is not between 0 and 1.
 

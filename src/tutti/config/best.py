@@ -37,6 +37,9 @@ class Best:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; used
                 if ``text`` has no direction.
 
+        Returns:
+            The ``metric``'s name, and ``more``, whether a higher value is better.
+
         Raises:
             UsageError: ``text`` is malformed, or neither it nor ``declared`` nor the metric's name gives a direction.
         """

@@ -56,6 +56,9 @@ class BatchGrowth:
                 multiplied at each; ``largest``: most samples in a global batch (default: a tenth of the data set).
             option: name of the option, for the error.
 
+        Returns:
+            The schedule with the fields ``milestones`` (texts), ``factor`` and ``largest`` (None if it is not given).
+
         Raises:
             UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, milestones are
                 missing, not whole epochs or not in rising order, or the factor is not above 1.

@@ -80,6 +80,9 @@ class InitMap:
                 lack; ``reshaped``, whose shapes may differ.
             option: name of the option, for the error.
 
+        Returns:
+            The items by kind, tuples of texts: ``rename``, ``new``, ``unused`` and ``reshaped``.
+
         Raises:
             UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, or an item of
                 ``rename`` is not ``OLD:NEW``.
@@ -95,6 +98,9 @@ class InitMap:
                 ``rename=transformer.:model.,new=head.*``.
             init_from: where the run's initial weights are; None if it loads none.
             option: name of the option, for the error.
+
+        Returns:
+            The items by kind, tuples of texts: ``rename``, ``new``, ``unused`` and ``reshaped``.
 
         Raises:
             UsageError: ``init_from`` is None, the text is malformed, a key is unknown (naming the nearest) or repeated,

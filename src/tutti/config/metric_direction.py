@@ -54,6 +54,9 @@ class Metric:
             option: name of the option, for the error message.
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
+        Returns:
+            The metric's ``name``, and ``higher``, whether a higher value is better.
+
         Raises:
             UsageError: the text is malformed, or neither it, the task nor the metric's name gives a direction.
 
@@ -86,6 +89,10 @@ class Metric:
 
     def gain(self, before: float, after: float) -> float:
         """Return by how much the metric's value ``after`` is better than ``before``; negative if it is worse.
+
+        Args:
+            before: an earlier value of the metric.
+            after: a later value.
 
         >>> Metric("loss", higher=False).gain(0.5, 0.3)
         0.2

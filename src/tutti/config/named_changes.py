@@ -31,6 +31,12 @@ class NamedChanges:
 
         Dashes become underscores; None stands for no setting. Whether the names exist is not checked here.
 
+        Args:
+            given: names joined by commas, or a sequence of names; None for no setting.
+
+        Returns:
+            The names as a frozenset, ``names``; its method ``covers`` tells whether a setting may change.
+
         >>> sorted(NamedChanges.parse("lr, batch-size").names)
         ['batch_size', 'lr']
         """

@@ -411,6 +411,10 @@ def check_optimizer(text: str) -> OptimizerConfig:
     ``sgd:lr=0.1,momentum=0.9``. The second is a class of another package, such as ``package.module:Class:lr=0.001``;
     its module is not imported here.
 
+    Returns:
+        The options: ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LARSConfig``, ``LARCConfig``, ``LAMBConfig``,
+        ``NovoGradConfig`` or ``MuonConfig`` by the name, ``ImportedOptimizerConfig`` for a class of another package.
+
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type or
             is out of range, or an imported class has no learning rate of at least 0.
@@ -469,6 +473,10 @@ class OptimizerChoice:
         Args:
             text: ``sgd``, ``adam``, ``adamw``, ``lars``, ``larc``, ``lamb``, ``novograd`` or ``muon`` with options, or
                 ``package.module:Class:lr=0.001,key=value`` for a class of another package.
+
+        Returns:
+            ``text`` as given, and the parsed ``options``, a dataclass such as ``AdamWConfig``, or
+            ``ImportedOptimizerConfig`` for a class of another package.
 
         Raises:
             UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type

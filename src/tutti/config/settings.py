@@ -57,6 +57,9 @@ def resolve_config(
         changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…`` that
             the other sources have set.
 
+    Returns:
+        The task's name, and the checked configuration.
+
     Raises:
         UsageError: a file is missing or not TOML, a key is unknown, a value has the wrong type, no task is given, or
             TrainConfig refuses the values.

@@ -488,6 +488,9 @@ class TrainConfig:
         Args:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
+        Returns:
+            The ``metric``'s name, and ``more``, whether a higher value is better.
+
         Raises:
             UsageError: neither the option, ``declared`` nor the metric's name decides the direction.
         """
@@ -500,6 +503,9 @@ class TrainConfig:
 
         Args:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+
+        Returns:
+            The ``metric`` (name, and whether a higher value is better) and the ``value`` to reach.
 
         Raises:
             UsageError: the option is malformed, or nothing decides the metric's direction.
@@ -518,6 +524,9 @@ class TrainConfig:
 
         Args:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+
+        Returns:
+            The metric's ``name``, and ``higher``, whether a higher value is better.
 
         Raises:
             UsageError: the option that names the metric is malformed, or nothing decides its direction.

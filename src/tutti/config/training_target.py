@@ -39,6 +39,9 @@ class TrainingTarget:
             option: name of the option, for the error message.
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
+        Returns:
+            The ``metric`` (its name, and whether higher values are better) and the ``value`` to reach.
+
         Raises:
             UsageError: the text is malformed, the direction is unknown, or ``<=`` or ``>=`` contradicts it.
 

@@ -70,6 +70,10 @@ def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferR
     Args:
         parts: modules whose buffer names are those of the whole model.
         persistent: True for the buffers in the ``state_dict`` only, False for all.
+
+    Returns:
+        References with the buffer's ``name`` in the whole model; ``get`` returns the present tensor, ``put`` sets
+        another.
     """
     slots = []
     for part in parts:

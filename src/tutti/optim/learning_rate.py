@@ -92,6 +92,10 @@ def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
 def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tuple[Group, Any]]:
     """Multiply each parameter group's learning rate by ``factor``; a group that occurs twice counts once.
 
+    Args:
+        groups: parameter groups, changed in place.
+        factor: factor on each group's ``lr``.
+
     Returns:
         (group, its learning rate before) for each changed group; an empty list for a factor of 1.
     """

@@ -55,6 +55,9 @@ def noise_estimate(mean_of_squares: float, square_of_mean: float, parts: int, sa
         parts: number of parts, at least 2.
         samples: number of samples in the whole batch.
 
+    Returns:
+        ``trace``, the estimate of tr Σ, and ``square``, that of |G|²; either may be negative.
+
     Raises:
         ValueError: ``parts`` is below 2.
 
@@ -162,6 +165,9 @@ class NoiseAverage:
 
         tr Σ is the trace of the covariance of one sample's gradient, |G|² the squared norm of the expected gradient.
         From fewer than 4 estimates the interval is (0, ∞). The scale is ∞ if the average of |G|² is not positive.
+
+        Returns:
+            ``scale``, and ``low`` and ``high``, the ends of the interval, all in samples.
 
         Raises:
             ValueError: there is no estimate.

@@ -305,6 +305,10 @@ class EarlyStopping(_Follower):
 
         The run stops after ``patience`` evaluations in a row without a better value.
 
+        Args:
+            run: the training run, which is stopped.
+            evaluation: loss and metrics of the evaluation, the same on every rank.
+
         Raises:
             UsageError: the evaluation does not report the metric.
         """

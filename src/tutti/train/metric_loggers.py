@@ -82,7 +82,12 @@ class MetricLogger(ABC):
         self.write({f"train/{n}": float(v) for n, v in values.items() if v is not None}, run.clock)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Write the means of an evaluation as ``eval/loss`` and ``eval/{metric}``, at the run's present step."""
+        """Write the means of an evaluation as ``eval/loss`` and ``eval/{metric}``, at the run's present step.
+
+        Args:
+            run: the training run, whose step is logged.
+            evaluation: loss and metrics of the evaluation on held-out samples.
+        """
         self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
 
     def on_train_end(self, run: Run) -> None:

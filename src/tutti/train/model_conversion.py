@@ -121,6 +121,10 @@ def make_loss_scale(
         precision: ``precision`` of the run; None where the script's own autocast decides.
         loss_fn: the loss function; None for none.
 
+    Returns:
+        A ``LossScale``, whose ``value`` is the factor on the loss of the next step; it adapts to overflows if it is
+        dynamic.
+
     Raises:
         UsageError: the precision casts in a loss function and there is none; or the text is invalid, or given with a
             precision other than ``fp16``.

@@ -34,6 +34,9 @@ def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
         run: the run to save.
         folder: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
+
+    Returns:
+        A ``Checkpoints``, with the methods ``save`` and ``restore``.
     """
     key = folder.absolute(), keep
     if key not in run.savers:

@@ -35,6 +35,9 @@ def strategy(name: str, **options: Any) -> StrategySpec:
     Example:
         ``tutti.strategy("pipeline", stages=[[model.embed, model.block1], [model.block2, model.head]])`` or
         ``tutti.strategy("tensor", plan={"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"})``
+
+    Returns:
+        The name and the options as they were given; they are checked only by ``tutti.prepare``.
     """
     return StrategySpec(name, options)
 
@@ -43,6 +46,10 @@ def strategy_text(given: str | StrategySpec, model: nn.Module) -> str:
     """Return a strategy as text ``name:key=value,…``, in which modules are written as their names in ``model``.
 
     Text is returned as it is; options that are None are left out.
+
+    Args:
+        given: a strategy as text, or as ``tutti.strategy`` makes it.
+        model: the script's model, in which the names of modules are looked up.
 
     >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> strategy_text(strategy("pipeline", stages=[[layers[0], "1"], [layers[2]]], micro_batches=4), layers)
