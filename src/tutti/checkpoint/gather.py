@@ -69,7 +69,8 @@ class GatheredParts(GatheredModel):
     Args:
         local: this rank's tensors and slices, by name.
         specs: shape of each whole tensor and place of this rank's slice in it, by name.
-        borrowed: names that are left to another rank with the same tensor.
+        borrowed: names in ``local`` of tensors that another rank holds, too, such as tied weights; this rank does not
+            broadcast them.
         comm: the ranks of one replica.
     """
 
@@ -182,7 +183,8 @@ def gathered_model(
         replica: this rank's part of the model.
         comms: this rank's communicators.
         merged: this rank's tensors and slices of the model merged over replicas, or of its average (EMA), by name.
-        at_first_shard: whether this rank is the first on the mesh axis of row shards.
+        at_first_shard: whether this rank is the first on the mesh axis ``shard``; only that rank gives tensors that are
+            not sharded by rows, which the ranks of the axis hold alike.
     """
     if replica.sharded and comms.model.size == 1:
         return GatheredRows(merged, replica.sharded, replica.specs, comms.axis("shard"))

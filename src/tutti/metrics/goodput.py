@@ -39,7 +39,8 @@ class Goodput:
     Attributes:
         elapsed: seconds from the run's command to its end, or to its last record.
         productive: seconds of steps whose work was kept, without waiting for data and without the excess of slow steps.
-        lost: seconds by cause, a key of ``CAUSES`` such as ``data`` or ``restart``; only causes that were measured.
+        lost: seconds by cause: ``start``, ``data`` (waits for batches), ``evaluation``, ``save``, ``failure`` (repeated
+            steps), ``stopped``, ``restart`` and ``slow steps``; only causes that were measured.
         steps: number of steps whose work was kept; steps that are repeated after a resume count once.
         attempts: number of starts of the run.
         notes: sentences on what the records do not tell.
@@ -60,8 +61,9 @@ class Goodput:
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object of ``tutti goodput --json``.
 
-        Keys: ``goodput`` (0 to 1), ``elapsed_seconds``, ``productive_seconds``, ``lost_seconds`` (by cause), ``steps``,
-        ``attempts`` and ``notes``.
+        Keys: ``goodput`` (0 to 1), ``elapsed_seconds``, ``productive_seconds``, ``lost_seconds`` (by cause, such as
+        ``data``), ``steps`` (whose work was kept), ``attempts`` (starts of the run) and ``notes`` (sentences on what
+        the records do not tell).
         """
         return {
             "goodput": self.fraction,

@@ -36,8 +36,9 @@ def find_script_hook(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, str
 class KeptGraphs:
     """Finds forward hooks of the script that keep tensors with their autograd graph beyond the forward.
 
-    A hook that returns nothing may keep what it sees, such as features for the loss. It is given views of the tensors,
-    each of whose graph nodes has a mark that lives as long as something that the hook has computed from the view.
+    A hook that returns nothing may keep what it sees, such as features for the loss. The hook is therefore given views
+    of the module's inputs and outputs. If the autograd node of a view is alive after the forward, outside of the graph
+    of the forward's results, the hook has kept the view or something that it has computed from it.
 
     Args:
         model: modules whose hooks are watched.

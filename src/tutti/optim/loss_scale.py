@@ -34,7 +34,10 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether the loss scale would fall after another overflow: it is dynamic and above its minimum."""
+        """Whether the loss scale would fall after another overflow: it is dynamic and above its minimum.
+
+        A non-finite gradient may then be an overflow that a smaller scale cures; otherwise it has another cause.
+        """
         return self._rule is not None and self.value > self._rule.min
 
     def update(self, finite: bool) -> None:

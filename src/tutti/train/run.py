@@ -468,7 +468,10 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a custom training loop is in the middle of a global batch, or the run is making an update."""
+        """Whether a custom training loop is in the middle of a global batch, or the run is making an update.
+
+        In the middle of a global batch ``save`` raises UsageError.
+        """
         return self.custom.within_batch or self._stepping
 
     @property
