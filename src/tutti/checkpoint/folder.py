@@ -27,7 +27,8 @@ Score = Callable[[Mapping[str, Any]], float | None]
 def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
     """Return the newest checkpoint in a run's folder that verifies, and the error texts of damaged ones.
 
-    Reads every byte of the checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
+    A checkpoint verifies if its manifest is valid and all files have the hashes in it. Reads every byte of the
+    checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
 
     Args:
         folder: the run's ``checkpoints``.
@@ -42,7 +43,8 @@ def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
 def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[str]]:
     """Return the checkpoint with the highest score of all that verify, and the error texts of damaged ones.
 
-    The newest of equal scores comes first; checkpoints without a score are left out.
+    A checkpoint verifies if its manifest is valid and all files have the hashes in it. The newest of equal scores comes
+    first; checkpoints without a score are left out.
 
     Args:
         folder: the run's ``checkpoints``.

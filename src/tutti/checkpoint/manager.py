@@ -279,7 +279,8 @@ class CheckpointManager:
     def newest(self) -> Manifest | None:
         """Return the manifest of the newest checkpoint that verifies, on every rank; None where there is none.
 
-        The manifest has path, step, facts of the run, and records of files and tensors. Rank 0 warns of damaged
+        A checkpoint verifies if its manifest is valid and all files have the hashes in it. The manifest has path, step,
+        facts of the run, and records of files and tensors. Rank 0 warns of damaged
         checkpoints. Collective: a broadcast. Raises CheckpointError if all are damaged.
         """
         answer: list[str] = []

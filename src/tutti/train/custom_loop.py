@@ -255,9 +255,10 @@ class CustomLoop:
     # --- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        """Compute the gradients of a micro-batch, in place of ``loss.backward()``; reduce them in the last one.
+        """Compute the gradients of a micro-batch, in place of ``loss.backward()``, and reduce them in the last one.
 
-        Collective in the rank's last micro-batch of a global batch; ``.grad`` is then the gradient of the global batch.
+        In the rank's last micro-batch of a global batch the gradients of all its micro-batches are reduced over ranks,
+        which is collective; ``.grad`` is then the gradient of the global batch.
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place

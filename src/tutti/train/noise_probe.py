@@ -41,8 +41,10 @@ Runner = Callable[[Sequence[MicroBatch], LossFn, GradientReadyHook], LossSums]
 class NoiseProbe:
     """Measures the simple noise scale, and that of the gradient scaled by Adam's preconditioner, every few steps.
 
-    With P = diag(√v̂ + ε), the denominator of Adam before the step, the second is the simple noise scale of P^(-1/2)·g:
-    squared norms are Σ g²/(√v̂ + ε). It is measured where each rank has the second moments of its whole gradients.
+    The simple noise scale is tr Σ / |G|², in samples: Σ is the covariance of one sample's gradient, G the expected
+    gradient (McCandlish et al. 2018, arXiv 1812.06162). With P = diag(√v̂ + ε), the denominator of Adam before the
+    step, the second is the simple noise scale of P^(-1/2)·g: squared norms are Σ g²/(√v̂ + ε). It is measured where
+    each rank has the second moments of its whole gradients.
 
     Args:
         sync: gradient synchronisation.

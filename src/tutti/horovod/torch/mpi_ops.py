@@ -823,7 +823,8 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the concatenation, as ``allgather``.
+        Handle for ``poll`` and for ``synchronize``, which returns the ranks' tensors, concatenated along the first
+        dimension in rank order.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -871,7 +872,8 @@ def grouped_allgather_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the list of concatenations.
+        Handle for ``poll`` and for ``synchronize``, which returns for each of ``tensors`` the ranks' tensors,
+        concatenated along the first dimension in rank order.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1049,7 +1051,8 @@ def alltoall_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the result of ``alltoall``.
+        Handle for ``poll`` and for ``synchronize``, which returns the received rows, rank 0's first; with ``splits`` a
+        pair of them and the number of rows from each rank, int32.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1130,7 +1133,8 @@ def reducescatter_async(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the result of ``reducescatter``.
+        Handle for ``poll`` and for ``synchronize``, which returns this rank's rows of the reduction; earlier ranks have
+        one row more if the number of ranks does not divide the rows.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
