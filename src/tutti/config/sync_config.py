@@ -172,7 +172,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what the strategy can do otherwise than ``parallel/registry.py`` states for it, by name of the field.
+        """Return values that replace those of the strategy in ``parallel/registry.py``, by name of the field.
 
         Returns:
             With ``shards`` > 1: ``exchange``, the class that synchronises gradients, ``ShardedSync``; and
@@ -314,7 +314,7 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what parameter servers can do otherwise than ``parallel/registry.py`` states, by name of the field.
+        """Return values that replace those of parameter servers in ``parallel/registry.py``, by name of the field.
 
         Returns:
             For ``sync``: empty, or with ``backup`` False for ``reproducible``, ``shared_weights`` and ``averages``,

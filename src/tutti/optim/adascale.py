@@ -79,8 +79,9 @@ class AdaScale:
         """Return AdaScale's figures to log: ``tau`` (τ), ``gain`` (r of the last step), ``noise_scale`` (in samples).
 
         τ is the sum of all gains r, by which the learning rates of steps were multiplied. ``gain`` is missing after a
-        skipped step, ``noise_scale`` before the first estimate. The simple noise scale is defined by McCandlish et al.
-        2018, arXiv 1812.06162.
+        skipped step, ``noise_scale`` before the first estimate. The simple noise scale is tr Σ / |G|² (trace of the
+        covariance of one sample's gradient, by the squared norm of the expected gradient), McCandlish et al. 2018,
+        arXiv 1812.06162.
         """
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau

@@ -463,17 +463,16 @@ class CustomLoop:
     # --- the update ------------------------------------------------------------------------------------------------
 
     def step(self, index: int | None) -> bool:
-        """Do what the script's ``optimizer.step()`` stands for in a custom loop over micro-batches.
+        """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
-        That is an update in the rank's last micro-batch of a global batch, and nothing in earlier ones.
-
-        Collective in the update where the strategy updates shards or compares edited gradients over ranks.
+        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. Collective
+        in the update where the strategy updates shards or compares edited gradients over ranks.
 
         Args:
-            index: index in ``optimizers``; None for all of them.
+            index: index of the optimizer among those passed to ``tutti.prepare``; None for all of them.
 
         Returns:
-            Whether this was an update, which includes one that was skipped because the gradient is not finite.
+            True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
             UsageError: outside of ``run.microbatches()``, or the gradients cannot be those of the global batch.
@@ -613,12 +612,14 @@ class CustomLoop:
         heartbeat.training.enter(Phase.IDLE)
 
     def step_with(self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
-        """Do what the script's ``optimizer.step(closure)`` stands for in a custom loop over micro-batches.
+        """Update the parameters where the script calls ``optimizer.step(closure)`` in a custom loop over micro-batches.
 
-        Each call of the closure synchronises gradients over ranks (LBFGS makes several), and so is collective.
+        The optimizer's own step calls the closure, each time with a reduction of the gradients over ranks, which is
+        collective (LBFGS calls it several times). Where each rank updates a part of the parameters, the closure is
+        called once, before the update.
 
         Args:
-            index: index in ``optimizers``.
+            index: index of the optimizer among those passed to ``tutti.prepare``.
             closure: clears gradients, computes the loss, calls ``run.backward`` and returns the loss.
             plain: the optimizer's own step, which takes a closure and returns its loss.
 
@@ -626,7 +627,8 @@ class CustomLoop:
             The closure's loss, as the mean over the global batch.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``, or a rank has several micro-batches.
+            UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates
+                parts of the parameters and the optimizer needs more than one call of the closure.
         """
         run, micro_batch = self._run, self._micro_batch
         if micro_batch is None or not self._inside:

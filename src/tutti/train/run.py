@@ -689,10 +689,11 @@ class Run:
         return self.custom.stepped
 
     def gated_step(self) -> bool:
-        """Do what ``optimizer.step()`` stands for in a custom loop, for an optimizer that was given as options.
+        """Update the parameters in a custom loop, for an optimizer that ``tutti.prepare`` was given as options.
 
-        That is an update in the rank's last micro-batch of a global batch, and nothing in earlier ones. Collective in
-        the update where the strategy updates shards or compares edited gradients over ranks.
+        Called in place of ``optimizer.step()``. The update is made in the rank's last micro-batch of a global batch; in
+        earlier ones nothing is done. Collective in the update where the strategy updates shards or compares edited
+        gradients over ranks.
 
         Returns:
             Whether this call made an update.

@@ -132,7 +132,7 @@ class TargetWatch:
             Whether the state is of this metric; if not, nothing is loaded.
 
         Raises:
-            CheckpointError: no run can have written the state.
+            CheckpointError: the state is malformed.
         """
         try:
             if saved["metric"] != asdict(self.metric):
