@@ -137,7 +137,7 @@ class Listener(Protocol):
         """
 
     def warned(self, text: str) -> None:
-        """Receive the text of a warning, at any time before ``close``."""
+        """Receive the text of a warning of the run; may be called at any time before ``close``, also before a step."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Receive the results of the run, the content of ``summary.json``, after the last step."""

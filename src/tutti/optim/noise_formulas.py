@@ -33,9 +33,9 @@ def weighted_moments(
     samples, and μ² = ‖ḡ‖² - D/(A-1).
 
     Args:
-        mean_of_squares: Σ pᵢ‖gᵢ‖².
-        square_of_mean: ‖ḡ‖².
-        gradients: A, at least 2.
+        mean_of_squares: Σ pᵢ‖gᵢ‖², the weighted mean of the squared norms.
+        square_of_mean: ‖ḡ‖², the squared norm of the mean gradient.
+        gradients: A, the number of parts with a gradient, at least 2.
         shares: S; σ² is the variance of a gradient over M/S samples.
 
     Raises:

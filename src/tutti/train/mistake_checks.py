@@ -104,9 +104,11 @@ class Checks:
     def look(self, batch: Batch, work: Work, loss: LossFn | None, given: bool) -> None:
         """Check batches, loss function and learning rate of the first steps for classic mistakes.
 
-        One of them is that two workers train on the same samples. Rank 0 reports findings as warnings. Call it before a
-        step while ``looking`` is True. Collective over the data ranks if the run has several logical data-parallel
-        workers (fixed shares of the global batch).
+        Mistakes are workers that train on the same samples, a loss that is a sum or mixes the samples of a batch,
+        embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of the model
+        that step once a micro-batch. Rank 0 reports findings as warnings. Call it before a step while ``looking`` is
+        True. Collective over the data ranks if the run has several logical data-parallel workers (fixed shares of the
+        global batch).
 
         Args:
             batch: this rank's batch of the step that begins.
