@@ -79,11 +79,11 @@ def flight_path(directory: Path, rank: int) -> Path:
 
 
 def failure_exit_code(exception: BaseException) -> int:
-    """Return the process exit code for an exception, as in ``tutti.errors.ExitCode``.
+    """Return the exit code (a member of ``tutti.errors.ExitCode``) with which a rank's process ends after an exception.
 
-    A ``TuttiError`` has its own code, and ``SystemExit`` keeps its code. ``KeyboardInterrupt`` gives ``INTERRUPTED``;
-    errors of PyTorch about a lost peer, some of them recognised by their text, give ``PEER``; a full disk gives
-    ``DISK``; all others give ``UNEXPECTED``.
+    A ``TuttiError`` has its own code, and ``SystemExit`` keeps its code (0 for None, ``UNEXPECTED`` for a text).
+    ``KeyboardInterrupt`` gives ``INTERRUPTED``; errors of PyTorch about a lost peer, some of them recognised by their
+    text, give ``PEER``; a full disk gives ``DISK``; all others give ``UNEXPECTED``.
     """
     if isinstance(exception, TuttiError):
         return int(exception.exit_code)
@@ -108,14 +108,19 @@ def record_failure(
 ) -> Failure:
     """Describe the exception that ends a rank, write the description as a JSON record for the launcher, and return it.
 
-    The record is written to the first directory where this succeeds. Never raises OSError: if all directories fail,
-    such as on a full disk, no record is written.
+    The record, ``failure-rankN.json``, is written to the first directory where this succeeds. Never raises OSError: if
+    all directories fail, such as on a full disk, no record is written.
 
     Args:
         directories: the run's log directory, then other directories to try.
         rank: the failing rank.
         exception: the exception that ended the rank.
         hidden: paths of source files; the outermost frames that lie in these files are omitted from the traceback.
+
+    Returns:
+        The record: rank, time in seconds since the epoch, class name and text of the exception, exit code, traceback,
+        and
+        where the exception says it the training step and a remedy.
     """
     step = getattr(exception, "step", None)
     failure = Failure(
@@ -157,8 +162,12 @@ def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
     """Return the failure record of a rank, read from the first directory with a readable one; None without any.
 
     Args:
-        directories: directories to look in, in order.
-        rank: the rank.
+        directories: directories to look in, in order, for the file ``failure-rankN.json``.
+        rank: the rank N.
+
+    Returns:
+        Why the rank's process ended: kind and text of the exception, exit code, traceback, time in seconds since the
+        epoch, and where known the training step, a remedy and the signal.
     """
     for directory in directories:
         with suppress(OSError, ValueError, TypeError):
@@ -167,10 +176,13 @@ def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
 
 
 def clear(directories: Iterable[Path], ranks: Collection[int]) -> None:
-    """Delete the failure records of some ranks, before a new attempt. Missing records are no error.
+    """Delete the failure records (``failure-rankN.json``) of some ranks, before the launcher starts these ranks again.
+
+    A failure record says why the process of a rank ended. Without this call a record of the former start of a rank
+    would be read as one of the new start. Records that do not exist are no error.
 
     Args:
-        directories: directories in which each record is deleted.
+        directories: directories of records; the records are deleted in each of them.
         ranks: ranks whose records are deleted.
     """
     for directory in directories:
@@ -183,9 +195,13 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
 
     Args:
         rank: rank of the process.
-        code: exit code of the process, as ``multiprocessing`` gives it: -N if signal N killed the process. In the
-            record the exit code of a killed process is ``ExitCode.PEER``.
+        code: exit code of the process, as ``multiprocessing`` gives it: -N if signal N killed the process.
         seen: time at which the end of the process was noticed, in seconds since the epoch.
+
+    Returns:
+        The record, without exception and traceback: a message in words, and ``code`` as exit code. For a killed
+        process
+        the exit code is ``ExitCode.PEER``, ``signal`` is N, and for SIGKILL there is a remedy on memory.
     """
     if code >= 0:
         return Failure(rank, seen, "", f"ended with exit code {code} and no exception", code)
@@ -202,11 +218,20 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that most likely caused the failures of the other ranks.
 
-    A killed rank comes first, because no error in one rank kills another (except by SIGABRT, which some libraries
-    raise when a peer is lost); then the earliest failure that is not about a lost peer; then the earliest of all.
+    A failure record says why the process of one rank ended. Records are preferred in this order, and of several by
+    time:
+    a rank that a signal killed, because no error in one rank kills another (except SIGABRT, which some libraries raise
+    when a peer is lost); then a failure whose exit code is not ``ExitCode.PEER``, which means that a peer was lost;
+    then
+    any other.
 
     Args:
-        failures: failures of the ranks of one attempt, at least one.
+        failures: records of ranks that ran at the same time, between one start of the ranks by the launcher and the
+            next;
+            at least one, otherwise ValueError is raised.
+
+    Returns:
+        One of ``failures``, unchanged: the earliest of the most preferred kind.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
@@ -218,10 +243,11 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def is_final(cause: Failure) -> bool:
-    """Return whether a restart is useless: the job would fail in the same way, such as by wrong usage or missing data.
+    """Return whether starting the job again is useless, because it would fail in the same way or has ended as it should.
 
-    True too for orderly ends, such as after an interrupt. A script's own ``sys.exit(8)`` does not count as a disk
-    error, although ``DISK`` has exit code 8.
+    True for wrong usage; for an exception about missing data, a bad checkpoint, authentication or a full disk; and for
+    orderly ends, such as after an interrupt. A script's own ``sys.exit(8)`` does not count as a disk error, although
+    ``DISK`` has exit code 8.
 
     Args:
         cause: the failure that ended the job.
@@ -265,12 +291,16 @@ def describe_failure(failure: Failure, log: Path) -> str:
 def tail(log: Path, lines: int = _TAIL) -> list[str]:
     """Return the last lines of a rank's log file, without line ends; empty if the file cannot be read.
 
-    Reads at most the last 64 KiB of the file. From the stack of a crash the frames of tutti that only started the
-    rank, and all that follows them, are cut off: the stack ends at the user's entry point.
+    Reads at most the last 64 KiB of the file. If the log has the stack of a crash, the lines are those before the
+    first
+    frame of the module of tutti that started the rank: the stack ends at the user's entry point.
 
     Args:
         log: path of the log file.
-        lines: greatest number of lines.
+        lines: greatest number of lines; default: 20.
+
+    Returns:
+        The lines in the order of the file, oldest first.
     """
     try:
         with log.open("rb") as file:

@@ -40,28 +40,36 @@ class LostRankNotes:
             folder.mkdir()
 
     def mark_expendable(self, rank: int) -> None:
-        """Record that the run can go on if ``rank`` is killed from now on. Called in that rank."""
+        """Record that the run can go on if the process of ``rank`` is killed from now on.
+
+        Writes a marker file that the launcher reads when the process ends. The rank itself calls this method.
+        """
         (self._spare / str(rank)).touch()
 
     def is_expendable(self, rank: int) -> bool:
-        """Return whether ``rank`` has recorded that the run can go on without it."""
+        """Return whether ``rank`` has recorded, by ``mark_expendable``, that the run can go on if its process is killed."""
         return (self._spare / str(rank)).exists()
 
     def mark_lost(self, rank: int, how: str) -> None:
-        """Record for all ranks that ``rank`` was killed while the run goes on.
+        """Record for all ranks of the job that the process of ``rank`` was killed, while the run goes on without this rank.
 
-        Called in the launcher, once the process of the rank is gone.
+        Writes a marker file ``lost/RANK`` in the folder that all ranks see; the remaining ranks read it by ``lost``.
+        The
+        launcher calls this method once the process is gone.
 
         Args:
-            rank: the rank.
-            how: description of its end, for messages.
+            rank: the killed rank.
+            how: text for messages that says how the process ended, such as ``was killed by SIGKILL``; the content of
+                the
+                file.
         """
         write_whole(self._lost / str(rank), how.encode())
 
     def lost(self) -> Mapping[int, str]:
-        """Return the ranks that were killed while the run goes on without them: rank → description of the rank's end.
+        """Return the ranks that were killed while the run goes on without them: rank → text of how the rank's process ended.
 
-        The mapping is in rank order; empty if no rank was lost.
+        The mapping is in rank order; it is empty if no rank was lost. It is read from marker files that the launcher
+        writes.
         """
         # Usually an empty folder, which is fast to list.
         ranks = sorted(int(name) for name in os.listdir(self._lost) if name.isdecimal())
@@ -71,8 +79,12 @@ class LostRankNotes:
 def lost_rank_notes() -> LostRankNotes | None:
     """Return the marker files by which this job's ranks and launcher record lost ranks; None under another launcher.
 
-    The files lie in the directory of the job's store, whose path is in the environment variable ``TUTTI_STORE``. A
-    launcher without such files, such as torchrun, ends all ranks when one fails.
+    The files lie in the directory of the job's key-value store, whose path is in the environment variable
+    ``TUTTI_STORE``. A launcher without such files, such as torchrun, ends all ranks when one fails.
+
+    Returns:
+        An object with which a rank marks itself expendable (the run can go on without it) and reads which ranks were
+        killed. None if ``TUTTI_STORE`` is not set, or if its directory has no such files.
     """
     store = os.environ.get("TUTTI_STORE")
     found = LostRankNotes(Path(store).parent) if store else None
