@@ -31,13 +31,21 @@ class CgroupLimits:
 
 
 def read_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> CgroupLimits:
-    """Return the tightest CPU, memory and process limits of this process's control groups and all their ancestors.
+    """Return the CPU, memory and process limits that Linux control groups set for this process.
 
-    Both versions of control groups are read; a limit that no group sets, or whose file cannot be read, is None.
+    A limit is the smallest one of this process's groups and all their ancestors. Both versions of control groups are
+    read.
 
     Args:
         root: mount point of the control groups.
         membership: file that lists this process's groups, in the format of ``/proc/PID/cgroup``.
+
+    Returns:
+        ``cores`` (float: CPU seconds in a second), ``memory_bytes`` and ``memory_used_bytes`` (limit and present use
+        of
+        the group with the smallest memory limit, in bytes), and ``processes`` (number of processes and threads). Each
+        is
+        None if no group sets the limit, or if its file cannot be read.
     """
     groups = _groups(membership)
     cores = [quota for folder in _folders(root, groups, "cpu") for quota in _quota(folder)]

@@ -45,9 +45,14 @@ class FaultOutcome:
     broken: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """Return one sentence for each promise that the run broke under this fault; empty: the run survived the fault.
+        """Return one sentence for each promise of tutti that the run broke under this injected fault.
 
-        The sentences are the entries of ``broken``, and one more if ``lost_steps`` exceeds ``most_lost``.
+        The sentences are the entries of ``broken`` (wrong exit code and the like, in words), and one more if
+        ``lost_steps``
+        (steps that had to be repeated) exceeds ``most_lost``.
+
+        Returns:
+            The sentences; an empty list means that the run survived the fault.
         """
         too_many = self.most_lost is not None and self.lost_steps > self.most_lost
         return [*self.broken, *[f"{self.lost_steps} steps lost, more than {self.most_lost}"] * too_many]
@@ -102,10 +107,16 @@ class Report:
         return "equal bits" if self.weights_sha256 == self.reference_sha256 else "different"
 
     def problems(self) -> list[str]:
-        """Return one sentence for each promise that the run broke; empty: the run survived.
+        """Return one sentence for each promise of tutti that a run with injected faults broke.
 
-        Includes the problems of all faults, faults that could not be injected because the run was over, a failed end,
-        different weights, and files of unfinished saves.
+        There is a sentence for each problem of each fault (``FaultOutcome.problems``), for faults that could not be
+        injected
+        because the run was over, for a non-zero exit code of a run that had to end well, for final weights that
+        differ from
+        those of the run without faults, and for each file of an unfinished save that was left behind.
+
+        Returns:
+            The sentences; an empty list means that the run survived.
         """
         found = [
             f"{outcome.fault} at step {outcome.step}: {text}"
@@ -121,10 +132,15 @@ class Report:
         return [*found, *(f"{name} was left" for name in self.left)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report on a run with faults as a dict that ``json.dumps`` accepts.
+        """Return the report on a run with injected faults as a dict that ``json.dumps`` accepts.
 
-        Keys are the attributes of this class, and ``goodput``, ``verdict``, ``survived`` (a bool) and ``problems``;
-        each of ``outcomes`` is a dict with the attributes of `FaultOutcome` and ``survived``.
+        Returns:
+            The attributes of this class by their names, and ``goodput`` (fraction of executed steps that were useful),
+            ``verdict`` (``equal bits``, ``different`` or ``not compared``: final weights beside those of the run
+            without
+            faults), ``survived`` (bool: no promise was broken) and ``problems`` (list of sentences). ``outcomes`` is
+            a list
+            of dicts, each with the attributes of `FaultOutcome` and ``survived``.
         """
         outcomes = [{**dataclasses.asdict(outcome), "survived": not outcome.problems()} for outcome in self.outcomes]
         more = {"goodput": self.goodput, "verdict": self.verdict, "survived": not self.problems()}
@@ -132,11 +148,17 @@ class Report:
 
 
 def summarize(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
-    """Return a table of fault outcomes, one row for each kind of fault, as tuples of formatted texts.
+    """Return a table of the outcomes of faults injected into a run: one row for each kind of fault, no heading row.
 
-    Columns: kind, number of faults, median and longest time without progress (in seconds, such as ``0.42 s``), median
-    and largest number of lost steps, restarts by the run's own launcher, resumes from outside, number of faults
-    survived. Killing the launcher is a kind of its own. Rows are in the order in which the kinds first occurred.
+    Args:
+        outcomes: one outcome for each injected fault.
+
+    Returns:
+        Rows of nine texts, in the order in which the kinds of fault first occurred; empty without outcomes. The texts
+        are: kind; number of faults; median and longest time without a training step, in seconds, such as ``0.42 s``;
+        median and largest number of steps that had to be repeated; number of restarts of the ranks by the run's own
+        launcher; number of times that the run ended and was started again with ``--resume``; number of faults after
+        which ``FaultOutcome.problems`` is empty. Killing the launcher is a kind of its own, ``kill the launcher``.
     """
     rows: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(_named(outcome) for outcome in outcomes):

@@ -40,7 +40,8 @@ _failed: dict[str, str] = {}
 def kernels() -> str:
     """Return a text that says whether tutti's C++ loops are compiled here or PyTorch's operations run, and why.
 
-    The loops are those of layer-wise optimizers and ghost batch norm.
+    The loops are those of layer-wise optimizers and ghost batch norm. The text is ``compiled (COMPILER)`` or
+    ``PyTorch's own operations (REASON)``; after a failed build the reason names the C++ files that cannot be compiled.
     """
     if _off():
         return "PyTorch's own operations (TUTTI_KERNELS=off)"
@@ -53,11 +54,19 @@ def kernels() -> str:
 
 
 def library(source: Path) -> ctypes.CDLL | None:
-    """Load the shared library of the C++ file ``source`` from the user's cache, or build it in about a second.
+    """Load the shared library of a C++ file from the user's cache, or build it in about a second.
 
-    A file lock lets other processes that need the same library wait for the build. Returns None if compiled loops are
-    switched off (``TUTTI_KERNELS=off``), if there is no C++ compiler, or if the build fails, which also gives a
-    RuntimeWarning.
+    The library is kept in the cache under a digest of source, flags and processor. A file lock lets other processes
+    that
+    need the same library wait for the build.
+
+    Args:
+        source: path of the C++ file.
+
+    Returns:
+        The loaded library. None if compiled loops are switched off (``TUTTI_KERNELS=off``), if there is no C++
+        compiler,
+        or if the build fails, which also gives a RuntimeWarning.
     """
     compiler = find_compiler()
     if compiler is None or _off():
@@ -79,10 +88,11 @@ def _off() -> bool:
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler on this machine that builds tutti's loops; None if there is none.
+    """Return the path of the C++ compiler with which tutti builds its compiled loops; None if there is none.
 
-    The environment variable ``CXX`` names it; without it, or if that program is missing, the first of ``c++``, ``g++``
-    and ``clang++`` on the ``PATH`` is taken.
+    Looked for on the ``PATH``, in this order: the first word of the environment variable ``CXX`` (further words, such
+    as
+    flags, are ignored), ``c++``, ``g++``, ``clang++``. The first program that exists is returned; it is not run.
     """
     return next(filter(None, map(shutil.which, _compilers())), None)
 
@@ -101,9 +111,9 @@ def _digest(source: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Make and return the folder in the user's cache that keeps compiled libraries: ``~/.cache/tutti``.
+    """Create and return the folder that keeps compiled libraries: ``tutti`` in ``$XDG_CACHE_HOME``, default ``~/.cache``.
 
-    None if it cannot be written, or if other users could write to it.
+    Returns None if the folder cannot be written, or if it belongs to another user or other users could write to it.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tutti"
     try:

@@ -102,9 +102,12 @@ class StepFacts:
     whole: StepFacts | None = None
 
     def alone(self) -> StepFacts:
-        """Return work, parameters and collectives of a step of the same model without tensor parallelism and stages.
+        """Return FLOP, parameters and collectives of a training step of the same model on one device.
 
-        Where no layer is split over tensor ranks, the object itself is returned, with its stages.
+        Returns:
+            The facts without tensor parallelism and pipeline stages (``whole``). Where no layer is split over tensor
+            ranks,
+            this object itself, with its pipeline stages if it has any.
         """
         return self.whole or self
 
@@ -129,13 +132,17 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, 
 
 
 def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
-    """Return the pipeline options of a strategy whose replicas are cut into stages; None where a replica is not cut.
-
-    A hybrid strategy with one stage is not cut.
+    """Return the stage options of a parallel strategy that cuts each replica of the model into stages; else None.
 
     Args:
-        choice: the strategy with its options.
-        shape: size of each dimension of the device mesh, by name.
+        choice: a parallel strategy with its options, as parsed from ``--strategy``.
+        shape: size of each dimension of the device mesh by its name; of these ``stage`` is read, for ``hybrid`` only.
+
+    Returns:
+        A ``PipelineConfig`` (micro-batches pass through the stages in a schedule: ``schedule``, ``micro_batches``,
+        ``virtual``) or a ``LayersConfig`` (the stages compute one after the other), both with the number of stages
+        and the
+        names of the modules that begin them. None for a strategy without stages, and for ``hybrid`` with one stage.
     """
     cut = isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1)
     return choice.layout if cut else None
@@ -179,12 +186,13 @@ def local_sgd_collectives(
     Args:
         tensors: trainable parameters.
         ranks: number of data ranks.
-        workers: number of logical workers over all ranks.
+        workers: number of logical workers (fixed shares of the global batch) over all ranks.
         period: steps between two averages of the parameters.
         rank: index of the data rank; rank 0 has most workers.
 
     Returns:
-        An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of the
+        An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of
+        the
         whole tensor and period in steps; empty for one data rank.
     """
     lengths: Counter[torch.dtype] = Counter()
@@ -235,10 +243,13 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
 def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
     """Return the trainable parameters that FSDP2 does not shard: scalars, and parameters of another dtype than most.
 
-    tutti shards their optimizer state as in ZeRO stage 1.
+    tutti shards their optimizer state as in ZeRO stage 1. The dtype of most is the one with most trainable elements.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
+
+    Returns:
+        Name, module group, shape and dtype of each such parameter, in the model's order.
     """
     counts: Counter[torch.dtype] = Counter()
     for tensor in (*facts.tensors, *facts.frozen):
@@ -299,11 +310,12 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
     """Return the bytes of the small all-reduce at the end of a training step with ZeRO sharding.
 
-    The message holds, in float64, digests of the step, loss sums, a flag for each parameter, and the squared gradient
+    The message is a float64 vector: digests of the step, loss sums, a flag for each parameter, and the squared
+    gradient
     norm.
 
     Args:
-        tensors: trainable parameters.
+        tensors: trainable parameters; only their number counts.
     """
     return 8 * (Tail(len(tensors), 0).size + 1)
 
