@@ -243,7 +243,7 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def is_final(cause: Failure) -> bool:
-    """Return whether starting the job again is useless, because it would fail in the same way or has ended as it should.
+    """Return whether starting the job again is useless: it would fail in the same way, or has ended as it should.
 
     True for wrong usage; for an exception about missing data, a bad checkpoint, authentication or a full disk; and for
     orderly ends, such as after an interrupt. A script's own ``sys.exit(8)`` does not count as a disk error, although

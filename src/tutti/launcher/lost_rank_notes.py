@@ -47,11 +47,11 @@ class LostRankNotes:
         (self._spare / str(rank)).touch()
 
     def is_expendable(self, rank: int) -> bool:
-        """Return whether ``rank`` has recorded, by ``mark_expendable``, that the run can go on if its process is killed."""
+        """Return whether ``rank`` has recorded, by ``mark_expendable``, that the run can go on without it."""
         return (self._spare / str(rank)).exists()
 
     def mark_lost(self, rank: int, how: str) -> None:
-        """Record for all ranks of the job that the process of ``rank`` was killed, while the run goes on without this rank.
+        """Record for all ranks of a job that the process of ``rank`` was killed while the run goes on without it.
 
         Writes a marker file ``lost/RANK`` in the folder that all ranks see; the remaining ranks read it by ``lost``.
         The
@@ -66,10 +66,11 @@ class LostRankNotes:
         write_whole(self._lost / str(rank), how.encode())
 
     def lost(self) -> Mapping[int, str]:
-        """Return the ranks that were killed while the run goes on without them: rank → text of how the rank's process ended.
+        """Return the ranks that were killed while the run goes on without them, each with a text on how it ended.
 
-        The mapping is in rank order; it is empty if no rank was lost. It is read from marker files that the launcher
-        writes.
+        The mapping is rank → text, in rank order; it is empty if no rank was lost. It is read from marker files that
+        the
+        launcher writes.
         """
         # Usually an empty folder, which is fast to list.
         ranks = sorted(int(name) for name in os.listdir(self._lost) if name.isdecimal())

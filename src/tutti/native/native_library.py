@@ -111,7 +111,7 @@ def _digest(source: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Create and return the folder that keeps compiled libraries: ``tutti`` in ``$XDG_CACHE_HOME``, default ``~/.cache``.
+    """Create and return the folder that keeps compiled libraries: ``tutti`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Returns None if the folder cannot be written, or if it belongs to another user or other users could write to it.
     """
