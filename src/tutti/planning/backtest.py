@@ -80,10 +80,13 @@ class BacktestResult:
     residuals: Residuals = field(default_factory=dict)
 
     def left_out(self) -> list[JsonRow]:
-        """Return how far off each source is that was left out: bands of its predictions rest on other sources alone.
+        """Compare, for each published source, the errors of its predictions with the bands that other sources give.
+
+        A class of predictions (key ``cell``) has one basis and a similar extrapolation distance.
 
         Returns:
-            One dictionary for each source and cell, with the keys ``source``, ``cell``, ``n`` (predictions), ``series``
+            One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
+            ``series``
             (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the source's own
             scores, the errors over their units), ``others90`` (that of all other sources, with which bands are drawn;
             None where they are too few) and ``coverage`` (share of the source's measurements within these bands).

@@ -68,19 +68,23 @@ class BranchFit:
     progress: float
 
     def means(self) -> dict[int, float]:
-        """Return the mean held-out loss at the ends of the branches of one checkpoint, averaged over seeds.
+        """Return the mean held-out loss of branches (trainings continued from one checkpoint) at their ends.
 
-        The keys are the multiples of the checkpoint's global batch, in ascending order.
+        Returns:
+            Multiple k → mean loss over seeds, in ascending order of k; the global batch of the branches is k times the
+            checkpoint's.
         """
         return {multiple: sum(losses) / len(losses) for multiple, losses in _by_multiple(self.branches).items()}
 
     def loss_at(self, multiple: float) -> float:
         """Return the fitted held-out loss at the end of a branch: a training continued from a checkpoint.
 
-        The loss falls by P(1 + B/B_crit)/(1 + kB/B_crit) from the checkpoint's, at k times its batch B.
+        With the checkpoint's global batch B, its loss L and the critical batch B_crit, the loss at k times the batch
+        is
+        L − P(1 + B/B_crit)/(1 + kB/B_crit). P (``progress``) is the fitted fall of the loss at k = 1.
 
         Args:
-            multiple: global batch of the branch over that of the checkpoint.
+            multiple: k, the global batch of the branch over that of the checkpoint; need not be a whole number.
         """
         small = self.batch / self.critical_batch
         return self.start - self.progress * (1 + small) / (1 + multiple * small)
@@ -91,9 +95,11 @@ def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance
 
     There are two answers. ``within`` is that of Merrill et al. (arXiv 2505.23971): the largest multiple of the batch
     whose loss stays within a tolerance. It depends on the tolerance and on the length of the branches.
-    ``critical_batch`` is B_crit of E(B) = E_min(1 + B/B_crit): samples are worth 1/(1 + B/B_crit) each, so the loss
-    falls by P(1 + B/B_crit)/(1 + kB/B_crit) along a branch, to first order. P is marginalised, the prior of log B_crit
-    is flat, and the spread over seeds is unknown (Student's t).
+    ``critical_batch`` is B_crit of E(B) = E_min(1 + B/B_crit), the samples that training needs to a target at batch B,
+    which are E_min at small batches: samples are worth 1/(1 + B/B_crit) each, so a branch at k times the batch B
+    lowers
+    the loss by P(1 + B/B_crit)/(1 + kB/B_crit), to first order, where P is the fall at k = 1. P is marginalised, the
+    prior of log B_crit is flat, and the spread over seeds is unknown (Student's t).
 
     Args:
         batch: global batch at the checkpoint, in samples.

@@ -193,7 +193,10 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
 
     Args:
         count: number of trials.
-        share: probability of a hit; default: the 0.9 of the bands.
+        share: probability of a hit; default: 0.9, the probability that the 90 % bands of predictions promise.
+
+    Returns:
+        Low and high end of the interval, as fractions of ``count`` in [0, 1].
 
     >>> binomial_interval(50)
     (0.82, 0.98)
@@ -234,13 +237,15 @@ def write_residuals(residuals: Residuals) -> str:
 
 
 def shipped_residuals() -> dict[str, dict[str, CellScores]]:
-    """Return the scores of checked predictions that ship with the package, from which bands are derived.
+    """Return the scores of checked predictions that ship with the package, from which 90 % bands are derived.
 
-    `make backtest` has made them from published measurements.
+    A score is the error |ln(measured ÷ predicted)| of a prediction over its unit, ``band_unit``. ``make backtest`` has
+    computed the scores from published measurements.
 
     Returns:
-        Scores (errors divided by ``band_unit``) by cell (predictions of one basis and a similar extrapolation
-        distance), then by published source; empty if the file is missing.
+        Scores by class of prediction (predictions of one basis and a similar extrapolation distance), then by
+        published
+        source; each holds at most 60 quantiles and the number of independent series. Empty if the file is missing.
     """
     path = resources.files("tutti.planning") / "residuals.json"
     return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -107,9 +107,10 @@ class TargetData:
 
     @property
     def critical_batch(self) -> tuple[float, float, float] | None:
-        """Median, 5 % and 95 % quantile of B_crit, the batch in samples at which a target needs twice the least data.
+        """Critical batch size B_crit: the global batch at which training to the target needs twice the least data.
 
-        None where one batch alone was measured.
+        In samples: the median, then the 5 % and 95 % quantile, over Monte Carlo draws. None where one batch alone was
+        measured, which says nothing of B_crit.
         """
         if not len(self._critical):
             return None
@@ -202,7 +203,12 @@ class PlannedStep:
 
     @cached_property
     def choice(self) -> Choice:
-        """The step's parallel strategy with its options. Raises UsageError for an unknown one."""
+        """Parallel strategy of the planned training step, with its options, parsed from the text ``strategy``.
+
+        It has the name of the strategy, its options of the model layout and of gradient synchronisation, and gives
+        the shape
+        of the device mesh. Raises UsageError for an unknown strategy or option.
+        """
         return parse_strategy(self.strategy)
 
     @property
@@ -262,7 +268,10 @@ class DevicePlan:
 
     @property
     def cost_band(self) -> tuple[float, float] | None:
-        """Low and high end of a 90 % band of the cost; None without a price, or where the time has no band."""
+        """Low and high end of a 90 % band of the plan's cost of training to the target, in the currency of the price.
+
+        None without a price, or where the training time has no band.
+        """
         if self.cost is None or self.band is None:
             return None
         low, high = (self.cost * end / self.seconds for end in self.band)
@@ -270,7 +279,10 @@ class DevicePlan:
 
     @property
     def cost_ends(self) -> tuple[float, float] | None:
-        """5 % and 95 % quantile of the cost over the Monte Carlo draws; None without a price."""
+        """5 % and 95 % quantile of the plan's cost of training over Monte Carlo draws, in the currency of the price.
+
+        None without a price.
+        """
         if self.cost is None:
             return None
         low, high = (self.cost * end / self.seconds for end in draw_ends(self.draws))
@@ -292,25 +304,28 @@ class DevicePlan:
 
 
 def draw_ends(draws: Array) -> tuple[float, float]:
-    """Return the 5 % and the 95 % quantile of Monte Carlo draws.
+    """Return the 5 % and the 95 % quantile of Monte Carlo draws, in this order.
 
     Args:
-        draws: (256,) draws of a quantity.
+        draws: (256,) draws of a quantity; the quantiles are in its unit.
     """
     low, high = np.quantile(draws, [0.05, 0.95])
     return float(low), float(high)
 
 
 def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | None) -> list[DevicePlan]:
-    """Compute for each training step choice how many steps, seconds and how much money training to the target takes.
+    """Compute for each choice of devices, batch and strategy the steps, seconds and cost of training to a target.
 
     Args:
-        steps: measured or predicted steps, each with devices, batch and strategy.
+        steps: measured or predicted training steps, each with devices, batch and strategy.
         data: number of training samples to the target at any batch size.
         price: price of one device for an hour; None for no costs.
 
     Returns:
-        A plan for every step, sorted by number of devices and then by seconds of training.
+        A plan for every step, sorted by number of devices and then by seconds of training. It holds the number of
+        steps,
+        the seconds with (256,) Monte Carlo draws and a 90 % band (None where unknown), and the cost (None without a
+        price).
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -335,7 +350,15 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
 
 def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
-    """Return the plan with the shortest training time for each number of devices, sorted by number of devices."""
+    """Return the plan with the shortest training time for each number of devices.
+
+    Args:
+        plans: plans of training to one target, each with devices, batch, strategy and seconds, in any order.
+
+    Returns:
+        One of ``plans`` for each number of devices that occurs, sorted by number of devices; of equally fast plans the
+        first.
+    """
     best: dict[int, DevicePlan] = {}
     for plan in plans:
         if plan.devices not in best or plan.seconds < best[plan.devices].seconds:
@@ -346,15 +369,16 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
     """Return the plan of the largest number of devices whose last doubling still made training 1.5 × as fast.
 
-    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as a
+    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as
+    a
     gain over it. From one entry N′ to the next, N, the time must fall by the factor 1.5 (``WORTH``) to the power of
-    log₂(N/N′). The first entry is the knee if no doubling gained so much.
+    log₂(N/N′). The first entry is returned if no doubling gained so much.
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
 
     Returns:
-        The knee; None for fewer than two numbers of devices, which say nothing about doublings.
+        One of ``best``; None for fewer than two numbers of devices, which say nothing about doublings.
     """
     if len(best) < 2:
         return None
@@ -404,7 +428,11 @@ def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None
 def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
     """Return the plan with the fewest device-seconds (number of devices · seconds of training to the target).
 
-    Of plans with equally many, return the plan with the shortest training.
+    Args:
+        plans: plans of training to one target; at least one.
+
+    Returns:
+        One of ``plans``; of several with equally many device-seconds the one with the shortest training.
     """
     return min(plans, key=lambda plan: (plan.devices * plan.seconds, plan.seconds))
 

@@ -130,11 +130,14 @@ def peak_flops(hardware: str, precision: str) -> float:
 
 
 def usual_links(hardware: str) -> tuple[float, float]:
-    """Return the usual link bandwidths of a chip, in bytes/s of a device: within a node, and between nodes.
+    """Return the usual link bandwidths of a chip within a node and between nodes.
 
     Args:
         hardware: name of the hardware as people write it; for an unknown chip the result is a guess at a middling
             server.
+
+    Returns:
+        Bytes a second of one device within its node, and bytes a second of one device between nodes.
 
     >>> usual_links("A100-SXM4-80GB"), usual_links("abacus")
     ((230000000000.0, 25000000000.0), (50000000000.0, 6250000000.0))

@@ -54,7 +54,10 @@ class FittedLaw:
         return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
 
     def constants(self) -> dict[str, float]:
-        """Return the fitted constants of the scaling law by their names, such as ``latency_s``, in SI units."""
+        """Return the fitted constants of the scaling law: name of the constant, such as ``latency_s``, → value.
+
+        Values are those at the optimum of the fit, in SI units (seconds, bytes a second, FLOP a second).
+        """
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 
 

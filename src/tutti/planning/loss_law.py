@@ -67,7 +67,11 @@ class FittedLoss:
     draws: tuple[LossLaw, ...]
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the 5 % and 95 % quantile of a constant of the law L = E + A/N^α + B/D^β over bootstrap draws.
+        """Return the 5 % and 95 % quantile, in this order, of a constant of the law L = E + A/N^α + B/D^β.
+
+        L is the loss of a training run, N its number of parameters, D its samples or tokens. The quantiles are over
+        the laws
+        that were fitted to bootstrap draws of the runs.
 
         Args:
             name: ``irreducible`` (E), ``size_factor`` (A), ``size_exponent`` (α), ``data_factor`` (B) or
@@ -109,14 +113,18 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
 
 
 def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array) -> tuple[Array, Array]:
-    """Return low and high end of the 90 % band of the loss of further training runs, each (runs,).
+    """Return the 90 % band of the loss of further training runs, by a law that was fitted to earlier runs.
 
-    The band covers the laws fitted to the bootstrap draws, each with the random spread of a run around its law.
+    The band covers the laws fitted to bootstrap draws of the earlier runs, each with the random spread of a run around
+    its law.
 
     Args:
         fitted: the law L = E + A/N^α + B/D^β, fitted to runs and to bootstrap draws of them.
         spread: standard deviation of the natural logarithm of a run's loss around the law.
         parameters, data: (runs,) number of parameters N and samples or tokens D of the further runs.
+
+    Returns:
+        Low and high end of the band, both (runs,).
     """
     generator = np.random.default_rng(1)
     drawn = np.stack([draw.loss(parameters, data) for draw in fitted.draws for _ in range(8)])
@@ -172,15 +180,18 @@ def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: 
 
 
 def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> list[str]:
-    """Return the region of each training run, in their order: ``irreducible``, ``power law`` or ``small data``.
+    """Sort training runs into three regions of their loss: ``irreducible``, ``power law`` and ``small data``.
 
     ``irreducible``: the law's constant E is more than 90 % of the run's loss (a choice). ``small data``: the run is in
     the quarter with the least data, and misses the law of the others by more than five times their spread; judged from
     8 runs on. All others are ``power law``.
 
     Args:
-        law: the law L = E + A/N^α + B/D^β, fitted to all runs.
+        law: the law L = E + A/N^α + B/D^β, fitted to all runs; E is the loss of unlimited model size and data.
         parameters, data, loss: (runs,) number of parameters N, samples or tokens D, and loss of each run.
+
+    Returns:
+        The name of the region of each run, in the order of the runs. A run in two regions is ``small data``.
 
     Source of the regions: Hestness et al. 2017, arXiv 1712.00409, §5.
     """

@@ -139,21 +139,26 @@ class LossSurface:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the sets of samples on which the loss is measured, such as ``training`` and ``held-out``.
+        """Names of the sets of samples on which the model's loss is measured, such as ``training`` and ``held-out``.
 
-        Gradients and Hessian products are those of the first set.
+        Gradients and Hessian products are computed on the first set.
         """
         return tuple(self._sets)
 
     @property
     def samples(self) -> dict[str, int]:
-        """Number of samples, over all ranks, of each set on which the loss is measured, by name of the set."""
+        """Number of samples, over all data ranks, of each set on which the loss is measured, by the set's name."""
         return {name: data.samples for name, data in self._sets.items()}
 
     def point(self) -> Tensor:
-        """Return the model's current values as a vector: trainable parameters, then other floating-point tensors.
+        """Return the model's current values as one vector: trainable parameters, then other floating-point tensors.
 
         Other tensors are frozen parameters and buffers. Not collective.
+
+        Returns:
+            (length,) a new vector in the dtype and on the device of the first trainable parameter; its first ``size``
+            elements
+            are the trainable parameters, in the order of ``named_parameters``.
         """
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self._tensors])
 

@@ -57,11 +57,14 @@ class Network:
         return math.ceil(ranks / self.per_node)
 
     def spread(self, ranks: int, apart: int) -> tuple[int, int]:
-        """Return how many of a collective's ranks are on one node of the cluster, and on how many nodes they are.
+        """Return how the ranks of a collective are placed on the cluster: ranks on one node, and number of nodes.
 
         Args:
             ranks: number of ranks of the collective.
             apart: stride in devices from one of these ranks to the next.
+
+        Returns:
+            Number of the ranks that are on one node, and number of nodes with such ranks.
 
         >>> Network(8).spread(4, 2), Network(8).spread(4, 8), Network(8).spread(16, 1)
         ((4, 1), (1, 4), (8, 2))
@@ -145,7 +148,12 @@ class StepCosts(Protocol):
         """
 
     def within(self) -> LinkCost:
-        """Return the cost of a transfer within a node: latency in seconds, and bytes a second."""
+        """Return the cost of a transfer within a node of the machine.
+
+        Returns:
+            ``alpha``, seconds of latency of a transfer, and ``beta``, bytes a second: n bytes take alpha + n / beta
+            seconds.
+        """
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
         """Return the seconds of one message over the slowest link among a run's devices, as one number without draws.
@@ -362,7 +370,15 @@ class MeasuredCosts:
         return _ring_scaled(self.network.collectives[f"{kind}/{nearest}"], size, nearest, nodes)
 
     def within(self) -> LinkCost:
-        """Return the cost of a copy in a node's memory: latency in seconds, and bytes a second."""
+        """Return the cost of a copy in the memory of a node, from the line fitted to the machine's measured copies.
+
+        Returns:
+            ``alpha``, seconds of latency of a copy, and ``beta``, bytes a second: n bytes take alpha + n / beta
+            seconds.
+
+        Raises:
+            UsageError: the machine file has no measured copies.
+        """
         copy = self.machine.curve("device/copy")
         return LinkCost(copy.fixed, copy.rate)
 
@@ -636,7 +652,12 @@ class PublishedCosts:
         return np.full(SAMPLES, found)
 
     def within(self) -> LinkCost:
-        """Return the guessed cost of a transfer within a node: latency in seconds, and bytes a second."""
+        """Return the guessed cost of a transfer within a node; ``guesses`` receives a line on it.
+
+        Returns:
+            ``alpha``, seconds of latency of a transfer, and ``beta``, the chip's usual bytes a second: n bytes take
+            alpha + n / beta seconds.
+        """
         return self._within()
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
@@ -756,11 +777,16 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
 
 
 def measured_network(path: Path, per_node: int) -> Network:
-    """Return the links between nodes, and collectives over them, of a ``machine.json`` measured with one rank a node.
+    """Read the links between the nodes of a cluster, and collectives over them, from a ``machine.json``.
 
     Args:
         path: file of ``tutti bench links collectives`` whose ranks were on a node each.
-        per_node: devices of a node of the cluster.
+        per_node: devices of a node of the cluster; stated, because the file does not say it.
+
+    Returns:
+        ``per_node``; latency and bytes a second of the slowest measured link, and its curve of seconds over bytes;
+        and the
+        measured curves of collectives with one rank a node, by ``KIND/NODES``.
 
     Raises:
         UsageError: no such file, of another format or version, or without links.

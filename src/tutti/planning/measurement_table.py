@@ -126,11 +126,11 @@ class TableRow:
     numbers: Mapping[str, float]
 
     def number(self, role: str, default: float = math.nan) -> float:
-        """Return the number of a table row for a quantity, such as ``step_time``, in SI units.
+        """Return the number that a row of a measurement table has in the column of a quantity, in SI units.
 
         Args:
-            role: standard name of the quantity, as ``column_role`` gives it.
-            default: returned where the cell is missing or no number.
+            role: standard name of the quantity, such as ``step_time``, as ``column_role`` gives it.
+            default: returned where the row has no number of this quantity; default: NaN.
         """
         return self.numbers.get(role, default)
 

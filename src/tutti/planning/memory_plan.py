@@ -66,7 +66,10 @@ def resolve_task(task: str | Task, config: PlannedRun) -> Task:
 
     Args:
         task: the task; or its name, which is loaded with the run's data, model and augmentation.
-        config: configuration of the run.
+        config: configuration of the run; not read where ``task`` is an object.
+
+    Returns:
+        The task: a function that builds the model, the loss function, training data and held-out data (None for none).
     """
     if isinstance(task, Task):
         return task
@@ -304,10 +307,14 @@ def measure(name: str, config: PlannedRun, directory: Path) -> None:
 
 
 def memory_rows(memory: Memory) -> Mapping[str, float]:
-    """Return the non-zero kinds of a device's bytes by name, with their sum as ``total``.
+    """Return the bytes that training takes on a device as a table for people: kind of bytes → bytes.
 
-    The names are ``parameters``, ``gradients``, ``optimizer``, ``messages``, ``average``, ``activations`` and
-    ``buffers``.
+    Kinds are ``parameters``, ``gradients``, ``optimizer`` (state), ``messages`` (communication buffers), ``average``
+    (averaged weights), ``activations`` and ``buffers``, in this order, those of 0 bytes left out. The last entry is
+    ``total``, their sum.
+
+    Args:
+        memory: bytes of each kind on the device that holds most.
     """
     named = {field.name: float(getattr(memory, field.name)) for field in fields(memory)}
     return {**{name: value for name, value in named.items() if value}, "total": memory.total}

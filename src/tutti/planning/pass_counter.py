@@ -27,9 +27,13 @@ class PassCounter:
 
     @contextmanager
     def part(self, name: str, total: int = 0) -> Iterator[None]:
-        """Return a context manager that reports the progress of one part of a measurement while its block runs.
+        """Report the progress of one part of a measurement while a ``with`` block runs.
 
-        Progress is the number of passes over the samples that ``count`` was called for within the block.
+        Progress is the number of passes over the samples (forwards, gradients, Hessian products) for which ``count``
+        was
+        called within the block, and the seconds since its begin. A last line is written at the end, unless the block
+        raises.
+        The context manager gives no value.
 
         Args:
             name: name of the part of the measurement, shown before the count.

@@ -26,12 +26,14 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
     """Return the names of the module groups whose tensor-parallel collectives a virtual pipeline stage makes.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss. Each stage has its own
-    groups; the last stage also has the rest of the model and the loss.
+    A module group is a module that is sharded as a unit, the rest of the model (``REST``), or the loss (``LOSS``).
 
     Args:
-        facts: module groups of each virtual stage.
+        facts: names of the module groups of each virtual stage.
         virtual: index of the virtual stage.
+
+    Returns:
+        The stage's own groups, in the model's order; for the last stage ``REST`` and ``LOSS`` follow.
     """
     last = virtual == len(facts.groups) - 1
     return (*facts.groups[virtual], REST, LOSS) if last else facts.groups[virtual]
@@ -95,7 +97,8 @@ class PipelineBuilder(ReplicaBuilder):
 
         Args:
             choice: the parsed strategy, with the pipeline schedule and the options of gradient synchronisation.
-            parts: number of samples in each micro-batch, one list for each logical worker.
+            parts: number of samples in each micro-batch, one list for each logical worker (a fixed share of the
+                global batch).
 
         Returns:
             Computations and messages of one device of each stage, with their seconds and dependences.

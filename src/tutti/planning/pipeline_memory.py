@@ -47,15 +47,19 @@ class MicroBatchSizes:
 
     @classmethod
     def of(cls, config: PlannedRun) -> MicroBatchSizes:
-        """Compute number and size of a logical worker's micro-batches from strategy, batch and ``--micro-batch``.
+        """Compute number and size of the micro-batches of a logical worker, which is a fixed share of the global batch.
 
-        With synchronised batch norm there is one micro-batch, the share of data rank 0.
+        They follow from strategy, global batch and ``--micro-batch``. With synchronised batch norm there is one
+        micro-batch,
+        the share of data rank 0.
 
         Args:
             config: configuration of the run, with a number of devices.
 
         Returns:
-            The number of micro-batches in a full batch, and the samples in the first one, which is the largest.
+            ``count``, the number of micro-batches in a full batch, and ``samples``, the samples in the first one,
+            which is the
+            largest.
         """
         ranks = config.data_ranks
         workers = config.workers or ranks
@@ -101,12 +105,17 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
 
 
 def alone(config: PlannedRun) -> PlannedRun:
-    """Return a configuration with one device and strategy ``single``, and micro-batches of a pipeline run's size.
+    """Change the configuration of a pipeline run to one device, for measuring the seconds of its modules.
 
-    ``time_modules`` measures the seconds of the pipeline's modules with this configuration.
+    ``time_modules`` measures with this configuration.
 
     Args:
         config: configuration of the pipeline run, with a number of devices.
+
+    Returns:
+        ``config`` with ``--strategy single`` on one device, as many logical workers (fixed shares of the global
+        batch) as
+        the pipeline run has, and micro-batches as large as its first.
     """
     workers = config.workers or config.data_ranks
     micro = MicroBatchSizes.of(config).samples
@@ -167,15 +176,18 @@ def _look(
 
 
 def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> list[Memory]:
-    """Estimate the bytes on the devices of a pipeline, by kind (parameters, gradients, activations and so on).
+    """Estimate the bytes that training takes on each device of a pipeline, by kind.
 
     Args:
         found: sizes of the model.
-        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
+        ahead: memory of the model's blocks (runs of consecutive calls) and their partition into stages, from
+            ``observe_stages``.
         config: configuration of the run.
 
     Returns:
-        One entry for each pipeline rank: the bytes on its device.
+        One entry for each pipeline rank, in order: bytes of parameters, gradients, optimizer state, communication
+        buffers,
+        averaged weights, activations and buffers on its device, with their sum ``total``.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
     held = ahead.held(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
@@ -203,13 +215,17 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
 
 
 def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
-    """Return ``config`` with a partition into pipeline stages written as the option ``cuts`` of its strategy.
-
-    Unchanged if a cut is before a module without a name and so cannot be written.
+    """Write a partition of the model into pipeline stages into a run's strategy, as its option ``cuts``.
 
     Args:
         config: configuration of the run.
-        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
+        ahead: the model's blocks (runs of consecutive calls) with their memory, and the stages' bounds among them,
+            from
+            ``observe_stages``.
+
+    Returns:
+        A copy of ``config`` whose strategy names the first module of each stage but the first. ``config`` itself if a
+        stage begins with a module without a name, which cannot be written.
     """
     if not all(ahead.names):
         return config

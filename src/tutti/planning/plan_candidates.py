@@ -53,10 +53,12 @@ class PlanCandidates:
         self.lacking[strategy] = min(least, lacking), number + 1
 
     def refusals(self) -> dict[str, int]:
-        """Return the number of plans that the search left out, by reason in words.
+        """Return the reasons for which the search left plans out, each with the number of these plans.
 
-        A reason begins with the strategy's name. Plans that lack memory are one reason for each strategy, which states
-        the fewest GiB that a device lacks.
+        Returns:
+            Text → number of plans. A text begins with the strategy's name, as in ``pipeline: REASON``. Plans that do
+            not fit
+            into a device's memory are one text for each strategy, which states the fewest GiB that a device lacks.
         """
         short = {
             f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
@@ -89,12 +91,17 @@ def is_single_update(strategy: str) -> bool:
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
     """Return the step times that runs measured, one entry for each combination of devices, batch, strategy and options.
 
-    An entry's seconds are the median over its runs, and have 256 random draws from their measured spread. Runs with
-    fewer than ten recorded steps are left out. For strategies whose workers do not make one common update a step, such
-    as ``local_sgd``, an entry also has the median samples to the target; without a run that reached it, it is left out.
+    Runs with fewer than ten recorded steps are left out. For strategies whose workers do not make one common update a
+    step, such as ``local_sgd``, an entry is left out if none of its runs reached its target.
 
     Args:
         runs: finished runs of one task.
+
+    Returns:
+        Entries sorted by devices, batch and strategy. Each has the seconds of a step, the median over its runs; (256,)
+        random draws of the seconds from their measured spread; and for strategies such as ``local_sgd`` the median
+        samples
+        to the target (``samples``, else None).
     """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:
@@ -152,7 +159,11 @@ def plan_config_of(step: PlannedStep, base: PlannedRun) -> PlannedRun:
 
     Args:
         step: the planned step: a choice of devices, batch and strategy.
-        base: configuration with all other options; its number of workers is dropped.
+        base: configuration with all other options.
+
+    Returns:
+        ``base`` with the choice of ``step``, without a number of workers, and without micro-batch and activation
+        checkpointing where ``step`` has none.
     """
     chosen: dict[str, Any] = {"micro_batch": None, "activation_checkpointing": "none", **dict(step.options)}
     return replace(
@@ -161,10 +172,10 @@ def plan_config_of(step: PlannedStep, base: PlannedRun) -> PlannedRun:
 
 
 def step_key(step: PlannedStep) -> tuple[object, ...]:
-    """Return a hashable key that is equal for steps of the same plan, however their options are written.
+    """Return a hashable key that is equal for planned steps of the same plan, however their options are written.
 
     Plans are the same if devices, batch, device mesh, pipeline schedule, gradient synchronisation, micro-batch and
-    activation checkpointing are.
+    activation checkpointing are the same. The elements of the key mean nothing by themselves.
 
     >>> def made(text, **options):
     ...     return PlannedStep(4, 64, text, 1.0, np.ones(1), {}, "", options=tuple(options.items()))

@@ -45,14 +45,17 @@ def plan_choices(
 ) -> Iterator[PlannedStep]:
     """Yield every combination of devices, batch, strategy, micro-batch and checkpointing that a search may choose.
 
-    Combinations that make no sense are left out, such as a batch of fewer samples than data ranks. Each is a
-    ``PlannedStep`` whose seconds are 0 and are to be predicted.
+    Combinations that make no sense are left out, such as a batch of fewer samples than data ranks.
 
     Args:
         counts: numbers of devices.
         batches: global batch sizes, in samples.
         strategies: texts of ``--strategy``; options that they leave open are searched (``open_options``).
         checkpointing: choices of activation checkpointing, such as ``none``.
+
+    Yields:
+        Planned steps with devices, batch, text of the strategy and options. Their seconds are 0 and their draws empty:
+        both are to be predicted (``StepPricer``).
     """
     for devices in counts:
         # One device alone has nothing to shard or cut.
@@ -87,12 +90,15 @@ def open_options(text: str, devices: int) -> list[str]:
         text: as given to ``--strategy``; options in it are kept.
         devices: number of devices, a multiple of stages × tensor ranks.
 
+    Returns:
+        One text for each combination; ``[text]``, with its options in normal form, where nothing is to be searched.
+
     >>> open_options("hybrid:schedule=1f1b", 8)
     ['hybrid:schedule=1f1b,stages=2,tensor=2', 'hybrid:schedule=1f1b,stages=2,tensor=4', \
-'hybrid:schedule=1f1b,stages=4,tensor=2']
+    'hybrid:schedule=1f1b,stages=4,tensor=2']
     >>> open_options("sharded", 4), open_options("pipeline:schedule=gpipe", 4), open_options("mirrored", 4)
     (['sharded:stage=1', 'sharded:stage=2', 'sharded:stage=3'], ['pipeline:schedule=gpipe,stages=2', \
-'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
+    'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
     """
     given = Spec.parse(text, "--strategy")
     name = parse_strategy(text).name
@@ -151,12 +157,17 @@ class StepPricer:
     _checked: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def floor(self, step: PlannedStep) -> PlannedStep:
-        """Return a planned step with a lower bound of its seconds, which is much cheaper to compute than a simulation.
+        """Compute a lower bound of the seconds of a planned training step, which is much cheaper than a simulation.
 
         A strategy without such a bound gets its simulated seconds, as from ``evaluate``.
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
+
+        Returns:
+            A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (256,), ``terms`` (seconds by cause)
+            and
+            ``least`` True; ``least`` is False where the step was simulated.
 
         Raises:
             UsageError: the step cannot be simulated.
@@ -168,12 +179,18 @@ class StepPricer:
         return self._made(step, bound.seconds, self._terms(bound.terms, config, prices), least=True)
 
     def evaluate(self, step: PlannedStep) -> PlannedStep:
-        """Return a planned step with its predicted seconds, from simulating all its computation and messages.
+        """Predict the seconds of a planned training step by simulating all its computation and messages.
 
-        The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
+        The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found
+        it.
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
+
+        Returns:
+            A copy of ``step`` with ``seconds`` (median), ``draws`` (256, Monte Carlo draws of the seconds), ``terms``
+            (seconds
+            by cause, such as ``compute``), ``basis`` in words, and ``least`` False.
 
         Raises:
             UsageError: the step cannot be simulated.
@@ -197,7 +214,12 @@ class StepPricer:
     def checkpointing(self) -> tuple[str, ...]:
         """Return the choices of activation checkpointing that find anything to recompute in the task's model.
 
-        ``none`` is the first.
+        Returns:
+            ``none`` first, then those of the choices tried by ``sizes`` that apply, such as ``blocks`` and
+            ``selective``.
+
+        Raises:
+            UsageError: the model cannot be traced.
         """
         return self.sizes.step(
             replace(self.base, strategy="mirrored", devices="1", workers=None)

@@ -16,10 +16,15 @@ class PlannedRun(TrainConfig):
 
     @classmethod
     def of(cls, config: TrainConfig) -> PlannedRun:
-        """Return a configuration as one of a planned run, which the functions of this package take.
+        """Return a configuration of ``tutti train`` as one of a planned run, whose number of devices is known.
 
         Args:
-            config: options of the run; ``devices`` is a number.
+            config: options of the run; ``devices`` is a whole number as text.
+
+        Returns:
+            The same options, with the parsed strategy (``choice``), ``device_count`` and the device mesh (``shape``)
+            as
+            properties; ``config`` itself if it is such an object already.
         """
         if isinstance(config, cls):
             return config
@@ -27,25 +32,32 @@ class PlannedRun(TrainConfig):
 
     @cached_property
     def choice(self) -> Choice:
-        """The strategy with its options. Raises UsageError for an unknown strategy or option."""
+        """Parallel strategy of the planned run with its options, parsed from ``--strategy``.
+
+        It has the strategy's name, capabilities, and options of the model layout and of gradient synchronisation.
+        Raises
+        UsageError for an unknown strategy or option.
+        """
         return parallel.parse_strategy(self.strategy)
 
     @cached_property
     def device_count(self) -> int:
-        """Number of devices."""
+        """Number of devices of the planned run, as an int; the option ``devices`` is a text."""
         return int(self.devices)
 
     @cached_property
     def shape(self) -> dict[str, int]:
-        """Extent of each axis of the device mesh: ``replica``, ``shard``, ``stage`` and ``tensor``.
+        """Device mesh of the planned run: number of ranks along each axis, by the axis's name.
 
+        The axes are ``replica``, ``shard``, ``stage`` and ``tensor``; the product of the four numbers is the number
+        of devices.
         Raises UsageError if the number of devices does not fit the strategy.
         """
         return self.choice.shape(self.device_count)
 
     @cached_property
     def data_ranks(self) -> int:
-        """Number of ranks among which a global batch is divided.
+        """Number of ranks among which the planned run divides a global batch; stages and tensor ranks share one part.
 
         Raises UsageError if the number of devices does not fit the strategy.
         """

@@ -72,6 +72,9 @@ def cuts(sizes: Sequence[float]) -> list[float]:
     Args:
         sizes: sizes of the measurements, in any order.
 
+    Returns:
+        The cuts in rising order; empty if no size can be a cut.
+
     >>> cuts([1, 2, 3, 4, 8, 16])
     [2, 4, 8]
     """

@@ -34,10 +34,12 @@ class CriticalBatchWay:
     basis: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return one way's estimate of the critical batch size as a JSON object, for ``recipe.json``.
+        """Return the estimate of the critical batch size by one way of measuring as a JSON object, for ``recipe.json``.
 
-        The keys are ``name``, ``critical_batch`` (samples), ``band`` (its two ends; null for an unbounded high end) and
-        ``basis``.
+        Returns:
+            The keys ``name`` (``noise``, ``branches`` or ``target``), ``critical_batch`` (samples), ``band`` (list of
+            the low
+            and the high end in samples; null for an unbounded high end) and ``basis`` (the measurements, in words).
         """
         band = [self.low, self.high if math.isfinite(self.high) else None]
         return {"name": self.name, "critical_batch": self.critical_batch, "band": band, "basis": self.basis}
@@ -80,10 +82,14 @@ class TrainingRecipe:
 
 
 def recipe_text(recipe: TrainingRecipe) -> str:
-    """Return the JSON text of ``recipe.json``: target metric, E_min and critical batch B_crit, both in samples.
+    """Return the text of ``recipe.json``: how many samples training needs to a target metric, at any global batch B.
 
-    E(B) = E_min(1 + B/B_crit) are the samples to the target at batch B. Draws of both from their posterior are
-    included, and B_crit by each way of measuring it alone.
+    The samples are E(B) = E_min(1 + B/B_crit). The JSON object has the keys ``format`` (1), ``target`` (``metric`` and
+    ``value``), ``samples_min`` (E_min) and ``critical_batch`` (B_crit), both in samples, ``draws`` (pairs of both from
+    their posterior), ``basis`` (in words) and ``ways`` (B_crit by each way of measuring alone).
+
+    Args:
+        recipe: the target and the constants.
     """
     value = {
         "format": RECIPE_FORMAT,

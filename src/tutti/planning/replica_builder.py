@@ -182,7 +182,9 @@ class ReplicaBuilder:
 
         Args:
             exchange: options of gradient synchronisation: all-reduce algorithm, wire dtype, bucket size.
-            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
+                (fixed shares
+                of the global batch).
             ranks: number of data ranks; 1 makes no all-reduce.
 
         Returns:
@@ -203,12 +205,15 @@ class ReplicaBuilder:
         """Build a simulated step of local SGD, in which each worker updates its own copy of the parameters.
 
         The step has each worker's passes and update, and the collectives of the loss sums. The parameters are averaged
-        once in a period, and DiLoCo's outer update follows; each takes its time divided by the period, so that the step
+        once in a period, and DiLoCo's outer update follows; each takes its time divided by the period, so that the
+        step
         is the mean over a period.
 
         Args:
             exchange: options of local SGD, with the period in steps.
-            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
+                (fixed shares
+                of the global batch).
             ranks: number of data ranks.
 
         Returns:
@@ -239,7 +244,9 @@ class ReplicaBuilder:
         all-gathers of the updated rows.
 
         Args:
-            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
+                (fixed shares
+                of the global batch).
 
         Returns:
             Computations and messages of one rank, which stands for all, with their seconds and dependences.
@@ -267,7 +274,9 @@ class ReplicaBuilder:
 
         Args:
             stage: ZeRO stage, 2 or 3; in stage 3 modules are gathered again for backward.
-            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
+                (fixed shares
+                of the global batch).
 
         Returns:
             Computations and messages of one rank, which stands for all, with their seconds and dependences.
@@ -323,7 +332,9 @@ class ReplicaBuilder:
 
         Args:
             program: the simulated step, to which actions (computations and messages) are added.
-            parts: number of samples in each micro-batch, one list for each logical worker.
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
+                (fixed shares
+                of the global batch).
             delays: (256,) seconds of the delay of each worker; None for those of the most delayed data rank.
 
         Returns:
@@ -361,10 +372,16 @@ class ReplicaBuilder:
         return ends
 
     def delays(self, parts: Sequence[Sequence[int]]) -> list[Array]:
-        """Return (256,) seconds by which ``--slow`` delays each logical worker of the most delayed data rank.
+        """Return the seconds by which ``--slow`` delays the logical workers of the data rank that is delayed most.
+
+        A logical worker is a fixed share of the global batch.
 
         Args:
-            parts: number of samples in each micro-batch, one list for each logical worker.
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers.
+
+        Returns:
+            For each list of ``parts`` the delay, (256,) seconds, one for each Monte Carlo draw; zeros where nothing
+            is delayed.
         """
         choice = self.config.activation_checkpointing
         computing = [
@@ -623,8 +640,12 @@ class ReplicaBuilder:
 
 
 def known(*places: int) -> tuple[int, ...]:
-    """Return the indices of actions of a simulated step without negative ones, and without repetition.
+    """Return the given indices of actions of a simulated step without negative ones, and without repetition.
 
-    A negative index stands for no action. The order is that of the arguments.
+    Args:
+        places: indices in ``StepProgram.actions``; a negative index stands for no action.
+
+    Returns:
+        The indices in the order of the arguments; empty if no index is left.
     """
     return tuple(dict.fromkeys(place for place in places if place >= 0))

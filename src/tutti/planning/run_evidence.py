@@ -52,7 +52,7 @@ class RunEvidence:
 
     @property
     def devices(self) -> int:
-        """Number of devices on which the finished run was trained."""
+        """Number of devices on which the finished run was trained, from its option ``devices``."""
         return int(self.config.devices)
 
 

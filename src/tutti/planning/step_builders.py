@@ -31,12 +31,15 @@ from tutti.planning.step_program import StepProgram
 
 
 def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
-    """Return the sizes in samples of the micro-batches of data rank 0, one list for each of its logical workers.
-
-    Rank 0 has at least as many samples as any other.
+    """Return the sizes in samples of the micro-batches of data rank 0, which has at least as many samples as any other.
 
     Args:
         config: configuration of the run, with a number of devices.
+
+    Returns:
+        One list for each logical worker (a fixed share of the global batch) of the rank: the number of samples in
+        each of
+        its micro-batches of a full global batch, in order.
     """
     ranks = config.data_ranks
     workers = config.workers or ranks
@@ -203,7 +206,9 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
 
     Args:
         config: configuration of the run.
-        parts: number of samples in each micro-batch, one list for each logical worker (``rank_micro_batches``).
+        parts: number of samples in each micro-batch, one list for each logical worker, which is a fixed share of the
+            global
+            batch (``rank_micro_batches``).
         prices: seconds of the model's passes.
 
     Returns:

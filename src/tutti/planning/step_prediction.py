@@ -177,6 +177,12 @@ class TaskSizes:
 
         Args:
             config: configuration of a run, whose activation checkpointing decides about the activations.
+
+        Returns:
+            Sizes of the whole model: number of parameters, bytes of all and of trainable parameters (``whole``,
+            ``trained``),
+            state elements of the optimizer for each trainable element (``words``), bytes of buffers, and bytes of the
+            activations of the largest forward.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
@@ -341,7 +347,10 @@ def predict_step(
         residuals: scores of earlier predictions for the 90 % band, by class of prediction and source.
 
     Returns:
-        The prediction, and start and end of every action (computation or message) of the step.
+        The prediction: seconds of the step (median, quantiles over draws, 90 % band), shares of computing,
+        communication
+        and idling, samples a second, bytes on the fullest device and messages. And start and end of every action
+        (computation or message) of the simulated step, in seconds, for a timeline.
 
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
@@ -411,12 +420,15 @@ def step_band(
 
 
 def alone_config(config: PlannedRun) -> PlannedRun:
-    """Return a run's configuration changed to one device: the same global batch, in micro-batches of the same size.
-
-    The option ``--slow``, which delays ranks, is dropped.
+    """Change a run's configuration to one device: the same global batch, in micro-batches of the same size.
 
     Args:
         config: configuration of the run, with a number of devices.
+
+    Returns:
+        ``config`` with ``--strategy single``, one device, micro-batches as large as the largest of data rank 0, and
+        without
+        workers and without ``--slow``, which delays ranks.
 
     >>> alone_config(PlannedRun(devices="4", batch_size=64)).micro_batch
     16

@@ -168,6 +168,9 @@ def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> 
         collectives: the collectives, each with its period in steps, and its calls and bytes each time.
         steps: number of steps, counted from the start of a period.
 
+    Returns:
+        Kind, such as ``all_gather``, → ``messages`` (number of calls) and ``bytes`` (of all calls together).
+
     >>> collective_totals([PeriodicCollective("all_gather", 8), PeriodicCollective("all_gather", 100, 4)], 6)
     {'all_gather': LinkTraffic(messages=7, bytes=148)}
     """
@@ -229,10 +232,15 @@ class StepTimes:
         return spent / whole if whole else 0.0
 
     def rows(self) -> list[list[TimelineSegment]]:
-        """Return the simulated step's timeline in the median draw: for each device its segments by start time.
+        """Return the simulated step's timeline in the median Monte Carlo draw.
 
-        A segment is an interval with phase, start and end in seconds, and a text. Communication is a segment only while
-        the same device does not compute.
+        Communication is a segment only while the same device does not compute.
+
+        Returns:
+            One list for each simulated device: its segments by start time, without overlaps. A segment has the name
+            of a phase
+            (such as ``forward`` or ``communication``), start and end in seconds from the begin of the step, and a
+            text.
         """
         place, found = self.median_sample, []
         for device in range(self.program.devices):

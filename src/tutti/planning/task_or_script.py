@@ -36,11 +36,15 @@ class TaskOrScript:
 
     @classmethod
     def of(cls, text: str, arguments: tuple[str, ...] = ()) -> TaskOrScript:
-        """Return the task or script of a command line; a script is checked to exist, and its code is not run.
+        """Read the task or script that a command line names; a script is checked to exist, and its code is not run.
 
         Args:
-            text: as on the command line.
-            arguments: words behind ``--`` on the command line.
+            text: name of a built-in task, ``file.py:function``, ``module:function``, or path of a script (ends in
+                ``.py``).
+            arguments: words behind ``--`` on the command line, which a script alone may get.
+
+        Returns:
+            ``text`` and ``arguments``, with the property ``script`` that says which of both it is.
 
         Raises:
             UsageError: there is no such script, or a task gets arguments.
@@ -54,6 +58,11 @@ class TaskOrScript:
     def check_options(self, *, data: str | None = None, model: str | None = None, augment: bool = False) -> None:
         """Check that a task exists and takes these options of ``tutti train``, and that a script gets none of them.
 
+        Args:
+            data: value of ``--data``, where the task's data are; None where not given.
+            model: value of ``--model``, the name of a model of the task; None where not given.
+            augment: whether ``--augment``, random changes of training samples, is given.
+
         Raises:
             UsageError: there is no such task, it does not take an option, or a script gets one.
             DataError: data of the task are missing.
@@ -65,11 +74,18 @@ class TaskOrScript:
 
     @property
     def script(self) -> bool:
-        """Whether this is a script and not a task."""
+        """Whether the command line names a training script, and not a task of ``tutti train``: it ends in ``.py``."""
         return is_script(self.text)
 
     def load_script(self) -> ScriptTask | None:
-        """Run a script up to ``tutti.prepare`` and return its model, loss, data and options; None for a task.
+        """Run a training script up to its call of ``tutti.prepare``, and return what it gives there.
+
+        Nothing is trained; the model is built in this process.
+
+        Returns:
+            The script's model, loss and training data as a task, and the options that it states, by field of
+            ``TrainConfig``.
+            None if the command line names a task and not a script.
 
         Raises:
             UsageError: the script raises or ends before ``tutti.prepare``, or its model cannot be simulated.
