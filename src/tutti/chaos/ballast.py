@@ -64,6 +64,9 @@ class Ballast:
 
 
 def free_disk(folder: Path) -> int:
-    """Return how many bytes this user can still write on the file system of ``folder``."""
+    """Return how many bytes this user can still write on the file system of ``folder``.
+
+    For root, blocks that the file system reserves for root are included.
+    """
     found = os.statvfs(folder)
     return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize

@@ -42,11 +42,11 @@ class Command:
 
     @property
     def devices(self) -> int:
-        """Number of processes that the training command starts, one for each device."""
+        """Number of processes that the ``tutti train`` command starts, one for each device."""
         return int(self.config.devices)
 
     def every(self) -> int | None:
-        """Return the number of training steps between checkpoints of the command's run.
+        """Return the number of training steps between checkpoints of the run that a ``tutti train`` command starts.
 
         None if the checkpoint interval is not given in steps (epochs, for example), so that it depends on the data, or
         if there is no interval.
@@ -55,7 +55,7 @@ class Command:
         return int(every.value) if every is not None and every.unit == "st" else None
 
     def total(self) -> int | None:
-        """Return the number of training steps of the command's whole run.
+        """Return the number of training steps of the whole run that a ``tutti train`` command starts.
 
         None if the length of the run is not given in steps (but in epochs, for example) and so depends on the data.
         """

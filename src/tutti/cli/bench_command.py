@@ -51,6 +51,12 @@ def bench(
         folder on the disk to measure; default: this one
     as_json:
         print the content of machine.json
+
+    Returns
+    -------
+    int
+        Exit code. 0: the measurements are printed, and written to ``output``. A wrong part or option raises
+        UsageError, which ``tutti`` turns into exit code 2.
     """
     for part in parts:
         if part not in PARTS:

@@ -89,6 +89,12 @@ def kill(*command: Words, rank: str = "random", options: Common = DEFAULT) -> in
     ----------
     rank:
         a rank, random, or launcher
+
+    Returns
+    -------
+    int
+        Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
+        wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     return _play(Fault("kill"), rank, command, options)
 
@@ -104,6 +110,12 @@ def stop(*command: Words, rank: str = "random", seconds: Seconds = None, options
         a rank, random, or launcher
     seconds:
         seconds to stop it; default: until the run has noticed
+
+    Returns
+    -------
+    int
+        Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
+        wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     return _play(Fault("stop", seconds=above("--for", seconds)), rank, command, options)
 
@@ -123,6 +135,12 @@ def slow(
         how many times slower
     seconds:
         seconds to slow it; default: to the end of the run
+
+    Returns
+    -------
+    int
+        Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
+        wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     above("--factor", factor, 1)
     return _play(Fault("slow", seconds=above("--for", seconds), factor=factor), rank, command, options)
@@ -146,6 +164,13 @@ def fill(
         allow more than 1 GiB
     seconds:
         seconds to fill it, a run's at least until a save has failed; default: to the end
+
+    Returns
+    -------
+    int
+        Exit code. 0: the run survived as promised, or without a command the disk was kept full for ``seconds``.
+        9 (``THRESHOLD``): the run broke a promise, which is printed. A wrong option raises UsageError, which
+        ``tutti`` turns into exit code 2.
     """
     folder = Path(words[0]) if words and words[0] not in ("tutti", "train") else None
     command, most = words[1:] if folder else words, sys.maxsize if yes else MOST
@@ -184,6 +209,12 @@ def corrupt(
         seed of the bits
     as_json:
         print one JSON object
+
+    Returns
+    -------
+    int
+        Exit code. 0: the loader refused every damaged copy. 9 (``THRESHOLD``): it accepted at least one, which
+        is printed. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     with _ending():
         damages = damage_copies(checkpoint, flips=flips, truncate=truncate, drop=drop, seed=seed)
@@ -225,6 +256,12 @@ def soak(
         directory of the run without faults, if it exists already
     as_json:
         print one JSON object
+
+    Returns
+    -------
+    int
+        Exit code. 0: the run survived all faults as promised. 9 (``THRESHOLD``): it broke a promise, which is
+        printed. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     above("--faults", faults)
     chosen = read_command(command)

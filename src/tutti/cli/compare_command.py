@@ -67,6 +67,13 @@ def compare(
         list the runs and stop
     as_json:
         print compare.json instead of the table
+
+    Returns
+    -------
+    int
+        Exit code. 0: the table is printed, or with ``dry_run`` the runs are listed. 9 (``THRESHOLD``): with
+        ``held``, no recipe reaches the first rung (the configuration at the start of the series) and its
+        baseline. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     if task is None:
         raise UsageError("no task is given", remedy="write tutti compare TASK, such as tutti compare digits")

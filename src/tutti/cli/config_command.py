@@ -29,7 +29,7 @@ SUMMARY = (
 
 
 def config_verb() -> App:
-    """Build the ``cyclopts`` application of ``tutti config``."""
+    """Build the ``cyclopts`` application of ``tutti config``, whose only action is ``show``."""
     app = App(name="config", help=SUMMARY, usage=USAGE, help_formatter=OneScreen(), help_format="plaintext")
     app.command(show, help=SUMMARY, usage=USAGE)
     return app
@@ -57,6 +57,12 @@ def show(
         where each value comes from: a flag, a variable, FILE:LINE, or default
     as_json:
         print one JSON object of all options with value and origin
+
+    Returns
+    -------
+    int
+        Exit code. 0: the options are printed. An unknown option or value raises UsageError, which ``tutti``
+        turns into exit code 2.
     """
     given: dict[str, Any] = dict(flags)
     variables = variable_fields()
@@ -87,9 +93,12 @@ def _check_options(config: TrainConfig) -> None:
 
 
 def variable_fields() -> dict[str, Any]:
-    """Return the options that ``TUTTI_*`` variables in ``os.environ`` give, by field of ``TrainConfig``.
+    """Return the options of ``tutti train`` that ``TUTTI_*`` variables in ``os.environ`` give.
 
-    Their texts are converted to the types of the fields, as those of flags are.
+    Returns:
+        Field of ``TrainConfig`` → value, converted from the variable's text to the type of the field, as texts of
+        flags
+        are. Options without a variable are missing.
     """
     app = App(name="variables", version="")
 

@@ -30,13 +30,16 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def plain_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format a table as lines of text, the headings' first: the first column left-aligned, all others right-aligned.
+    """Format a table as lines of text: the first column left-aligned, all others right-aligned.
 
-    Two spaces separate columns.
+    Two spaces separate columns; lines have no trailing spaces.
 
     Args:
         heads: the headings of the columns.
         rows: the texts of each row, as many as headings.
+
+    Returns:
+        The line of the headings, then one line for each row.
 
     >>> plain_columns(["fault", "lost"], [["kill", "12"], ["stop", "0"]])
     ['fault  lost', 'kill     12', 'stop      0']

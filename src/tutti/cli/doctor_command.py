@@ -34,6 +34,13 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", sho
     ----------
     as_json:
         print one JSON object; keys end with their unit
+
+    Returns
+    -------
+    int
+        Exit code. 0: no problem. 5 (``PEER``): ranks cannot communicate with each other. Otherwise the code of
+        the first problem found: 2 wrong settings or limits, 8 a directory that cannot be written, 1 a check
+        that failed itself.
     """
     findings = []
     printed: set[str] = set()
@@ -51,10 +58,11 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", sho
 
 
 def run_checks() -> Iterator[Finding]:
-    """Run the checks of ``tutti doctor`` one after the other, and yield the findings of each when it ends.
+    """Run the checks of ``tutti doctor`` one after the other; all together take about ten seconds.
 
-    A finding is a line of the report: a mark (``ok``, ``note`` or ``problem``), a text, and a remedy for a problem. All
-    checks together take about ten seconds.
+    Yields:
+        The lines of the report, those of a check when it has ended: each has a name, a mark (``ok``, ``note`` or
+        ``problem``), a text, measured values by name, and for a problem a remedy and an exit code.
     """
     allowed = cgroup.read_limits()
     checks: list[tuple[str, Check]] = [
@@ -84,7 +92,9 @@ def run_checks() -> Iterator[Finding]:
 def launcher() -> Iterator[Finding]:
     """Check which launcher (torchrun, srun, mpirun, …) has started this process, by its environment variables.
 
-    Yields one finding for ``tutti doctor``: a problem if the variables are malformed or incomplete, else ok.
+    Yields:
+        One line of the report of ``tutti doctor``: ``ok`` with the launcher, rank and number of processes, or a
+        ``problem`` if the variables are malformed or incomplete.
     """
     try:
         found = process_context.read_identity(os.environ)
@@ -102,7 +112,10 @@ def launcher() -> Iterator[Finding]:
 def variables() -> Iterator[Finding]:
     """Check that all ``TUTTI_*`` variables in the environment have known names and valid values.
 
-    Yields one finding for ``tutti doctor``: a problem with the first variable that has not, else ok.
+    Yields:
+        One line of the report of ``tutti doctor``: ``ok`` with the names of the variables, or a ``problem`` that
+        describes
+        the first unknown or invalid one.
     """
     names = sorted(name for name in os.environ if name.startswith(PREFIX))
     try:
@@ -114,10 +127,15 @@ def variables() -> Iterator[Finding]:
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:
-    """Return the JSON object that ``tutti doctor --json`` prints, from the findings of all checks.
+    """Return the JSON object that ``tutti doctor --json`` prints.
 
-    Its keys are ``exit_code``, ``problems_count`` and ``checks``, which has for each finding, by name, its mark
-    (``ok``, ``note`` or ``problem``), ``text``, ``remedy`` (None without one) and measured values.
+    Args:
+        findings: lines of the report of all checks, in order.
+
+    Returns:
+        ``exit_code`` (int), ``problems_count`` (int) and ``checks``: name of the line → its ``mark`` (``ok``,
+        ``note`` or
+        ``problem``), ``text``, ``remedy`` (None without one) and measured values.
     """
     entries = {
         finding.name: {"mark": finding.mark, "text": finding.text, "remedy": finding.remedy or None, **finding.values}
@@ -128,11 +146,16 @@ def report(findings: list[Finding]) -> dict[str, Any]:
 
 
 def lines(finding: Finding, printed: set[str]) -> list[str]:
-    """Format a finding of ``tutti doctor`` as lines of at most 100 columns: mark, name and text, then the remedy.
+    """Format a line of the report of ``tutti doctor`` for people: mark, name and text, then the remedy.
 
     Args:
         finding: result of a check: mark (``ok``, ``note`` or ``problem``), name, text and remedy.
         printed: remedies printed so far, which are not repeated; the finding's is added to it.
+
+    Returns:
+        Lines of at most 100 columns: one or two with mark, name and text (cut off with ``…``), then the remedy after
+        an
+        arrow, if it has one that is not in ``printed``.
     """
     indent = " " * 9
     head = f"{finding.mark:<9}{finding.name.replace('_', ' '):<{_NAME_WIDTH}}"

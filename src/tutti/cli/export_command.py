@@ -53,6 +53,12 @@ def export(
         allow the file, or weights in the folder, to exist
     as_json:
         print one JSON object instead of one line
+
+    Returns
+    -------
+    int
+        Exit code. 0: the weights are written, and one line or JSON on them is printed. A missing run or an
+        existing file raises UsageError, which ``tutti`` turns into exit code 2.
     """
     manifest = chosen_checkpoint(run, step, lambda text: print(f"tutti: {text}", file=sys.stderr))
     whole = SavedWeights(manifest, ema)

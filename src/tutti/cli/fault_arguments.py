@@ -52,12 +52,16 @@ def read_command(words: Sequence[str]) -> Command:
 
 
 def read_kinds(text: str | None, directory: Path) -> list[str]:
-    """Parse ``tutti chaos soak --kinds``, the kinds of faults to inject, and return their names.
+    """Parse ``tutti chaos soak --kinds``, the kinds of faults to inject into a run.
 
     Args:
         text: ``kill``, ``launcher``, ``stop``, ``slow``, ``terminate``, ``corrupt`` and ``fill``, some of them, joined
             by commas; None for all that are possible for the run.
         directory: the run directory; ``fill`` fills its disk, which must be of at most 64 MiB.
+
+    Returns:
+        The names of the kinds, in the order given. For None ``fill`` is missing if the disk is larger, and a line on
+        stderr says so.
 
     Raises:
         UsageError: unknown kind (naming the nearest), or ``fill`` is asked for on a larger disk.
@@ -115,7 +119,10 @@ def read_devices(text: str | None, command: Command) -> list[int]:
 
     Args:
         text: the numbers, such as ``2,3,4``; None for an empty list.
-        command: the ``tutti train`` command that is resumed.
+        command: the ``tutti train`` command that is resumed after a fault: its words, task and configuration.
+
+    Returns:
+        The numbers, in the order given.
 
     Raises:
         UsageError: the text is malformed, the run is without ``--reproducible``, or it cannot use a number of devices.

@@ -30,6 +30,12 @@ def goodput(
     ----------
     as_json:
         print JSON instead of a table
+
+    Returns
+    -------
+    int
+        Exit code. 0: the table or JSON is printed. A path that is no run raises UsageError, which ``tutti``
+        turns into exit code 2.
     """
     found = run_goodput(run)
     if as_json:

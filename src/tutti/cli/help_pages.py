@@ -19,7 +19,12 @@ class OneScreen:
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Print a group of options of a help page, its title first; options with the same description share a line.
 
-        ``cyclopts`` calls it for each group. ``options`` is not used.
+        ``cyclopts`` calls it for each group. Nothing is printed for a group without options.
+
+        Args:
+            console: console to print to.
+            options: not used.
+            panel: title of the group, and its options with names, description and default.
         """
         if not panel.entries:
             return

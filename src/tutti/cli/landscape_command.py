@@ -120,6 +120,12 @@ def landscape(
         folder for both files; default: the run
     as_json:
         print the content of landscape.json
+
+    Returns
+    -------
+    int
+        Exit code. 0: ``landscape.json`` is written and its table printed; otherwise the exit code of the
+        processes that measured. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UsageError("a landscape needs the package scipy", remedy=f"run {pip_install('planning')}")

@@ -19,11 +19,17 @@ _DEVICES = ("--devices", "-np", "--num-proc")
 
 
 def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Take flags and their values out of a command line, and return the values by flag and the words left over.
+    """Take flags and their values out of a command line.
 
     Args:
         words: the command line; words after ``--`` stay.
-        names: the flags, such as ``--node-rank``; ``_`` in a word counts as ``-``.
+        names: the flags, such as ``--node-rank``; ``_`` in a word counts as ``-``. A value follows its flag as the
+            next
+            word or behind ``=``.
+
+    Returns:
+        Flag → value for the flags that are given (of a repeated flag the last value), and the words left over, in
+        order.
 
     Raises:
         UsageError: a flag has no value.
@@ -49,15 +55,29 @@ def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str]
 
 
 def only_asks(words: list[str]) -> bool:
-    """Return whether a command line trains nothing: it has ``--help``, ``-h``, ``--print-config`` or ``--dry-run``."""
+    """Return whether a command line trains nothing: it has ``--help``, ``-h``, ``--print-config`` or ``--dry-run``.
+
+    Args:
+        words: the words of the command line.
+    """
     return not {"--help", "-h", "--print-config", "--dry-run"}.isdisjoint(words)
 
 
 def hosts_as_engine(words: list[str]) -> list[str]:
-    """Rewrite ``train -H`` or ``--hostfile`` to ``--on ssh:hosts=…``, and ``run --hostfile`` to ``run -H``.
+    """Rewrite the flags of hosts in a command line of ``train`` or ``run`` to those that these commands know.
 
-    ``train`` without ``--devices`` gets as many devices as the hosts state together. Other command lines are returned
-    unchanged. Raises UsageError for malformed hosts, or if ``-H``, ``--hostfile`` and ``--on`` are combined.
+    ``train -H a:2,b:2`` and ``train --hostfile FILE`` become ``train --on ssh:hosts=…``; without ``--devices`` they
+    also get
+    as many devices as the hosts state together. ``run --hostfile FILE`` becomes ``run -H …``.
+
+    Args:
+        words: the command line without ``tutti``.
+
+    Returns:
+        The rewritten words; ``words`` unchanged for other commands, and without such flags.
+
+    Raises:
+        UsageError: hosts are malformed, or ``-H``, ``--hostfile`` and ``--on`` are combined.
 
     >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
     ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']

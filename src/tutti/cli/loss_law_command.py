@@ -40,11 +40,14 @@ def fit_law_of_runs(runs: Sequence[Path], as_json: bool) -> int:
     """Fit a scaling law of the loss to finished runs, and print its constants and a check on the largest runs.
 
     The law is L = E + A/N^α + B/D^β for N parameters and D samples, L = E + B/D^β if all runs have one N. The check
-    predicts the losses of the largest tenth of the runs from the rest. Returns exit code 0.
+    predicts the losses of the largest tenth of the runs from the rest.
 
     Args:
         runs: run directories, or folders of them.
         as_json: print JSON in place of tables.
+
+    Returns:
+        0, the exit code of the command.
 
     Raises:
         UsageError: no scipy, unusable runs, or fewer runs than the law's constants need.

@@ -79,6 +79,12 @@ def noise(
         where to draw the figure
     as_json:
         print JSON instead of tables
+
+    Returns
+    -------
+    int
+        Exit code. 0: the critical batch size is printed. A wrong option, or runs that do not determine it,
+        raise UsageError, which ``tutti`` turns into exit code 2.
     """
     if not runs:
         raise UsageError("no run is given", remedy="write tutti noise RUN, with the directory of a run")

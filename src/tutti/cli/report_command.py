@@ -28,6 +28,12 @@ def report_runs(
         file to show beside the runs: plan.toml, or JSON such as of tutti simulate
     out:
         file to write; default: report.html in the run, or here for several runs
+
+    Returns
+    -------
+    int
+        Exit code. 0: the file is written, and its path printed. A path that is no run raises UsageError, which
+        ``tutti`` turns into exit code 2.
     """
     from tutti.report.html_report import write_report
 

@@ -42,9 +42,15 @@ WITH_VALUE = (
 
 
 def end_options(words: list[str]) -> list[str]:
-    """Insert ``--`` before the script in the words of ``tutti run``, so that words after it go to the script.
+    """Insert ``--`` before the script in a command line of ``tutti run``, so that words after it go to the script.
 
-    Other commands, and words that have ``--`` there already, are returned unchanged.
+    Args:
+        words: the command line without ``tutti``.
+
+    Returns:
+        The words with ``--`` inserted; ``words`` unchanged for other commands, without a script, and where ``--``
+        stands
+        there already.
 
     >>> end_options(["run", "-np", "4", "train.py", "--epochs", "3"])
     ['run', '-np', '4', '--', 'train.py', '--epochs', '3']
@@ -127,6 +133,13 @@ def run(
     blacklist_cooldown_range:
         seconds for which a failed rank's slot stays empty, first and at most;
         default: for good
+
+    Returns
+    -------
+    int
+        Exit code. 0: all processes ended with 0; otherwise, after the last restart that ``max_restarts``
+        allows, the exit code of the process whose failure caused the others to fail. A wrong option raises
+        UsageError, which ``tutti`` turns into exit code 2.
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")

@@ -111,6 +111,12 @@ def simulate_step(
         draw one step's timeline: FILE.svg, or FILE.json for Perfetto
     as_json:
         print JSON
+
+    Returns
+    -------
+    int
+        Exit code. 0: the prediction is printed. A wrong option, or a strategy that cannot be simulated, raises
+        UsageError, which ``tutti`` turns into exit code 2.
     """
     named = TaskOrScript.of(task, arguments)
     named.check_options(data=data, model=model, augment=augment)
@@ -208,10 +214,19 @@ def _counts(sweep: str | None, devices: int) -> list[int]:
 
 
 def parse_link(text: str | None) -> LinkCost | Path | None:
-    """Parse ``--network``, the cost of a link between nodes: ``alpha=SECONDS,beta=BYTES``, or a file that measured it.
+    """Parse the value of ``--network``, the cost of a link between nodes.
 
-    ``alpha`` is in seconds a message, ``beta`` in bytes a second. A text that ends with ``.json`` is the file's path.
-    Returns None for None, the option not given. Raises UsageError for a malformed text.
+    Args:
+        text: ``alpha=SECONDS,beta=BYTES``, latency in seconds of a message and bytes a second; or a path that ends
+            with
+            ``.json``, a ``machine.json`` that was measured with one rank a node; None where the option is not given.
+
+    Returns:
+        For ``alpha=…,beta=…`` both numbers (``LinkCost``: n bytes take alpha + n / beta seconds). For a path the path,
+        which is not read. None for None.
+
+    Raises:
+        UsageError: the text is malformed, or a number is not positive (``alpha`` may be 0).
 
     >>> parse_link("alpha=3e-5,beta=1.25e9")
     LinkCost(alpha=3e-05, beta=1250000000.0)

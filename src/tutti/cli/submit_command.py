@@ -60,6 +60,12 @@ def submit(
     ----------
     start:
         submit it to Slurm and show the job's output, as tutti train --on slurm:… does
+
+    Returns
+    -------
+    int
+        Exit code. 0: the file is printed. With ``start``: the exit code of the Slurm job, which is awaited. A
+        wrong option or command raises UsageError, which ``tutti`` turns into exit code 2.
     """
     spec = Spec.parse(target, "tutti submit")
     config = spec.build(spec.choose(TARGETS, "cluster"), "tutti submit")
@@ -105,8 +111,13 @@ def _start(text: str, wanted: Submission) -> int:
 def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
     """Rewrite the command line ``train … --on slurm:…`` to ``submit --start slurm:… -- train …``, and ``run`` alike.
 
-    Any other command line is returned unchanged, and so is every one if ``environ``, the environment, shows that this
-    process runs in an allocation of Slurm.
+    Args:
+        words: the command line without ``tutti``.
+        environ: environment variables, which show whether this process runs in an allocation of Slurm.
+
+    Returns:
+        The rewritten words; ``words`` unchanged for any other command line, within an allocation of Slurm, and if the
+        command only asks (``--help``, ``--print-config`` or ``--dry-run``).
 
     >>> submitted(["train", "digits", "--on", "slurm:nodes=2", "--devices", "4"], {})
     ['submit', '--start', 'slurm:nodes=2', '--', 'train', 'digits', '--devices', '4']

@@ -92,6 +92,14 @@ def train(
         device memory for --dry-run: 16GB; default: this machine's
     changes:
         one option of a name:key=value; also written --optimizer.lr 0.1
+
+    Returns
+    -------
+    int
+        Exit code. 0: the run has ended as planned, or ``dry_run`` or ``print_config`` have printed. 9
+        (``THRESHOLD``): the run has ended, and the target of ``--until`` was not reached. Otherwise the code of
+        the failure, a member of ``tutti.errors.ExitCode``: 2 usage, 3 data, 4 checkpoint, 5 lost peer, 6 loss
+        not finite, 8 disk, 75 preempted, 130 interrupted.
     """
     begun = time.time()
     name, chosen = resolved(task, flags, config, changes)
@@ -171,8 +179,13 @@ def bare_options(words: list[str]) -> list[str]:
     """Insert the values of options of ``train`` that stand without one: ``--resume`` becomes ``--resume auto``.
 
     The options are ``--resume``, ``--profile``, ``--trace``, ``--noise-every`` and ``--compile``. Also,
-    ``--optimizer.lr 0.1`` becomes ``--set optimizer.lr=0.1``. Words of other commands than ``train`` and
-    ``config show`` are returned unchanged.
+    ``--optimizer.lr 0.1`` becomes ``--set optimizer.lr=0.1``.
+
+    Args:
+        words: the command line without ``tutti``.
+
+    Returns:
+        The completed words; ``words`` unchanged for other commands than ``train`` and ``config show``.
 
     >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
     ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
@@ -194,7 +207,7 @@ def resolved(
     """Merge the arguments of ``tutti train``, TOML files and defaults into the run's configuration.
 
     If the command line names a run to resume and no task, the run's own ``config.toml`` is the first file. A resumed
-    run without ``--workers`` keeps its number of logical workers.
+    run without ``--workers`` keeps its number of logical workers (fixed shares of the global batch).
 
     Args:
         task: task on the command line; None: from a file, or from the run to resume.
@@ -229,12 +242,16 @@ def _saved_workers(directory: Path) -> int | None:
 
 
 def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
-    """Return the ``config.toml`` of the run to resume, if the command line names the run and not the task; else ().
+    """Return the configuration file of the run to resume, if the command line names the run and not the task.
 
     Args:
         flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``; ``resume`` is the run
             directory, or ``auto``.
         task: task on the command line; None if it names none.
+
+    Returns:
+        One path, the run's ``config.toml``; an empty tuple if nothing is resumed, for ``auto``, and if a task is
+        named.
 
     Raises:
         UsageError: the run does not exist.
@@ -251,13 +268,17 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
 def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
     """Return the directory that holds a run's files: make a new one, or find the directory of the run to resume.
 
-    In a job that another launcher, such as torchrun, has restarted, it is the directory of the previous attempt if
-    ``--out`` names one with a ``config.toml``.
+    If another launcher, such as torchrun, has started the job's processes again after a failure, the run goes on in
+    the
+    directory that ``--out`` names, if it holds a ``config.toml`` from the former start.
 
     Args:
         config: the configuration.
         task: name of the task.
-        restarted: whether another launcher has restarted the job.
+        restarted: whether another launcher has started the job again after a failure.
+
+    Returns:
+        Path of the directory, which exists.
 
     Raises:
         UsageError: there is no run to resume, or the directory is refused.
@@ -429,14 +450,18 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
 
 
 def possible_sizes(task: str, config: TrainConfig) -> list[int]:
-    """Return the numbers of devices on which a run with an engine (``--on``) can start, in rising order.
+    """Return the numbers of devices on which a run can start whose ranks an engine starts (``--on``).
 
-    For ``--devices 4`` it is this number, unchecked; for ``--devices 2:8`` the numbers of the range with which the
-    configuration is valid.
+    An engine starts ranks on this node, over SSH, by Slurm or by Ray. For ``--devices 4`` it is this number,
+    unchecked; for
+    ``--devices 2:8`` the numbers of the range with which the configuration is valid.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.
         config: the configuration, whose ``devices`` is a number or a range.
+
+    Returns:
+        The numbers in rising order; at least one.
 
     Raises:
         UsageError: no number of a range is possible.
@@ -508,8 +533,8 @@ def _saved_step(directory: Path) -> int:
 def process_exit_code(error: BaseException) -> int:
     """Return the exit code of a process that ends with the exception ``error``.
 
-    A ``TuttiError`` has its own; a SystemExit gives the code with which Python would end; Ctrl-C (KeyboardInterrupt) is
-    130, any other exception 1.
+    A ``TuttiError`` has its own (a member of ``tutti.errors.ExitCode``); a SystemExit gives the code with which Python
+    would end; Ctrl-C (KeyboardInterrupt) is 130, any other exception 1.
     """
     if isinstance(error, TuttiError):
         return int(error.exit_code)

@@ -55,6 +55,12 @@ def workload(
         write workload.json here
     as_json:
         print the content of workload.json
+
+    Returns
+    -------
+    int
+        Exit code. 0: the table or JSON is printed. A wrong option, or a model that cannot be traced, raises
+        UsageError, which ``tutti`` turns into exit code 2.
     """
     task_registry.check_task(task, data=data, model=model, augment=augment)
     chosen = task_registry.load_task(task, data=data, model=model, augment=augment)

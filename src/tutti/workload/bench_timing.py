@@ -78,7 +78,12 @@ class Findings:
     def content(self) -> dict[str, Any]:
         """Return all measured numbers and curves of a machine as a JSON object.
 
-        The keys are ``figures`` and ``curves``; each holds a JSON object for each name.
+        Returns:
+            ``figures``: name → ``value`` (median), ``unit``, ``n`` (number of measurements), ``spread``
+                (interquartile range)
+            and ``basis``. ``curves``: name → ``unit`` of the sizes, ``points`` (each ``size``, ``seconds``,
+            ``spread`` and
+            ``n``), and the fitted line's ``rate``, ``fixed`` seconds and ``error``.
         """
         return {
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},
@@ -113,17 +118,21 @@ def time_calls(call: Callable[[], object], device: torch.device, seconds: float 
 
 
 def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
-    """Summarise the measurements of one size as a point of a curve of seconds: median, interquartile range and number.
+    """Summarise the measurements of one size as a point of a curve of seconds over size.
 
     Args:
         size: size of one call: FLOP, bytes or parameters.
         seconds: seconds of each measurement, at least two.
+
+    Returns:
+        ``size``; ``seconds``, the median; ``spread``, the interquartile range in seconds; ``n``, the number of
+        measurements.
     """
     return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
 
 
 def quartile_range(values: Sequence[float]) -> float:
-    """Return the interquartile range of measured values.
+    """Return the interquartile range (third minus first quartile) of at least two measured values, in their unit.
 
     >>> quartile_range([1, 2, 3, 4, 5])
     2.0

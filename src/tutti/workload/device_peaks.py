@@ -54,13 +54,14 @@ PEAKS = (
 
 
 def published_peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Return a device's peak FLOP/s of dense matrix products from its maker's data sheet, and the name of that source.
-
-    None where the device or the precision is not in the table.
+    """Look up a device's peak FLOP/s of dense matrix products in data sheets of its maker.
 
     Args:
         device: name of the device, as PyTorch reports it.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp64``.
+
+    Returns:
+        FLOP/s and the name of the data sheet; None where the device or the precision is not in the table.
 
     >>> published_peak("NVIDIA A100-SXM4-80GB", "bf16")
     (312000000000000.0, 'NVIDIA A100 data sheet, 2021')

@@ -79,7 +79,11 @@ def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
 
 
 def operator_name(func: Any) -> str:
-    """Return the name of an operator without namespace and overload: ``mm`` of ``torch.ops.aten.mm.default``."""
+    """Return the name of an operator without namespace and overload: ``mm`` of ``torch.ops.aten.mm.default``.
+
+    Args:
+        func: the operator, an overload of ``torch.ops``.
+    """
     return str(func).split(".")[1] if "." in str(func) else str(func)
 
 

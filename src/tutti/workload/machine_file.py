@@ -110,10 +110,13 @@ class Machine:
     def figure(self, name: str) -> Figure:
         """Return a measured number of the machine by its name, such as ``device/operation/seconds``.
 
-        The number has a value (a median), unit, number of measurements and interquartile range.
-
         Args:
             name: name of the number, a key of ``figures``.
+
+        Returns:
+            ``value`` (the median), its ``unit``, ``n`` (number of measurements), ``spread`` (interquartile range;
+            None for one
+            measurement) and ``basis``, such as ``measured``.
 
         Raises:
             UsageError: the number was not measured; the message names the command that does.
@@ -127,6 +130,10 @@ class Machine:
 
         Args:
             name: name of the curve, a key of ``curves``.
+
+        Returns:
+            ``unit`` of the sizes (such as ``byte``), measured ``points`` by growing size, and the line fitted to them:
+            seconds = ``fixed`` + size / ``rate``, with its largest relative ``error``.
 
         Raises:
             UsageError: the curve was not measured; the message names the command that does.
@@ -159,7 +166,10 @@ def peak_name(precision: str, threads: int | None) -> str:
 def machine_json(machine: Machine) -> dict[str, Any]:
     """Return the measured numbers and curves of a machine as the JSON object that ``machine.json`` holds.
 
-    The keys are ``format``, ``version`` and the attributes of ``Machine``.
+    Returns:
+        ``format`` (``tutti machine``), ``version`` (1), ``host``, ``device``, ``parts`` (what was measured),
+        ``figures`` and
+        ``curves`` (numbers, and curves of seconds over size, by name), ``measured`` (date) and ``seconds``.
     """
     return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 

@@ -74,15 +74,21 @@ class Memory:
 
 
 def state_memory(parameters: float, each: State = State(), split: DeviceSplit = DeviceSplit()) -> Memory:
-    """Return the bytes of parameters, gradients and optimizer state on one device, assuming equal stages.
+    """Compute the bytes of parameters, gradients and optimizer state on one device, assuming equal stages.
 
     ZeRO stages 1, 2, 3 keep 4Ψ+KΨ/N, 2Ψ+(2+K)Ψ/N and (4+K)Ψ/N bytes of Ψ parameters on N devices (Rajbhandari et al.
     2019, arXiv 1910.02054, Fig. 1), with K bytes of optimizer state for each parameter.
 
     Args:
         parameters: Ψ, the model's number of parameters.
-        each: bytes of parameter, gradient and optimizer state for each parameter.
-        split: distribution over devices: sharding ranks, ZeRO stage, pipeline stages and tensor ranks.
+        each: bytes of parameter, gradient and optimizer state for each parameter; default: 4, 4 and 8.
+        split: distribution over devices: sharding ranks, ZeRO stage, pipeline stages and tensor ranks; default: one
+            device.
+
+    Returns:
+        Bytes of ``parameters``, ``gradients`` and ``optimizer`` state, with their sum ``state``; the other kinds,
+        such as
+        activations, are 0.
 
     >>> mixed = State(2, 2, 12)
     >>> [state_memory(7.5e9, mixed, DeviceSplit(shards=64, zero=z)).state / 1e9 for z in range(4)]
@@ -100,9 +106,7 @@ def state_memory(parameters: float, each: State = State(), split: DeviceSplit = 
 def smallest_split(
     parameters: float, room: float, each: State, most_shards: int, rest: float = 0.0
 ) -> DeviceSplit | None:
-    """Return the smallest sharding whose training state fits into a device: fewest devices, then lowest ZeRO stage.
-
-    None if no split fits.
+    """Find the smallest sharding whose training state fits into a device: fewest devices, then lowest ZeRO stage.
 
     Args:
         parameters: the model's number of parameters.
@@ -110,6 +114,11 @@ def smallest_split(
         each: bytes of parameter, gradient and optimizer state for each parameter.
         most_shards: largest number of devices to try.
         rest: bytes on every device that do not depend on the split, such as activations.
+
+    Returns:
+        ``shards`` (number of devices) and ``zero`` (ZeRO stage, 0 for one device), with one pipeline stage and tensor
+        rank.
+        None if no split fits.
 
     >>> smallest_split(110e6, 16e9, State(), 8)
     DeviceSplit(shards=1, zero=0, stages=1, tensor=1)

@@ -53,5 +53,9 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind some tensors; a storage that several tensors share counts once."""
+    """Return the bytes of the storages behind some tensors; a storage that several tensors share counts once.
+
+    Args:
+        tensors: tensors on any devices; a view counts with its whole storage.
+    """
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -135,7 +135,11 @@ class Workload:
         return sum(group.parameters for group in self.groups)
 
     def checkpointing(self) -> tuple[str, ...]:
-        """Return the choices of activation checkpointing with which the model was traced; ``none`` is the first."""
+        """Return the choices of activation checkpointing with which the model was traced.
+
+        Returns:
+            ``none`` first, then ``blocks`` and ``selective``, as far as they find anything to recompute in the model.
+        """
         return tuple(self.groups[0].recompute)
 
     def model_flop(self, samples: float, *, masked: float = 0.0) -> float:
@@ -190,7 +194,11 @@ def write_workload(workload: Workload, path: Path) -> None:
 def workload_json(workload: Workload) -> dict[str, Any]:
     """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds.
 
-    The keys are ``format``, ``version``, ``units`` and the attributes of ``Workload``.
+    Returns:
+        ``format`` (``tutti workload``), ``version`` (1), ``units`` (by name of a quantity), ``groups`` (list of the
+        work of
+        each module group, whose quantities have ``fixed`` and ``per_sample``), and the other attributes of
+        ``Workload``.
     """
     units = {"flop": "FLOP", "bytes": "byte", "calls": "operator calls", "fixed": "", "per_sample": "1/sample"}
     return {"format": FORMAT, "version": VERSION, "units": units, **asdict(workload)}
@@ -221,13 +229,16 @@ def read_workload(path: Path) -> Workload:
 
 
 def versioned_json(path: Path, form: str, version: int, made_by: str) -> dict[str, Any]:
-    """Read and return the JSON object in a file, after a check of its entries ``format`` and ``version``.
+    """Read the JSON object in a file, and check its entries ``format`` and ``version``.
 
     Args:
         path: the file.
         form: the ``format`` that the object must have.
         version: the ``version`` that the object must have.
         made_by: the command that writes such a file, for the error's remedy.
+
+    Returns:
+        The whole object, ``format`` and ``version`` included.
 
     Raises:
         UsageError: the file is missing, no JSON object, of another format or of another version.
