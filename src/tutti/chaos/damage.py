@@ -100,7 +100,14 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the paths of all files of the checkpoint directory ``path``, at any depth, sorted."""
+    """Return the paths of all files in a checkpoint directory.
+
+    Args:
+        path: directory of the checkpoint.
+
+    Returns:
+        The files at any depth, without directories, sorted by path.
+    """
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 

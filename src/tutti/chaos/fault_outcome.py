@@ -23,7 +23,7 @@ class FaultOutcome:
             neither.
         stood_still_seconds: longest time without a step, up to the first step after the fault was over.
         restarts: number of times that the run's own launcher restarted its ranks.
-        resumed: whether the run ended and was resumed from outside.
+        resumed: whether the run's launcher ended too, and the run was started again with ``tutti train --resume``.
         lost_steps: number of steps that were repeated.
         most_lost: largest permitted ``lost_steps``; None if nothing is promised, or the promise depends on the data.
         exit_code: exit code of the run if the fault ended it.

@@ -44,9 +44,14 @@ class Fault:
         return f"{self.kind} {'the launcher' if self.rank == LAUNCHER else f'rank {self.rank}'}"
 
     def ends(self) -> frozenset[int]:
-        """Return the exit codes other than 0 with which this fault may end a run without breaking a promise.
+        """Return the exit codes other than 0 with which this fault may end a run without breaking a promise of tutti.
 
-        A run that ends with one of them can be resumed; -9 (``KILLED``) means that SIGKILL ended the process.
+        A run that ends with one of them can be started again with ``--resume``.
+
+        Returns:
+            Exit codes (members of ``tutti.errors.ExitCode``); -9 (``KILLED``) means that SIGKILL ended the process.
+            Empty for
+            ``slow``, which must not end a run.
         """
         if self.kind in ("slow", "terminate", "fill"):
             orderly = {"slow": (), "terminate": (ExitCode.PREEMPTED,), "fill": (ExitCode.DISK,)}
@@ -108,7 +113,7 @@ def draw_faults(
 
 
 def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None, seed: int) -> tuple[Fault, ...]:
-    """Return ``count`` planned faults of several kinds at distinct random steps of a run, in increasing order of steps.
+    """Plan faults of several kinds at distinct random steps of a run.
 
     The kinds are shuffled; their counts differ by at most one.
 
@@ -121,6 +126,10 @@ def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None
         ranks: number of processes of the run.
         total: steps of the whole run; None if unknown.
         seed: seed of kinds, steps and ranks.
+
+    Returns:
+        ``count`` faults in increasing order of steps, each with kind, step and target rank; the same for the same
+        arguments.
 
     Raises:
         UsageError: too many faults for the run's steps, or a run of unknown length.
@@ -151,7 +160,7 @@ def _random_steps(count: int, total: int | None, dice: random.Random) -> list[in
 
 
 def duty(factor: float, period: float = 0.1) -> Iterator[tuple[bool, float]]:
-    """Yield (running, seconds) for ever: the phases in which to stop and to continue a process to slow it down.
+    """Yield for ever the phases in which to stop and to continue a process, so that it becomes slower.
 
     Each period begins with ``period * (1 - 1 / factor)`` seconds of stand-still, followed by ``period / factor``
     seconds in which the process runs, so that it becomes ``factor`` times slower.
@@ -159,6 +168,9 @@ def duty(factor: float, period: float = 0.1) -> Iterator[tuple[bool, float]]:
     Args:
         factor: slowdown, greater than 1.
         period: seconds of one stop and the run that follows.
+
+    Yields:
+        Whether the process runs in the phase, and the seconds of the phase.
 
     >>> from itertools import islice
     >>> list(islice(duty(4.0, 1.0), 3))

@@ -23,15 +23,15 @@ class Resume:
 
 
 class Follower:
-    """Follow the progress of a run in its ``metrics.jsonl``, over restarts, which replace the file.
+    """Follow the progress of a run in its ``metrics.jsonl``, over restarts of its ranks, which replace the file.
 
     Args:
         directory: the run directory.
 
     Attributes:
-        step: the last step of the current attempt.
-        made: steps since the last resume; 0 while the attempt is starting.
-        resumes: every resume so far.
+        step: the last step that the run has made; after a restart at first the step of the checkpoint.
+        made: number of steps since the last restart; 0 while the ranks are starting.
+        resumes: every resume from a checkpoint so far.
         warnings: texts of the run's warnings.
     """
 
@@ -47,15 +47,16 @@ class Follower:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """The run's progress as (number of resumes, last step), which changes with every step and every resume.
+        """The followed run's progress as two numbers: resumes from a checkpoint so far, and the last step.
 
-        Two equal values mean that the run made no progress between them.
+        The pair changes with every step and every resume; two equal pairs mean that the run made no progress between
+        them.
         """
         return len(self.resumes), self.step
 
     @property
     def lost(self) -> int:
-        """Number of training steps that the run had to repeat, summed over all its resumes."""
+        """Number of training steps that the followed run had to repeat, summed over all its resumes from a checkpoint."""
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:
@@ -90,16 +91,28 @@ class Follower:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the directories of all complete checkpoints of a run directory, newest first.
+    """Return the directories of all complete checkpoints of a run.
 
     A checkpoint is complete if it has a manifest; the bytes of its files are not verified.
+
+    Args:
+        directory: the run directory.
+
+    Returns:
+        Paths ``checkpoints/step-NNNNNNNN`` in it, newest first; empty if there are none.
     """
     return sorted((path.parent for path in directory.glob("checkpoints/step-????????/manifest.json")), reverse=True)
 
 
 def unfinished(directory: Path) -> list[Path]:
-    """Return the temporary directories (``*.tmp-*``) of checkpoint saves that were not completed, sorted by name.
+    """Return the temporary directories (``*.tmp-*``) of a run's checkpoint saves that were not completed.
 
     A save that is under way has one, too.
+
+    Args:
+        directory: the run directory.
+
+    Returns:
+        Paths in its folder ``checkpoints``, sorted by name; empty if there are none.
     """
     return sorted(directory.glob("checkpoints/*.tmp-*"))

@@ -24,7 +24,11 @@ _RUNS_NOT = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZO
 
 
 def alive(process: psutil.Process) -> bool:
-    """Return whether a process exists and is no zombie; a process stopped by SIGSTOP counts as alive."""
+    """Return whether a process exists and is no zombie; a process stopped by SIGSTOP counts as alive.
+
+    Args:
+        process: the process; that its number has been given to another process is noticed.
+    """
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -43,7 +47,11 @@ class Crew:
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
 
     def living(self) -> list[int]:
-        """Return the ranks of the run whose processes still exist now; stopped processes count, zombies do not."""
+        """Return the ranks of the training run whose processes still exist at the time of the call.
+
+        Returns:
+            Rank numbers, in the order of ``ranks``. Processes stopped by SIGSTOP count as existing, zombies do not.
+        """
         return [rank for rank, process in self.ranks.items() if alive(process)]
 
 
@@ -113,9 +121,14 @@ def send(process: psutil.Process, number: signal.Signals) -> None:
 
 @contextmanager
 def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Stop ``processes`` with SIGSTOP while the ``with`` block runs, and continue them with SIGCONT after it.
+    """Stop processes with SIGSTOP while a ``with`` block runs, and continue them with SIGCONT after it.
 
-    The block begins once all of them have stopped; processes that have ended are skipped.
+    The block begins once all of them have stopped; processes that have ended are skipped. They are continued if the
+    block
+    raises, too. The context manager gives no value.
+
+    Args:
+        processes: processes of this machine that this user may signal.
     """
     held = list(processes)
     try:

@@ -28,7 +28,7 @@ def survive(
 ) -> Report:
     """Start a training run, inject faults into it, resume it each time a fault ends it, and compare its weights.
 
-    Blocks until the run has ended.
+    To resume is to start the run again with ``tutti train --resume``. Blocks until the run has ended.
 
     Args:
         command: ``tutti train`` command line of the run.
@@ -39,7 +39,9 @@ def survive(
         tell: called after each fault with its number, from 1, and its outcome; None: not called.
 
     Returns:
-        Outcome of each fault and of the run, with the SHA-256 hashes of both runs' weights.
+        Outcome of each fault (``outcomes``) and of the run: exit code, steps, steps executed, seconds, the SHA-256
+        hashes of
+        both runs' weights, and names of files of unfinished saves (``left``).
 
     Raises:
         UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
@@ -77,7 +79,9 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
         rules: options of injecting the faults.
 
     Returns:
-        Outcome of each fault and of the run so far.
+        Outcome of each fault (``outcomes``) and of the run so far: exit code (None while it goes on), steps, steps
+        executed
+        and seconds.
 
     Raises:
         UsageError: no process writes to ``directory``.
@@ -104,9 +108,8 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 def uninterrupted(command: Command, output: IO[str]) -> Path:
     """Run ``command`` without faults in a new directory, and return this directory.
 
-    The directory is ``RUN-reference``, beside the command's run directory ``RUN``.
-
-    Blocks until the run has ended. Its final weights are what `survive` compares with.
+    The directory is ``RUN-reference``, beside the command's run directory ``RUN``. Blocks until the run has ended. Its
+    final weights are what `survive` compares with.
 
     Args:
         command: the ``tutti train`` command line to repeat.

@@ -17,26 +17,33 @@ TO_TARGET = ("to target", "steps to it", "samples to it", "time to it")
 
 
 def headings(ladder: Ladder) -> tuple[str, ...]:
-    """Return the column headings of a comparison's table: rung (configuration), updates, samples, …, samples/s.
-
-    Four more columns follow, on reaching the target, if a run has one (``--until``).
+    """Return the column headings of the table that compares training configurations (rungs).
 
     Args:
-        ladder: the ladder, a series of training configurations (rungs).
+        ladder: the ladder, a series of rungs.
+
+    Returns:
+        ``rung``, ``updates``, ``samples``, ``training``, ``held out``, ``range``, ``seeds``, ``time`` and
+        ``samples/s``. If
+        a rung has a target (``--until``), four more: ``to target``, ``steps to it``, ``samples to it``, ``time to
+        it``.
     """
     return HEADINGS + TO_TARGET if any(rung.config.target_text for rung in ladder.rungs) else HEADINGS
 
 
 def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
-    """Return the table's rows in the ladder's order, one for each rung: texts in the columns of ``headings``.
+    """Return the rows of the table that compares training configurations (rungs), as formatted texts.
 
     Numbers are means over the seeds, those of columns on the target medians; ``range`` is half of largest minus
     smallest.
 
     Args:
-        ladder: the ladder, a series of training configurations (rungs).
+        ladder: the ladder, a series of rungs.
         rows: results by rung name; a rung without finished runs is shown as dashes.
         metric: the metric that is compared.
+
+    Returns:
+        One tuple for each rung, in the ladder's order, with a text for each column of ``headings``; no heading row.
     """
     found = []
     fraction = is_fraction(rows, metric)

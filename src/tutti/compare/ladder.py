@@ -60,12 +60,21 @@ class Ladder:
     rungs: tuple[Rung, ...]
 
     def rung(self, name: str) -> Rung:
-        """Return the training configuration (rung) of the ladder that is called ``name``, which must exist."""
+        """Return the training configuration (rung) of the ladder that is called ``name``.
+
+        Returns:
+            Its name, the rung that it changes (``parent``), the changed options, what they stand for (``cause``), and
+            the whole
+            configuration. StopIteration is raised if no rung has this name.
+        """
         return next(rung for rung in self.rungs if rung.name == name)
 
 
 def shipped() -> list[str]:
-    """Return the names of the ladders (series of training configurations) that come with tutti, sorted."""
+    """Return the names of the ladders (series of training configurations to compare) that come with tutti, sorted.
+
+    A name, such as ``corrected``, is a value of ``tutti compare --ladder``.
+    """
     return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 

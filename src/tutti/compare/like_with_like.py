@@ -24,13 +24,17 @@ _WARMUPS = frozenset({"warmup", "warmup_from"})
 
 
 def recipes(ladder: Ladder) -> tuple[Rung, ...]:
-    """Return the rungs (training configurations) of a ladder to test against baselines: those at another scale.
+    """Select the training configurations (rungs) of a ladder that are to be tested against baselines.
 
-    Scale is the number of workers and the batch size; another is compared with the first rung's. If all rungs have the
-    first rung's scale, return all rungs but the first.
+    These are the rungs at another scale (number of workers, batch size) than the first rung. If all have the first
+    rung's
+    scale, they are all rungs but the first.
 
     Args:
         ladder: the ladder, a series of rungs.
+
+    Returns:
+        The rungs in the ladder's order, each with name and configuration; at least one.
     """
     first = ladder.rungs[0]
     scaled = tuple(rung for rung in ladder.rungs if _scale(rung) != _scale(first))
@@ -38,7 +42,7 @@ def recipes(ladder: Ladder) -> tuple[Rung, ...]:
 
 
 def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
-    """Return the rungs (training configurations) of a ladder with which a rung may be compared.
+    """Select the training configurations (rungs) of a ladder with which a rung may be compared like with like.
 
     Such rungs have the first rung's workers and batch size, and otherwise the options of the compared rung. The
     learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at the
@@ -47,6 +51,9 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
     Args:
         ladder: the ladder, a series of rungs.
         rung: the rung to compare.
+
+    Returns:
+        The rungs in the ladder's order, each with name and configuration; empty if the ladder has none.
     """
     first = ladder.rungs[0]
     if _scale(rung) == _scale(first):
@@ -56,7 +63,7 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
 
 
 def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
-    """Return the names of options in which two runs differ, apart from scale (workers, batch size) and learning rate.
+    """Return the options in which two runs differ, apart from scale (workers, batch size) and learning rate.
 
     Options that have no effect at the reference's scale do not count: ``regime_batch`` and the base batch of
     ``gradient_noise`` equal to its batch, and, if it has one worker, ``batch_norm=sync`` and ``identical_batches``.
@@ -64,6 +71,10 @@ def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
     Args:
         config: options of one run.
         reference: options of the run it is compared with, whose scale decides which options have an effect.
+
+    Returns:
+        Names of fields of ``TrainConfig``, such as ``optimizer``, sorted; empty if only scale and learning rate
+        differ.
     """
     ours, theirs = _compared(config, reference), _compared(reference, reference)
     return [name for name in ours if ours[name] != theirs[name]]

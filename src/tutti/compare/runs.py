@@ -166,12 +166,17 @@ def _failed(trial: Trial, code: int, log: Path) -> TuttiError:
 
 
 def trial_progress(trial: Trial) -> Progress:
-    """Return the newest training and evaluation records of a run under way, from the end of its ``metrics.jsonl``.
+    """Read the newest training and evaluation records of a run under way, from the end of its ``metrics.jsonl``.
 
-    Reads the last 8 KiB; a record that is not found there is an empty dictionary.
+    Reads the last 8 KiB, and raises no error for a missing file or a line that is not yet complete.
 
     Args:
-        trial: the run.
+        trial: the run, one training configuration with one seed.
+
+    Returns:
+        ``step``, the newest record of a training step, and ``evaluated``, that of an evaluation; each a dictionary of
+        the
+        record's entries, empty if it is not found there.
     """
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
@@ -256,12 +261,17 @@ def _number(value: object) -> float:
 
 
 def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, RungResult]:
-    """Read the finished runs of a ladder, and return the results of each rung that has any, by the rung's name.
+    """Read the finished runs of a ladder, and collect their results for each training configuration (rung).
 
     Args:
-        ladder: the ladder, a series of training configurations (rungs).
+        ladder: the ladder, a series of rungs.
         all_trials: the ladder's runs, of ``trials``.
         metric: name of the held-out metric.
+
+    Returns:
+        Name of a rung with at least one finished run → its results over the seeds: mean, spread and target, and for
+        each
+        seed held-out and training metric, updates, samples and seconds (``outcomes``).
 
     Raises:
         UsageError: the task does not report ``metric``.

@@ -78,7 +78,10 @@ class RungResult:
 
     @property
     def spread(self) -> float:
-        """Largest minus smallest held-out metric over a configuration's seeds; 0 for one seed, which tells nothing."""
+        """Largest minus smallest final held-out metric over the seeds of one training configuration.
+
+        0 for one seed, which says nothing of the differences between seeds.
+        """
         values = [outcome.held_out for outcome in self.outcomes]
         return max(values) - min(values)
 
@@ -170,13 +173,18 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[str]:
     """Return the verdict on a ladder in sentences: the drop of the metric, its causes by share, and the best recipe.
 
-    The drop is that from the first rung to the naive one. A rung holds only against a baseline at the first rung's
-    workers and batch size with otherwise equal options (``like_with_like.baselines``), never across two causes.
+    The drop is that from the first rung to the naive one, which loses accuracy. A recipe is a rung at another scale
+    (workers, batch size) than the first. It holds only against a baseline at the first rung's scale with otherwise
+    equal
+    options (``like_with_like.baselines``), never across two causes.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name; rungs with a non-finite held-out value are named and not compared.
         metric: the metric that is compared.
+
+    Returns:
+        The sentences in the order of reading, one a paragraph; at least one.
     """
     first, naive = ladder.rungs[0].name, ladder.naive
     sentences, rows = _without_numbers(ladder, rows)
@@ -200,14 +208,19 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
 
 def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
-    """Return a sentence for each rung with a target (``--until``): steps, samples and seconds until it was reached.
+    """Say in sentences what each training configuration (rung) took to reach its target (``--until``).
 
-    The numbers are medians over the seeds; each is also given as a multiple of the first rung's, if that has the same
-    target.
+    The numbers, steps, samples and seconds, are medians over the seeds; each is also given as a multiple of the first
+    rung's, if that has the same target.
 
     Args:
-        ladder: the ladder, a series of training configurations (rungs).
+        ladder: the ladder, a series of rungs.
         rows: results by rung name, of rungs with finished runs.
+
+    Returns:
+        One sentence for each rung with a target and finished runs, in the ladder's order; it says so if fewer than
+        half of
+        the seeds reached the target.
     """
     sentences = []
     first = rows.get(ladder.rungs[0].name)
@@ -253,19 +266,21 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
 def baseline(
     ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric = ACCURACY
 ) -> RungResult | None:
-    """Return the results with which a rung is compared: of the baseline rung whose mean over the seeds is best.
+    """Return the results with which a training configuration (rung) is compared: those of its best baseline.
 
     Baselines have the first rung's workers and batch size, and but for the learning rate the rung's options
-    (``like_with_like.baselines``).
+    (``like_with_like.baselines``). The best one has the best mean of the metric over the seeds.
 
     Args:
-        ladder: the ladder, a series of training configurations (rungs).
+        ladder: the ladder, a series of rungs.
         rung: the rung to compare.
         rows: results by rung name, of rungs with finished runs.
         metric: the metric by whose mean over the seeds the best is chosen.
 
     Returns:
-        The results over the seeds; None if no baseline has finished runs.
+        The baseline's results: mean, spread and target over the seeds, and the results of each seed (``outcomes``).
+        None if
+        no baseline has finished runs.
     """
     found = [rows[other.name] for other in baselines(ladder, rung) if other.name in rows]
     return max(found, key=lambda row: metric.gain(0.0, row.mean), default=None)

@@ -31,10 +31,14 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
 
     Args:
         paths: run directories of ``tutti train``, each once.
-        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``, such
+        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``,
+            such
             as of ``tutti simulate``; None for none.
         out: file to write, replaced if it is an HTML page; None for ``report.html`` in the directory of a single run,
             in the working directory for several.
+
+    Returns:
+        Path of the file that was written.
 
     Raises:
         UsageError: jinja2 or matplotlib is missing, a path is no run or no plan, no path or a path twice is given, or

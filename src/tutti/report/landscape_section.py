@@ -14,7 +14,7 @@ _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sha
 
 
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
-    """Return the HTML report's section on loss landscapes: a table and charts of what ``tutti landscape`` measured.
+    """Make the HTML report's section on loss landscapes: a table and charts of what ``tutti landscape`` measured.
 
     The table has a row for each run with a ``landscape.json``: training loss, largest Hessian eigenvalue, trace and
     sharpness at a checkpoint. Charts show the spectrum's density, and the loss along lines and in a plane around the
@@ -24,7 +24,7 @@ def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
         runs: all runs of the report, in the order of the report; the position gives each run its letter and colour.
 
     Returns:
-        The section; None if no run has a ``landscape.json``.
+        The section ``Loss landscape``: its table, charts and notes; None if no run has a ``landscape.json``.
     """
     known = [(number, run) for number, run in enumerate(runs) if run.landscape]
     if not known:

@@ -16,16 +16,20 @@ _MOST_ROWS = 200
 
 
 def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
-    """Return the HTML report's section on a plan: tables of predictions and options, beside values measured in runs.
+    """Make the HTML report's section on a plan: tables of predictions and options, beside values measured in runs.
 
     A predicted step time is compared with runs of the same number of devices, and of the same batch, strategy and
-    options where the plan states them. Options of the plan are compared with those of each run. Other lists of the plan
+    options where the plan states them. Options of the plan are compared with those of each run. Other lists of the
+    plan
     become tables, and single values a folded table.
 
     Args:
         path: TOML of ``tutti plan --out``, or JSON of ``tutti plan`` or ``tutti simulate`` in a file that ends in
             ``.json``.
         runs: all runs of the report, in the order of the report; the position gives each run its letter.
+
+    Returns:
+        The section ``The plan``: its tables (caption, headings and rows), and the folded table or None.
 
     Raises:
         UsageError: the file is missing, no TOML or JSON table, or empty.

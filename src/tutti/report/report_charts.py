@@ -66,13 +66,16 @@ class ChartSeries:
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Thin a curve for drawing: return at most ``most`` points, each the mean of a group of neighbouring points.
+    """Thin a curve for drawing, by averaging groups of neighbouring points.
 
     Groups are equally large but for one point. A curve of at most ``most`` points is returned as it is.
 
     Args:
         points: (x, y), in order.
         most: largest number of points.
+
+    Returns:
+        At most ``most`` points (x, y), each the mean of its group, in order.
 
     >>> thinned([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], 2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -101,6 +104,9 @@ def line_chart(
         caption: what the chart shows, in a sentence.
         reference: label and height of a horizontal line; None for none.
         scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
+
+    Returns:
+        ``caption``, and ``svg``, the text of the ``<svg>`` element.
     """
 
     def draw(axes: Axes) -> None:
@@ -129,6 +135,9 @@ def contour_chart(
         values: a row for each offset of the vertical axis, with a value for each offset of the horizontal one.
         levels: values of the lines, in rising order.
         caption: what the chart shows, in a sentence.
+
+    Returns:
+        ``caption``, and ``svg``, the text of the ``<svg>`` element.
     """
 
     def draw(axes: Axes) -> None:
@@ -144,10 +153,14 @@ def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: 
     """Draw throughput over the number of devices as SVG, with the line of linear scaling from the fewest devices on.
 
     Args:
-        points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of all
+        points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of
+            all
             devices together) of each run, at least one.
         unit: of the throughput.
         caption: what the chart shows, in a sentence.
+
+    Returns:
+        ``caption``, and ``svg``, the text of the ``<svg>`` element.
     """
     counts = sorted({devices for _, devices, _ in points})
     least = min(points, key=lambda point: (point[1], -point[2]))
@@ -176,6 +189,10 @@ def stack_chart(
         unit: unit of the lengths as drawn, for the label of the axis.
         caption: what the chart shows, in a sentence.
         share: whether to show each part as per cent of its bar's sum.
+
+    Returns:
+        ``caption``, ``svg``, the text of the ``<svg>`` element, and ``parts``, the names of the drawn parts for a
+        legend.
     """
     parts = [name for name in PARTS if any(row.get(name, 0) > 0 for _, row in rows)]
     height = 1.0 + 0.36 * len(rows)
@@ -205,6 +222,9 @@ def themed_timeline(svg: str, caption: str) -> ReportChart:
     Args:
         svg: timeline of the traced steps, from ``tutti.metrics.timeline.timeline_svg``.
         caption: what the chart shows, in a sentence; screen readers read it, too.
+
+    Returns:
+        ``caption``; ``svg``, the given text with attributes for the page; and ``wide``, which is true.
     """
     found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
     found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)

@@ -97,6 +97,10 @@ def compose_report(
         runs: content of the run directories, at least one, in the order in which the report names them A, B, ….
         plan: section that compares a plan with the runs; None: the report names a plan as missing.
         landscape: section of loss landscapes; None: the report names them as missing.
+
+    Returns:
+        All texts, charts and tables of the page: ``title``, ``headline``, ``figures`` (key figures of a single run),
+        ``legend`` (letter and name of each run), ``sections``, and ``missing`` (name, and how to get it).
     """
     composer = _Composer(runs)
     made = [
@@ -490,6 +494,9 @@ def run_sentence(run: RunRecord) -> str:
 
     The text names the target if the run has reached it, and the goodput if known. Values that the run has not recorded
     are left out.
+
+    Args:
+        run: content of the run directory.
     """
     where = f" on {run.devices} device{'s' * (run.devices > 1)}" if run.devices else ""
     last = run.trained[-1] if run.trained else {}

@@ -126,10 +126,13 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> list[MeasuredStep]:
-        """The recorded steps of the run with their durations in seconds, without the first step after each start.
+        """The recorded steps of the run, without the first step after each start, whose duration includes warming up.
 
-        A step's duration is the difference of the training seconds recorded at it and at the step before. Steps without
-        the necessary values are left out. Computed once, when it is first read.
+        Each has ``seconds`` (difference of the training seconds recorded at this step and at the step before),
+        ``data``
+        (seconds for which it waited for its batch; None if not recorded) and ``samples`` of its global batch. Steps
+        without the
+        necessary values are left out. Computed once, when it is first read.
         """
         found = []
         for before, line in zip(self.trained, self.trained[1:], strict=False):
@@ -165,20 +168,26 @@ class RunRecord:
 
     @property
     def held_out(self) -> list[str]:
-        """Names of the values that the run has evaluated on held-out samples, ``loss`` first."""
+        """Names of the values that the run has evaluated on held-out samples, such as ``accuracy``; ``loss`` comes first.
+
+        Empty if no evaluation is recorded.
+        """
         known = ("group", "step", "epoch", "samples", "seconds", "time", "weights")
         names = dict.fromkeys(name for line in self.evaluated for name in line if name not in known)
         return sorted(names, key=lambda name: name != "loss")
 
     def curve(self, name: str, axis: str, of: str = "train") -> list[Point]:
-        """Return the curve of a value that the run has recorded, as points (x, y) in the order of the records.
-
-        Points with a missing or non-finite coordinate are left out.
+        """Return the curve of a value that the run has recorded, for a chart.
 
         Args:
             name: name of the value y, such as ``loss``.
             axis: what x is: ``samples`` trained so far, ``step``, or ``seconds`` of training.
             of: ``train`` for the value of each step, ``eval`` for the held-out value of each evaluation.
+
+        Returns:
+            Points (x, y) in the order of the records, without those of which a coordinate is missing or not finite;
+            empty if
+            the value is not recorded.
         """
         trained_samples = {finite(line.get("step")): line.get("samples") for line in self.trained}
         found = []
@@ -223,8 +232,18 @@ def printable(text: object) -> str:
 def read_run(path: Path) -> RunRecord:
     """Read configuration, environment, metrics, summary, trace and failures of a run directory for the report.
 
-    A file that is missing or damaged raises no error, but adds a sentence to ``problems`` of the result. Raises
-    UsageError if ``path`` is no run directory.
+    A file that is missing or damaged raises no error, but adds a sentence to ``problems`` of the result.
+
+    Args:
+        path: run directory of ``tutti train``.
+
+    Returns:
+        The content of the files, unchanged but for damaged parts: ``config``, ``environment``, ``summary`` and
+        ``landscape`` (tables), ``trained`` and ``evaluated`` (lines of ``metrics.jsonl``), ``timeline``, ``goodput``,
+        ``failures``, ``warnings`` and ``problems`` (sentences).
+
+    Raises:
+        UsageError: ``path`` is no run directory.
     """
     if not path.is_dir():
         raise UsageError(
