@@ -48,8 +48,7 @@ class FaultOutcome:
         """Return one sentence for each promise of tutti that the run broke under this injected fault.
 
         The sentences are the entries of ``broken`` (wrong exit code and the like, in words), and one more if
-        ``lost_steps``
-        (steps that had to be repeated) exceeds ``most_lost``.
+        ``lost_steps`` (steps that had to be repeated) exceeds ``most_lost``.
 
         Returns:
             The sentences; an empty list means that the run survived the fault.
@@ -110,10 +109,8 @@ class Report:
         """Return one sentence for each promise of tutti that a run with injected faults broke.
 
         There is a sentence for each problem of each fault (``FaultOutcome.problems``), for faults that could not be
-        injected
-        because the run was over, for a non-zero exit code of a run that had to end well, for final weights that
-        differ from
-        those of the run without faults, and for each file of an unfinished save that was left behind.
+        injected because the run was over, for a non-zero exit code of a run that had to end well, for final weights
+        that differ from those of the run without faults, and for each file of an unfinished save that was left behind.
 
         Returns:
             The sentences; an empty list means that the run survived.
@@ -137,10 +134,8 @@ class Report:
         Returns:
             The attributes of this class by their names, and ``goodput`` (fraction of executed steps that were useful),
             ``verdict`` (``equal bits``, ``different`` or ``not compared``: final weights beside those of the run
-            without
-            faults), ``survived`` (bool: no promise was broken) and ``problems`` (list of sentences). ``outcomes`` is
-            a list
-            of dicts, each with the attributes of `FaultOutcome` and ``survived``.
+            without faults), ``survived`` (bool: no promise was broken) and ``problems`` (list of sentences).
+            ``outcomes`` is a list of dicts, each with the attributes of `FaultOutcome` and ``survived``.
         """
         outcomes = [{**dataclasses.asdict(outcome), "survived": not outcome.problems()} for outcome in self.outcomes]
         more = {"goodput": self.goodput, "verdict": self.verdict, "survived": not self.problems()}

@@ -50,8 +50,7 @@ class Fault:
 
         Returns:
             Exit codes (members of ``tutti.errors.ExitCode``); -9 (``KILLED``) means that SIGKILL ended the process.
-            Empty for
-            ``slow``, which must not end a run.
+            Empty for ``slow``, which must not end a run.
         """
         if self.kind in ("slow", "terminate", "fill"):
             orderly = {"slow": (), "terminate": (ExitCode.PREEMPTED,), "fill": (ExitCode.DISK,)}

@@ -98,11 +98,9 @@ class Play:
     def play(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
         """Inject faults into the run in order, resuming it each time a fault ends it, and record ``outcomes``.
 
-        To resume is to start the run again with ``tutti train --resume``. Blocks until a run that this process
-        started has
-        ended; a run of another process is left running after the last fault, and is never resumed. Faults that are
-        left when
-        the run ends are not injected. A stopped process is continued, and a filled disk emptied, in any case.
+        To resume is to start the run again with ``tutti train --resume``. Blocks until a run that this process started
+        has ended; a run of another process is left running after the last fault, and is never resumed. Faults that are
+        left when the run ends are not injected. A stopped process is continued, and a filled disk emptied, in any case.
 
         Args:
             faults: faults sorted by step.

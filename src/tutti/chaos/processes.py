@@ -124,8 +124,7 @@ def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
     """Stop processes with SIGSTOP while a ``with`` block runs, and continue them with SIGCONT after it.
 
     The block begins once all of them have stopped; processes that have ended are skipped. They are continued if the
-    block
-    raises, too. The context manager gives no value.
+    block raises, too. The context manager gives no value.
 
     Args:
         processes: processes of this machine that this user may signal.

@@ -40,8 +40,7 @@ def survive(
 
     Returns:
         Outcome of each fault (``outcomes``) and of the run: exit code, steps, steps executed, seconds, the SHA-256
-        hashes of
-        both runs' weights, and names of files of unfinished saves (``left``).
+        hashes of both runs' weights, and names of files of unfinished saves (``left``).
 
     Raises:
         UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
@@ -80,8 +79,7 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 
     Returns:
         Outcome of each fault (``outcomes``) and of the run so far: exit code (None while it goes on), steps, steps
-        executed
-        and seconds.
+        executed and seconds.
 
     Raises:
         UsageError: no process writes to ``directory``.

@@ -89,8 +89,7 @@ def build_app() -> App:
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run one command line of ``tutti`` and return its exit code; an error is printed to stderr as one message.
 
-    Only an unexpected exception shows its traceback. If the command fails in a process that has joined a job of
-    several
+    Only an unexpected exception shows its traceback. If the command fails in a process that has joined a job of several
     ranks, the process ends here, because ordinary interpreter exit would wait for the other ranks.
 
     Args:
@@ -99,8 +98,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     Returns:
         The command's own exit code, 0 if it has ended as it should; that of a ``TuttiError`` (a member of
         ``tutti.errors.ExitCode``); 2 for a malformed command line, 130 after Ctrl-C, 141 if the reader of standard
-        output
-        has closed the pipe, and 1 for an unexpected exception.
+        output has closed the pipe, and 1 for an unexpected exception.
     """
     replace_unencodable(sys.stdout, sys.stderr)
     code = _run(tokens)

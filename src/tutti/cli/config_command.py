@@ -96,8 +96,7 @@ def variable_fields() -> dict[str, Any]:
     """Return the options of ``tutti train`` that ``TUTTI_*`` variables in ``os.environ`` give.
 
     Returns:
-        Field of ``TrainConfig`` → value, converted from the variable's text to the type of the field, as texts of
-        flags
+        Field of ``TrainConfig`` → value, converted from the variable's text to the type of the field, as texts of flags
         are. Options without a variable are missing.
     """
     app = App(name="variables", version="")

@@ -114,8 +114,7 @@ def variables() -> Iterator[Finding]:
 
     Yields:
         One line of the report of ``tutti doctor``: ``ok`` with the names of the variables, or a ``problem`` that
-        describes
-        the first unknown or invalid one.
+        describes the first unknown or invalid one.
     """
     names = sorted(name for name in os.environ if name.startswith(PREFIX))
     try:
@@ -133,9 +132,8 @@ def report(findings: list[Finding]) -> dict[str, Any]:
         findings: lines of the report of all checks, in order.
 
     Returns:
-        ``exit_code`` (int), ``problems_count`` (int) and ``checks``: name of the line → its ``mark`` (``ok``,
-        ``note`` or
-        ``problem``), ``text``, ``remedy`` (None without one) and measured values.
+        ``exit_code`` (int), ``problems_count`` (int) and ``checks``: name of the line → its ``mark`` (``ok``, ``note``
+        or ``problem``), ``text``, ``remedy`` (None without one) and measured values.
     """
     entries = {
         finding.name: {"mark": finding.mark, "text": finding.text, "remedy": finding.remedy or None, **finding.values}
@@ -153,8 +151,7 @@ def lines(finding: Finding, printed: set[str]) -> list[str]:
         printed: remedies printed so far, which are not repeated; the finding's is added to it.
 
     Returns:
-        Lines of at most 100 columns: one or two with mark, name and text (cut off with ``…``), then the remedy after
-        an
+        Lines of at most 100 columns: one or two with mark, name and text (cut off with ``…``), then the remedy after an
         arrow, if it has one that is not in ``printed``.
     """
     indent = " " * 9

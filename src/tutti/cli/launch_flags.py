@@ -23,8 +23,7 @@ def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str]
 
     Args:
         words: the command line; words after ``--`` stay.
-        names: the flags, such as ``--node-rank``; ``_`` in a word counts as ``-``. A value follows its flag as the
-            next
+        names: the flags, such as ``--node-rank``; ``_`` in a word counts as ``-``. A value follows its flag as the next
             word or behind ``=``.
 
     Returns:
@@ -67,8 +66,7 @@ def hosts_as_engine(words: list[str]) -> list[str]:
     """Rewrite the flags of hosts in a command line of ``train`` or ``run`` to those that these commands know.
 
     ``train -H a:2,b:2`` and ``train --hostfile FILE`` become ``train --on ssh:hosts=…``; without ``--devices`` they
-    also get
-    as many devices as the hosts state together. ``run --hostfile FILE`` becomes ``run -H …``.
+    also get as many devices as the hosts state together. ``run --hostfile FILE`` becomes ``run -H …``.
 
     Args:
         words: the command line without ``tutti``.

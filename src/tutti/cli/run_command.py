@@ -49,8 +49,7 @@ def end_options(words: list[str]) -> list[str]:
 
     Returns:
         The words with ``--`` inserted; ``words`` unchanged for other commands, without a script, and where ``--``
-        stands
-        there already.
+        stands there already.
 
     >>> end_options(["run", "-np", "4", "train.py", "--epochs", "3"])
     ['run', '-np', '4', '--', 'train.py', '--epochs', '3']

@@ -217,8 +217,7 @@ def parse_link(text: str | None) -> LinkCost | Path | None:
     """Parse the value of ``--network``, the cost of a link between nodes.
 
     Args:
-        text: ``alpha=SECONDS,beta=BYTES``, latency in seconds of a message and bytes a second; or a path that ends
-            with
+        text: ``alpha=SECONDS,beta=BYTES``, latency in seconds of a message and bytes a second; or a path that ends with
             ``.json``, a ``machine.json`` that was measured with one rank a node; None where the option is not given.
 
     Returns:

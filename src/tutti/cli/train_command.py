@@ -250,8 +250,7 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
         task: task on the command line; None if it names none.
 
     Returns:
-        One path, the run's ``config.toml``; an empty tuple if nothing is resumed, for ``auto``, and if a task is
-        named.
+        One path, the run's ``config.toml``; an empty tuple if nothing is resumed, for ``auto``, and if a task is named.
 
     Raises:
         UsageError: the run does not exist.
@@ -268,8 +267,7 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
 def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
     """Return the directory that holds a run's files: make a new one, or find the directory of the run to resume.
 
-    If another launcher, such as torchrun, has started the job's processes again after a failure, the run goes on in
-    the
+    If another launcher, such as torchrun, has started the job's processes again after a failure, the run goes on in the
     directory that ``--out`` names, if it holds a ``config.toml`` from the former start.
 
     Args:
@@ -452,9 +450,8 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
 def possible_sizes(task: str, config: TrainConfig) -> list[int]:
     """Return the numbers of devices on which a run can start whose ranks an engine starts (``--on``).
 
-    An engine starts ranks on this node, over SSH, by Slurm or by Ray. For ``--devices 4`` it is this number,
-    unchecked; for
-    ``--devices 2:8`` the numbers of the range with which the configuration is valid.
+    An engine starts ranks on this node, over SSH, by Slurm or by Ray. For ``--devices 4`` it is this number, unchecked;
+    for ``--devices 2:8`` the numbers of the range with which the configuration is valid.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.

@@ -24,9 +24,8 @@ def headings(ladder: Ladder) -> tuple[str, ...]:
 
     Returns:
         ``rung``, ``updates``, ``samples``, ``training``, ``held out``, ``range``, ``seeds``, ``time`` and
-        ``samples/s``. If
-        a rung has a target (``--until``), four more: ``to target``, ``steps to it``, ``samples to it``, ``time to
-        it``.
+        ``samples/s``. If a rung has a target (``--until``), four more: ``to target``, ``steps to it``, ``samples to
+        it``, ``time to it``.
     """
     return HEADINGS + TO_TARGET if any(rung.config.target_text for rung in ladder.rungs) else HEADINGS
 

@@ -64,8 +64,7 @@ class Ladder:
 
         Returns:
             Its name, the rung that it changes (``parent``), the changed options, what they stand for (``cause``), and
-            the whole
-            configuration. StopIteration is raised if no rung has this name.
+            the whole configuration. StopIteration is raised if no rung has this name.
         """
         return next(rung for rung in self.rungs if rung.name == name)
 

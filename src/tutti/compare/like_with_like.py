@@ -27,8 +27,7 @@ def recipes(ladder: Ladder) -> tuple[Rung, ...]:
     """Select the training configurations (rungs) of a ladder that are to be tested against baselines.
 
     These are the rungs at another scale (number of workers, batch size) than the first rung. If all have the first
-    rung's
-    scale, they are all rungs but the first.
+    rung's scale, they are all rungs but the first.
 
     Args:
         ladder: the ladder, a series of rungs.
@@ -73,8 +72,7 @@ def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
         reference: options of the run it is compared with, whose scale decides which options have an effect.
 
     Returns:
-        Names of fields of ``TrainConfig``, such as ``optimizer``, sorted; empty if only scale and learning rate
-        differ.
+        Names of fields of ``TrainConfig``, such as ``optimizer``, sorted; empty if only scale and learning rate differ.
     """
     ours, theirs = _compared(config, reference), _compared(reference, reference)
     return [name for name in ours if ours[name] != theirs[name]]

@@ -175,8 +175,7 @@ def trial_progress(trial: Trial) -> Progress:
 
     Returns:
         ``step``, the newest record of a training step, and ``evaluated``, that of an evaluation; each a dictionary of
-        the
-        record's entries, empty if it is not found there.
+        the record's entries, empty if it is not found there.
     """
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
@@ -270,8 +269,7 @@ def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, Rung
 
     Returns:
         Name of a rung with at least one finished run → its results over the seeds: mean, spread and target, and for
-        each
-        seed held-out and training metric, updates, samples and seconds (``outcomes``).
+        each seed held-out and training metric, updates, samples and seconds (``outcomes``).
 
     Raises:
         UsageError: the task does not report ``metric``.

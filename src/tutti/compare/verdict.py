@@ -175,8 +175,7 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
     The drop is that from the first rung to the naive one, which loses accuracy. A recipe is a rung at another scale
     (workers, batch size) than the first. It holds only against a baseline at the first rung's scale with otherwise
-    equal
-    options (``like_with_like.baselines``), never across two causes.
+    equal options (``like_with_like.baselines``), never across two causes.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -218,9 +217,8 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
         rows: results by rung name, of rungs with finished runs.
 
     Returns:
-        One sentence for each rung with a target and finished runs, in the ladder's order; it says so if fewer than
-        half of
-        the seeds reached the target.
+        One sentence for each rung with a target and finished runs, in the ladder's order; it says so if fewer than half
+        of the seeds reached the target.
     """
     sentences = []
     first = rows.get(ladder.rungs[0].name)
@@ -279,8 +277,7 @@ def baseline(
 
     Returns:
         The baseline's results: mean, spread and target over the seeds, and the results of each seed (``outcomes``).
-        None if
-        no baseline has finished runs.
+        None if no baseline has finished runs.
     """
     found = [rows[other.name] for other in baselines(ladder, rung) if other.name in rows]
     return max(found, key=lambda row: metric.gain(0.0, row.mean), default=None)

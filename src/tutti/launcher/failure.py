@@ -119,8 +119,7 @@ def record_failure(
 
     Returns:
         The record: rank, time in seconds since the epoch, class name and text of the exception, exit code, traceback,
-        and
-        where the exception says it the training step and a remedy.
+        and where the exception says it the training step and a remedy.
     """
     step = getattr(exception, "step", None)
     failure = Failure(
@@ -199,8 +198,7 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
         seen: time at which the end of the process was noticed, in seconds since the epoch.
 
     Returns:
-        The record, without exception and traceback: a message in words, and ``code`` as exit code. For a killed
-        process
+        The record, without exception and traceback: a message in words, and ``code`` as exit code. For a killed process
         the exit code is ``ExitCode.PEER``, ``signal`` is N, and for SIGKILL there is a remedy on memory.
     """
     if code >= 0:
@@ -219,16 +217,13 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that most likely caused the failures of the other ranks.
 
     A failure record says why the process of one rank ended. Records are preferred in this order, and of several by
-    time:
-    a rank that a signal killed, because no error in one rank kills another (except SIGABRT, which some libraries raise
-    when a peer is lost); then a failure whose exit code is not ``ExitCode.PEER``, which means that a peer was lost;
-    then
-    any other.
+    time: a rank that a signal killed, because no error in one rank kills another (except SIGABRT, which some libraries
+    raise when a peer is lost); then a failure whose exit code is not ``ExitCode.PEER``, which means that a peer was
+    lost; then any other.
 
     Args:
         failures: records of ranks that ran at the same time, between one start of the ranks by the launcher and the
-            next;
-            at least one, otherwise ValueError is raised.
+            next; at least one, otherwise ValueError is raised.
 
     Returns:
         One of ``failures``, unchanged: the earliest of the most preferred kind.
@@ -291,8 +286,7 @@ def describe_failure(failure: Failure, log: Path) -> str:
 def tail(log: Path, lines: int = _TAIL) -> list[str]:
     """Return the last lines of a rank's log file, without line ends; empty if the file cannot be read.
 
-    Reads at most the last 64 KiB of the file. If the log has the stack of a crash, the lines are those before the
-    first
+    Reads at most the last 64 KiB of the file. If the log has the stack of a crash, the lines are those before the first
     frame of the module of tutti that started the rank: the stack ends at the user's entry point.
 
     Args:

@@ -54,14 +54,12 @@ class LostRankNotes:
         """Record for all ranks of a job that the process of ``rank`` was killed while the run goes on without it.
 
         Writes a marker file ``lost/RANK`` in the folder that all ranks see; the remaining ranks read it by ``lost``.
-        The
-        launcher calls this method once the process is gone.
+        The launcher calls this method once the process is gone.
 
         Args:
             rank: the killed rank.
             how: text for messages that says how the process ended, such as ``was killed by SIGKILL``; the content of
-                the
-                file.
+                the file.
         """
         write_whole(self._lost / str(rank), how.encode())
 
@@ -69,8 +67,7 @@ class LostRankNotes:
         """Return the ranks that were killed while the run goes on without them, each with a text on how it ended.
 
         The mapping is rank → text, in rank order; it is empty if no rank was lost. It is read from marker files that
-        the
-        launcher writes.
+        the launcher writes.
         """
         # Usually an empty folder, which is fast to list.
         ranks = sorted(int(name) for name in os.listdir(self._lost) if name.isdecimal())

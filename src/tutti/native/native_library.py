@@ -57,16 +57,14 @@ def library(source: Path) -> ctypes.CDLL | None:
     """Load the shared library of a C++ file from the user's cache, or build it in about a second.
 
     The library is kept in the cache under a digest of source, flags and processor. A file lock lets other processes
-    that
-    need the same library wait for the build.
+    that need the same library wait for the build.
 
     Args:
         source: path of the C++ file.
 
     Returns:
         The loaded library. None if compiled loops are switched off (``TUTTI_KERNELS=off``), if there is no C++
-        compiler,
-        or if the build fails, which also gives a RuntimeWarning.
+        compiler, or if the build fails, which also gives a RuntimeWarning.
     """
     compiler = find_compiler()
     if compiler is None or _off():
@@ -91,8 +89,7 @@ def find_compiler() -> str | None:
     """Return the path of the C++ compiler with which tutti builds its compiled loops; None if there is none.
 
     Looked for on the ``PATH``, in this order: the first word of the environment variable ``CXX`` (further words, such
-    as
-    flags, are ignored), ``c++``, ``g++``, ``clang++``. The first program that exists is returned; it is not run.
+    as flags, are ignored), ``c++``, ``g++``, ``clang++``. The first program that exists is returned; it is not run.
     """
     return next(filter(None, map(shutil.which, _compilers())), None)
 

@@ -86,10 +86,10 @@ class BacktestResult:
 
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
-            ``series``
-            (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the source's own
-            scores, the errors over their units), ``others90`` (that of all other sources, with which bands are drawn;
-            None where they are too few) and ``coverage`` (share of the source's measurements within these bands).
+            ``series`` (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the
+            source's own scores, the errors over their units), ``others90`` (that of all other sources, with which bands
+            are drawn; None where they are too few) and ``coverage`` (share of the source's measurements within these
+            bands).
         """
         found: list[JsonRow] = []
         by_source: dict[tuple[str, str], list[CheckedPrediction]] = {}

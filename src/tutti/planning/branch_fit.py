@@ -79,8 +79,7 @@ class BranchFit:
     def loss_at(self, multiple: float) -> float:
         """Return the fitted held-out loss at the end of a branch: a training continued from a checkpoint.
 
-        With the checkpoint's global batch B, its loss L and the critical batch B_crit, the loss at k times the batch
-        is
+        With the checkpoint's global batch B, its loss L and the critical batch B_crit, the loss at k times the batch is
         L − P(1 + B/B_crit)/(1 + kB/B_crit). P (``progress``) is the fitted fall of the loss at k = 1.
 
         Args:
@@ -96,8 +95,7 @@ def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance
     There are two answers. ``within`` is that of Merrill et al. (arXiv 2505.23971): the largest multiple of the batch
     whose loss stays within a tolerance. It depends on the tolerance and on the length of the branches.
     ``critical_batch`` is B_crit of E(B) = E_min(1 + B/B_crit), the samples that training needs to a target at batch B,
-    which are E_min at small batches: samples are worth 1/(1 + B/B_crit) each, so a branch at k times the batch B
-    lowers
+    which are E_min at small batches: samples are worth 1/(1 + B/B_crit) each, so a branch at k times the batch B lowers
     the loss by P(1 + B/B_crit)/(1 + kB/B_crit), to first order, where P is the fall at k = 1. P is marginalised, the
     prior of log B_crit is flat, and the spread over seeds is unknown (Student's t).
 

@@ -243,8 +243,7 @@ def shipped_residuals() -> dict[str, dict[str, CellScores]]:
     computed the scores from published measurements.
 
     Returns:
-        Scores by class of prediction (predictions of one basis and a similar extrapolation distance), then by
-        published
+        Scores by class of prediction (predictions of one basis and a similar extrapolation distance), then by published
         source; each holds at most 60 quantiles and the number of independent series. Empty if the file is missing.
     """
     path = resources.files("tutti.planning") / "residuals.json"

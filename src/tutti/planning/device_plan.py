@@ -205,9 +205,8 @@ class PlannedStep:
     def choice(self) -> Choice:
         """Parallel strategy of the planned training step, with its options, parsed from the text ``strategy``.
 
-        It has the name of the strategy, its options of the model layout and of gradient synchronisation, and gives
-        the shape
-        of the device mesh. Raises UsageError for an unknown strategy or option.
+        It has the name of the strategy, its options of the model layout and of gradient synchronisation, and gives the
+        shape of the device mesh. Raises UsageError for an unknown strategy or option.
         """
         return parse_strategy(self.strategy)
 
@@ -323,9 +322,8 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training. It holds the number of
-        steps,
-        the seconds with (256,) Monte Carlo draws and a 90 % band (None where unknown), and the cost (None without a
-        price).
+        steps, the seconds with (256,) Monte Carlo draws and a 90 % band (None where unknown), and the cost (None
+        without a price).
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -369,8 +367,7 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
     """Return the plan of the largest number of devices whose last doubling still made training 1.5 × as fast.
 
-    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as
-    a
+    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as a
     gain over it. From one entry N′ to the next, N, the time must fall by the factor 1.5 (``WORTH``) to the power of
     log₂(N/N′). The first entry is returned if no doubling gained so much.
 

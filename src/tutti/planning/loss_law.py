@@ -69,9 +69,8 @@ class FittedLoss:
     def interval(self, name: str) -> tuple[float, float]:
         """Return the 5 % and 95 % quantile, in this order, of a constant of the law L = E + A/N^α + B/D^β.
 
-        L is the loss of a training run, N its number of parameters, D its samples or tokens. The quantiles are over
-        the laws
-        that were fitted to bootstrap draws of the runs.
+        L is the loss of a training run, N its number of parameters, D its samples or tokens. The quantiles are over the
+        laws that were fitted to bootstrap draws of the runs.
 
         Args:
             name: ``irreducible`` (E), ``size_factor`` (A), ``size_exponent`` (α), ``data_factor`` (B) or

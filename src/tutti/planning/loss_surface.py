@@ -157,8 +157,7 @@ class LossSurface:
 
         Returns:
             (length,) a new vector in the dtype and on the device of the first trainable parameter; its first ``size``
-            elements
-            are the trainable parameters, in the order of ``named_parameters``.
+            elements are the trainable parameters, in the order of ``named_parameters``.
         """
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self._tensors])
 

@@ -784,9 +784,8 @@ def measured_network(path: Path, per_node: int) -> Network:
         per_node: devices of a node of the cluster; stated, because the file does not say it.
 
     Returns:
-        ``per_node``; latency and bytes a second of the slowest measured link, and its curve of seconds over bytes;
-        and the
-        measured curves of collectives with one rank a node, by ``KIND/NODES``.
+        ``per_node``; latency and bytes a second of the slowest measured link, and its curve of seconds over bytes; and
+        the measured curves of collectives with one rank a node, by ``KIND/NODES``.
 
     Raises:
         UsageError: no such file, of another format or version, or without links.

@@ -97,8 +97,8 @@ class PipelineBuilder(ReplicaBuilder):
 
         Args:
             choice: the parsed strategy, with the pipeline schedule and the options of gradient synchronisation.
-            parts: number of samples in each micro-batch, one list for each logical worker (a fixed share of the
-                global batch).
+            parts: number of samples in each micro-batch, one list for each logical worker (a fixed share of the global
+                batch).
 
         Returns:
             Computations and messages of one device of each stage, with their seconds and dependences.

@@ -50,16 +50,14 @@ class MicroBatchSizes:
         """Compute number and size of the micro-batches of a logical worker, which is a fixed share of the global batch.
 
         They follow from strategy, global batch and ``--micro-batch``. With synchronised batch norm there is one
-        micro-batch,
-        the share of data rank 0.
+        micro-batch, the share of data rank 0.
 
         Args:
             config: configuration of the run, with a number of devices.
 
         Returns:
-            ``count``, the number of micro-batches in a full batch, and ``samples``, the samples in the first one,
-            which is the
-            largest.
+            ``count``, the number of micro-batches in a full batch, and ``samples``, the samples in the first one, which
+            is the largest.
         """
         ranks = config.data_ranks
         workers = config.workers or ranks
@@ -113,9 +111,8 @@ def alone(config: PlannedRun) -> PlannedRun:
         config: configuration of the pipeline run, with a number of devices.
 
     Returns:
-        ``config`` with ``--strategy single`` on one device, as many logical workers (fixed shares of the global
-        batch) as
-        the pipeline run has, and micro-batches as large as its first.
+        ``config`` with ``--strategy single`` on one device, as many logical workers (fixed shares of the global batch)
+        as the pipeline run has, and micro-batches as large as its first.
     """
     workers = config.workers or config.data_ranks
     micro = MicroBatchSizes.of(config).samples
@@ -186,8 +183,7 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
 
     Returns:
         One entry for each pipeline rank, in order: bytes of parameters, gradients, optimizer state, communication
-        buffers,
-        averaged weights, activations and buffers on its device, with their sum ``total``.
+        buffers, averaged weights, activations and buffers on its device, with their sum ``total``.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
     held = ahead.held(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
@@ -219,8 +215,7 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
 
     Args:
         config: configuration of the run.
-        ahead: the model's blocks (runs of consecutive calls) with their memory, and the stages' bounds among them,
-            from
+        ahead: the model's blocks (runs of consecutive calls) with their memory, and the stages' bounds among them, from
             ``observe_stages``.
 
     Returns:

@@ -57,8 +57,8 @@ class PlanCandidates:
 
         Returns:
             Text → number of plans. A text begins with the strategy's name, as in ``pipeline: REASON``. Plans that do
-            not fit
-            into a device's memory are one text for each strategy, which states the fewest GiB that a device lacks.
+            not fit into a device's memory are one text for each strategy, which states the fewest GiB that a device
+            lacks.
         """
         short = {
             f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
@@ -100,8 +100,7 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
     Returns:
         Entries sorted by devices, batch and strategy. Each has the seconds of a step, the median over its runs; (256,)
         random draws of the seconds from their measured spread; and for strategies such as ``local_sgd`` the median
-        samples
-        to the target (``samples``, else None).
+        samples to the target (``samples``, else None).
     """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:

@@ -30,16 +30,13 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
         plan: devices, batch and strategy of the run.
         base: configuration with all further options.
         target: metric and level at which the run ends.
-        near: evidence of a finished run with the options of ``base``. Its length is kept where it is at least 1.2
-            times
+        near: evidence of a finished run with the options of ``base``. Its length is kept where it is at least 1.2 times
             the samples that the target needs, because the learning-rate schedule depends on it; otherwise, and for
-            None,
-            the length is twice the samples that the target needs.
+            None, the length is twice the samples that the target needs.
 
     Returns:
-        Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the
-        length in
-        samples; without output directory, ``resume``, profile and trace.
+        Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the length
+        in samples; without output directory, ``resume``, profile and trace.
     """
     most = math.ceil(_ROOM * plan.data.samples)
     length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}

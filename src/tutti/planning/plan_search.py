@@ -166,8 +166,7 @@ class StepPricer:
 
         Returns:
             A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (256,), ``terms`` (seconds by cause)
-            and
-            ``least`` True; ``least`` is False where the step was simulated.
+            and ``least`` True; ``least`` is False where the step was simulated.
 
         Raises:
             UsageError: the step cannot be simulated.
@@ -181,16 +180,14 @@ class StepPricer:
     def evaluate(self, step: PlannedStep) -> PlannedStep:
         """Predict the seconds of a planned training step by simulating all its computation and messages.
 
-        The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found
-        it.
+        The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
             A copy of ``step`` with ``seconds`` (median), ``draws`` (256, Monte Carlo draws of the seconds), ``terms``
-            (seconds
-            by cause, such as ``compute``), ``basis`` in words, and ``least`` False.
+            (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False.
 
         Raises:
             UsageError: the step cannot be simulated.

@@ -22,8 +22,7 @@ class PlannedRun(TrainConfig):
             config: options of the run; ``devices`` is a whole number as text.
 
         Returns:
-            The same options, with the parsed strategy (``choice``), ``device_count`` and the device mesh (``shape``)
-            as
+            The same options, with the parsed strategy (``choice``), ``device_count`` and the device mesh (``shape``) as
             properties; ``config`` itself if it is such an object already.
         """
         if isinstance(config, cls):
@@ -35,8 +34,7 @@ class PlannedRun(TrainConfig):
         """Parallel strategy of the planned run with its options, parsed from ``--strategy``.
 
         It has the strategy's name, capabilities, and options of the model layout and of gradient synchronisation.
-        Raises
-        UsageError for an unknown strategy or option.
+        Raises UsageError for an unknown strategy or option.
         """
         return parallel.parse_strategy(self.strategy)
 
@@ -49,9 +47,8 @@ class PlannedRun(TrainConfig):
     def shape(self) -> dict[str, int]:
         """Device mesh of the planned run: number of ranks along each axis, by the axis's name.
 
-        The axes are ``replica``, ``shard``, ``stage`` and ``tensor``; the product of the four numbers is the number
-        of devices.
-        Raises UsageError if the number of devices does not fit the strategy.
+        The axes are ``replica``, ``shard``, ``stage`` and ``tensor``; the product of the four numbers is the number of
+        devices. Raises UsageError if the number of devices does not fit the strategy.
         """
         return self.choice.shape(self.device_count)
 

@@ -38,8 +38,8 @@ class CriticalBatchWay:
 
         Returns:
             The keys ``name`` (``noise``, ``branches`` or ``target``), ``critical_batch`` (samples), ``band`` (list of
-            the low
-            and the high end in samples; null for an unbounded high end) and ``basis`` (the measurements, in words).
+            the low and the high end in samples; null for an unbounded high end) and ``basis`` (the measurements, in
+            words).
         """
         band = [self.low, self.high if math.isfinite(self.high) else None]
         return {"name": self.name, "critical_batch": self.critical_batch, "band": band, "basis": self.basis}

@@ -182,9 +182,8 @@ class ReplicaBuilder:
 
         Args:
             exchange: options of gradient synchronisation: all-reduce algorithm, wire dtype, bucket size.
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
             ranks: number of data ranks; 1 makes no all-reduce.
 
         Returns:
@@ -205,15 +204,13 @@ class ReplicaBuilder:
         """Build a simulated step of local SGD, in which each worker updates its own copy of the parameters.
 
         The step has each worker's passes and update, and the collectives of the loss sums. The parameters are averaged
-        once in a period, and DiLoCo's outer update follows; each takes its time divided by the period, so that the
-        step
+        once in a period, and DiLoCo's outer update follows; each takes its time divided by the period, so that the step
         is the mean over a period.
 
         Args:
             exchange: options of local SGD, with the period in steps.
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
             ranks: number of data ranks.
 
         Returns:
@@ -244,9 +241,8 @@ class ReplicaBuilder:
         all-gathers of the updated rows.
 
         Args:
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
 
         Returns:
             Computations and messages of one rank, which stands for all, with their seconds and dependences.
@@ -274,9 +270,8 @@ class ReplicaBuilder:
 
         Args:
             stage: ZeRO stage, 2 or 3; in stage 3 modules are gathered again for backward.
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
 
         Returns:
             Computations and messages of one rank, which stands for all, with their seconds and dependences.
@@ -332,9 +327,8 @@ class ReplicaBuilder:
 
         Args:
             program: the simulated step, to which actions (computations and messages) are added.
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
             delays: (256,) seconds of the delay of each worker; None for those of the most delayed data rank.
 
         Returns:
@@ -380,8 +374,8 @@ class ReplicaBuilder:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers.
 
         Returns:
-            For each list of ``parts`` the delay, (256,) seconds, one for each Monte Carlo draw; zeros where nothing
-            is delayed.
+            For each list of ``parts`` the delay, (256,) seconds, one for each Monte Carlo draw; zeros where nothing is
+            delayed.
         """
         choice = self.config.activation_checkpointing
         computing = [

@@ -61,9 +61,8 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
 
     Returns:
         ``task``: a function that returns a copy of the script's model, the loss function and the training data;
-        ``options``: what the script states, by field of ``TrainConfig``; and ``own_loop``: whether the script
-            computes the
-        loss in its own loop and gives no loss function.
+        ``options``: what the script states, by field of ``TrainConfig``; and ``own_loop``: whether the script computes
+        the loss in its own loop and gives no loss function.
 
     Raises:
         UsageError: the script does not exist, raises, or ends before ``tutti.prepare``; or what it gives there cannot
@@ -104,8 +103,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     """Return a deep copy of a model; under ``FakeTensorMode`` its parameters and buffers are fake tensors.
 
     Fake tensors have shapes and no values, and take no memory; without the mode, values are copied. Tied parameters
-    stay
-    tied.
+    stay tied.
 
     Args:
         model: a model with real tensors, which stays as it is.

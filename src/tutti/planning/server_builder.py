@@ -68,8 +68,7 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
 
     Returns:
         The layout of all parameters in one buffer (``size`` bytes), and by index of a server the pieces of parameters
-        that
-        it holds (``pieces``) and their ranges of bytes (``regions``).
+        that it holds (``pieces``) and their ranges of bytes (``regions``).
 
     Raises:
         UsageError: the tensors must stay whole, and there are fewer of them than servers.
@@ -98,10 +97,8 @@ def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
 
     Returns:
         ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on rows, on slices along other dimensions, on
-        pieces
-        of the flattened tensor, or on a subset of the tensors equals that part of the whole step; and whether a step
-        draws
-        random numbers (``draws``) or needs a closure (``closure``).
+        pieces of the flattened tensor, or on a subset of the tensors equals that part of the whole step; and whether a
+        step draws random numbers (``draws``) or needs a closure (``closure``).
 
     Raises:
         UsageError: there is no parameter, or the text names no optimizer.
@@ -153,9 +150,8 @@ class ServerBuilder(ReplicaBuilder):
         most bytes sets the time. Accelerators copy gradients to the host, and updated parameters back.
 
         Args:
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
 
         Returns:
             Computations and messages of one rank, which stands for all, with their seconds and dependences.
@@ -201,9 +197,8 @@ class ServerBuilder(ReplicaBuilder):
 
         Args:
             exchange: options of the servers: number, mode, transport, steps between pushes and fetches.
-            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers
-                (fixed shares
-                of the global batch).
+            parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
+                shares of the global batch).
 
         Returns:
             Computations and messages of one rank, among them the seconds that servers spend on all ranks.

@@ -37,9 +37,8 @@ def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
         config: configuration of the run, with a number of devices.
 
     Returns:
-        One list for each logical worker (a fixed share of the global batch) of the rank: the number of samples in
-        each of
-        its micro-batches of a full global batch, in order.
+        One list for each logical worker (a fixed share of the global batch) of the rank: the number of samples in each
+        of its micro-batches of a full global batch, in order.
     """
     ranks = config.data_ranks
     workers = config.workers or ranks
@@ -207,8 +206,7 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
     Args:
         config: configuration of the run.
         parts: number of samples in each micro-batch, one list for each logical worker, which is a fixed share of the
-            global
-            batch (``rank_micro_batches``).
+            global batch (``rank_micro_batches``).
         prices: seconds of the model's passes.
 
     Returns:

@@ -38,9 +38,8 @@ def check_delays(config: PlannedRun) -> None:
 def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0) -> list[Array]:
     """Return the delays of the data rank that ``--slow`` delays most, one for each of its logical workers.
 
-    A logical worker is a fixed share of the global batch. A delay follows all micro-batches of its worker, as in a
-    run, and
-    precedes the collectives of the update.
+    A logical worker is a fixed share of the global batch. A delay follows all micro-batches of its worker, as in a run,
+    and precedes the collectives of the update.
 
     Args:
         config: configuration of the run, with a number of devices.

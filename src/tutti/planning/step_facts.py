@@ -106,8 +106,7 @@ class StepFacts:
 
         Returns:
             The facts without tensor parallelism and pipeline stages (``whole``). Where no layer is split over tensor
-            ranks,
-            this object itself, with its pipeline stages if it has any.
+            ranks, this object itself, with its pipeline stages if it has any.
         """
         return self.whole or self
 
@@ -140,9 +139,8 @@ def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig 
 
     Returns:
         A ``PipelineConfig`` (micro-batches pass through the stages in a schedule: ``schedule``, ``micro_batches``,
-        ``virtual``) or a ``LayersConfig`` (the stages compute one after the other), both with the number of stages
-        and the
-        names of the modules that begin them. None for a strategy without stages, and for ``hybrid`` with one stage.
+        ``virtual``) or a ``LayersConfig`` (the stages compute one after the other), both with the number of stages and
+        the names of the modules that begin them. None for a strategy without stages, and for ``hybrid`` with one stage.
     """
     cut = isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1)
     return choice.layout if cut else None
@@ -191,8 +189,7 @@ def local_sgd_collectives(
         rank: index of the data rank; rank 0 has most workers.
 
     Returns:
-        An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of
-        the
+        An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of the
         whole tensor and period in steps; empty for one data rank.
     """
     lengths: Counter[torch.dtype] = Counter()
@@ -310,8 +307,7 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
     """Return the bytes of the small all-reduce at the end of a training step with ZeRO sharding.
 
-    The message is a float64 vector: digests of the step, loss sums, a flag for each parameter, and the squared
-    gradient
+    The message is a float64 vector: digests of the step, loss sums, a flag for each parameter, and the squared gradient
     norm.
 
     Args:

@@ -180,9 +180,8 @@ class TaskSizes:
 
         Returns:
             Sizes of the whole model: number of parameters, bytes of all and of trainable parameters (``whole``,
-            ``trained``),
-            state elements of the optimizer for each trainable element (``words``), bytes of buffers, and bytes of the
-            activations of the largest forward.
+            ``trained``), state elements of the optimizer for each trainable element (``words``), bytes of buffers, and
+            bytes of the activations of the largest forward.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
@@ -348,9 +347,8 @@ def predict_step(
 
     Returns:
         The prediction: seconds of the step (median, quantiles over draws, 90 % band), shares of computing,
-        communication
-        and idling, samples a second, bytes on the fullest device and messages. And start and end of every action
-        (computation or message) of the simulated step, in seconds, for a timeline.
+        communication and idling, samples a second, bytes on the fullest device and messages. And start and end of every
+        action (computation or message) of the simulated step, in seconds, for a timeline.
 
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
@@ -427,8 +425,7 @@ def alone_config(config: PlannedRun) -> PlannedRun:
 
     Returns:
         ``config`` with ``--strategy single``, one device, micro-batches as large as the largest of data rank 0, and
-        without
-        workers and without ``--slow``, which delays ranks.
+        without workers and without ``--slow``, which delays ranks.
 
     >>> alone_config(PlannedRun(devices="4", batch_size=64)).micro_batch
     16

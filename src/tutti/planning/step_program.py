@@ -237,10 +237,9 @@ class StepTimes:
         Communication is a segment only while the same device does not compute.
 
         Returns:
-            One list for each simulated device: its segments by start time, without overlaps. A segment has the name
-            of a phase
-            (such as ``forward`` or ``communication``), start and end in seconds from the begin of the step, and a
-            text.
+            One list for each simulated device: its segments by start time, without overlaps. A segment has the name of
+            a phase (such as ``forward`` or ``communication``), start and end in seconds from the begin of the step, and
+            a text.
         """
         place, found = self.median_sample, []
         for device in range(self.program.devices):

@@ -84,8 +84,7 @@ class TaskOrScript:
 
         Returns:
             The script's model, loss and training data as a task, and the options that it states, by field of
-            ``TrainConfig``.
-            None if the command line names a task and not a script.
+            ``TrainConfig``. None if the command line names a task and not a script.
 
         Raises:
             UsageError: the script raises or ends before ``tutti.prepare``, or its model cannot be simulated.

@@ -31,8 +31,7 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
 
     Args:
         paths: run directories of ``tutti train``, each once.
-        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``,
-            such
+        plan: plan to show beside the runs: TOML of ``tutti plan --out``, or JSON in a file that ends in ``.json``, such
             as of ``tutti simulate``; None for none.
         out: file to write, replaced if it is an HTML page; None for ``report.html`` in the directory of a single run,
             in the working directory for several.

@@ -19,8 +19,7 @@ def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
     """Make the HTML report's section on a plan: tables of predictions and options, beside values measured in runs.
 
     A predicted step time is compared with runs of the same number of devices, and of the same batch, strategy and
-    options where the plan states them. Options of the plan are compared with those of each run. Other lists of the
-    plan
+    options where the plan states them. Options of the plan are compared with those of each run. Other lists of the plan
     become tables, and single values a folded table.
 
     Args:

@@ -153,8 +153,7 @@ def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: 
     """Draw throughput over the number of devices as SVG, with the line of linear scaling from the fewest devices on.
 
     Args:
-        points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of
-            all
+        points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of all
             devices together) of each run, at least one.
         unit: of the throughput.
         caption: what the chart shows, in a sentence.

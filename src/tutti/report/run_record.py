@@ -128,11 +128,9 @@ class RunRecord:
     def steps(self) -> list[MeasuredStep]:
         """The recorded steps of the run, without the first step after each start, whose duration includes warming up.
 
-        Each has ``seconds`` (difference of the training seconds recorded at this step and at the step before),
-        ``data``
+        Each has ``seconds`` (difference of the training seconds recorded at this step and at the step before), ``data``
         (seconds for which it waited for its batch; None if not recorded) and ``samples`` of its global batch. Steps
-        without the
-        necessary values are left out. Computed once, when it is first read.
+        without the necessary values are left out. Computed once, when it is first read.
         """
         found = []
         for before, line in zip(self.trained, self.trained[1:], strict=False):
@@ -186,8 +184,7 @@ class RunRecord:
 
         Returns:
             Points (x, y) in the order of the records, without those of which a coordinate is missing or not finite;
-            empty if
-            the value is not recorded.
+            empty if the value is not recorded.
         """
         trained_samples = {finite(line.get("step")): line.get("samples") for line in self.trained}
         found = []

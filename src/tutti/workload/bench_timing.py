@@ -79,11 +79,9 @@ class Findings:
         """Return all measured numbers and curves of a machine as a JSON object.
 
         Returns:
-            ``figures``: name → ``value`` (median), ``unit``, ``n`` (number of measurements), ``spread``
-                (interquartile range)
-            and ``basis``. ``curves``: name → ``unit`` of the sizes, ``points`` (each ``size``, ``seconds``,
-            ``spread`` and
-            ``n``), and the fitted line's ``rate``, ``fixed`` seconds and ``error``.
+            ``figures``: name → ``value`` (median), ``unit``, ``n`` (number of measurements), ``spread`` (interquartile
+            range) and ``basis``. ``curves``: name → ``unit`` of the sizes, ``points`` (each ``size``, ``seconds``,
+            ``spread`` and ``n``), and the fitted line's ``rate``, ``fixed`` seconds and ``error``.
         """
         return {
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},

@@ -114,9 +114,8 @@ class Machine:
             name: name of the number, a key of ``figures``.
 
         Returns:
-            ``value`` (the median), its ``unit``, ``n`` (number of measurements), ``spread`` (interquartile range;
-            None for one
-            measurement) and ``basis``, such as ``measured``.
+            ``value`` (the median), its ``unit``, ``n`` (number of measurements), ``spread`` (interquartile range; None
+            for one measurement) and ``basis``, such as ``measured``.
 
         Raises:
             UsageError: the number was not measured; the message names the command that does.
@@ -168,8 +167,8 @@ def machine_json(machine: Machine) -> dict[str, Any]:
 
     Returns:
         ``format`` (``tutti machine``), ``version`` (1), ``host``, ``device``, ``parts`` (what was measured),
-        ``figures`` and
-        ``curves`` (numbers, and curves of seconds over size, by name), ``measured`` (date) and ``seconds``.
+        ``figures`` and ``curves`` (numbers, and curves of seconds over size, by name), ``measured`` (date) and
+        ``seconds``.
     """
     return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 

@@ -86,9 +86,8 @@ def state_memory(parameters: float, each: State = State(), split: DeviceSplit = 
             device.
 
     Returns:
-        Bytes of ``parameters``, ``gradients`` and ``optimizer`` state, with their sum ``state``; the other kinds,
-        such as
-        activations, are 0.
+        Bytes of ``parameters``, ``gradients`` and ``optimizer`` state, with their sum ``state``; the other kinds, such
+        as activations, are 0.
 
     >>> mixed = State(2, 2, 12)
     >>> [state_memory(7.5e9, mixed, DeviceSplit(shards=64, zero=z)).state / 1e9 for z in range(4)]
@@ -117,8 +116,7 @@ def smallest_split(
 
     Returns:
         ``shards`` (number of devices) and ``zero`` (ZeRO stage, 0 for one device), with one pipeline stage and tensor
-        rank.
-        None if no split fits.
+        rank. None if no split fits.
 
     >>> smallest_split(110e6, 16e9, State(), 8)
     DeviceSplit(shards=1, zero=0, stages=1, tensor=1)

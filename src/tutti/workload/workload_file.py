@@ -196,8 +196,7 @@ def workload_json(workload: Workload) -> dict[str, Any]:
 
     Returns:
         ``format`` (``tutti workload``), ``version`` (1), ``units`` (by name of a quantity), ``groups`` (list of the
-        work of
-        each module group, whose quantities have ``fixed`` and ``per_sample``), and the other attributes of
+        work of each module group, whose quantities have ``fixed`` and ``per_sample``), and the other attributes of
         ``Workload``.
     """
     units = {"flop": "FLOP", "bytes": "byte", "calls": "operator calls", "fixed": "", "per_sample": "1/sample"}
