@@ -56,7 +56,7 @@ class Follower:
 
     @property
     def lost(self) -> int:
-        """Number of training steps that the followed run had to repeat, summed over all its resumes from a checkpoint."""
+        """Number of training steps that the followed run had to repeat, over all its resumes from a checkpoint."""
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:

@@ -172,9 +172,12 @@ class Agent:
     def failures(self) -> list[Failure]:
         """Return the failures of the ranks of this node that ended by themselves with a non-zero exit code.
 
-        Only the ranks of the last start count, one ``Failure`` a rank. A failure comes from the record that its
-        rank has written, if there is one, else from the exit code. Ranks that were killed while the run goes on without
-        them are left out.
+        Only the ranks of the last start count. Ranks that were killed while the run goes on without them are left out.
+
+        Returns:
+            One record for each such rank, in the order in which their ends were noticed: rank, time (seconds since the
+            epoch), kind and text of the exception, exit code, traceback, and where known step, remedy and signal. It is
+            the record that the rank has written, if there is one, else made from the exit code.
         """
         ended = self.deaths.items()
         return [self._failure(rank) for rank, (code, _) in ended if code != 0 and rank not in self.lost]

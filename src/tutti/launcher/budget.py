@@ -24,7 +24,10 @@ class Restart:
     saved: int
 
     def describe(self) -> str:
-        """Return the user's message about this restart of a run: restarts left, pause, and the step to resume from."""
+        """Return the user's message about this restart of a run, such as ``restarting, 2 restarts left (in 1 s, from step 10)``.
+
+        The pause is missing if it is 0, the step if nothing is saved.
+        """
         more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
         return f"restarting, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
 
@@ -34,7 +37,8 @@ class Budget:
 
     Args:
         restarts: restarts allowed in a row without progress.
-        progress: returns a number that grows with saved progress; None: nothing is ever saved.
+        progress: function without arguments that returns a number which grows with saved progress, such as the step of
+            the newest checkpoint; None: nothing is ever saved.
 
     >>> saved = iter([0, 10, 10, 10, 20, 20])
     >>> budget = Budget(2, lambda: next(saved))

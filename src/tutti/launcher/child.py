@@ -57,9 +57,10 @@ class Job:
 
     @property
     def notes(self) -> tuple[Path, Path]:
-        """Two directories for the ranks' failure records, to be tried in order: ``logs``, then ``store``.
+        """Two directories in which the ranks of the launch look for and write failure records: ``logs``, then ``store``.
 
-        The second is usually on another disk, for the case that the first disk is full.
+        A failure record, ``failure-rankN.json``, says why the process of rank N ended. It is written to the first
+        directory where this succeeds; the second is usually on another disk, for the case that the first disk is full.
         """
         return self.logs, self.store
 

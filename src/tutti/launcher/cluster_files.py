@@ -19,6 +19,10 @@ _PORT = 29500
 def devices_per_node(devices: int, nodes: int) -> int:
     """Return the number of devices on each node, ``devices / nodes``.
 
+    Args:
+        devices: number of devices of all nodes together.
+        nodes: number of nodes.
+
     Raises:
         UsageError: ``nodes`` does not divide ``devices``.
 

@@ -177,8 +177,9 @@ def leave(code: int) -> None:
 def connect_limit(limit: timedelta, device: torch.device) -> timedelta:
     """Return how long the ranks of a new process group may take to connect to each other.
 
-    This is ``limit``, but at most ten seconds in an elastic job on CPUs: there native code does not notice that a rank
-    has died while the ranks connect, and the surviving ranks form a new group after the limit.
+    This is ``limit``, but at most ten seconds in an elastic job (whose set of ranks changes while it runs) on CPUs:
+    there native code does not notice that a rank has died while the ranks connect, and the surviving ranks form a new
+    group after the limit.
 
     Args:
         limit: time that a collective of the group may take.
@@ -246,7 +247,12 @@ def is_initialized() -> bool:
 
 
 def current() -> World:
-    """Return this process's membership in the job that ``init`` joined: rank and size, store, device and timeout.
+    """Return this process's membership in the job that ``init`` joined.
+
+    Returns:
+        ``identity`` (rank, size, local rank and node), ``device`` of the rank's tensors, ``store`` (key-value store
+        shared by all ranks), ``timeout`` (seconds that a collective may take) and ``owned`` (whether ``init`` made the
+        process group).
 
     Raises:
         UsageError: before ``init``.

@@ -43,7 +43,7 @@ class Dumps:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """The two file descriptors that the forked watchdog must keep open.
+        """The two file descriptors that a rank and its forked watchdog process share, and that the watchdog must keep open.
 
         The first belongs to the unnamed file to which the rank dumps its stacks. The second is the writing end of the
         pipe through which the watchdog requests the rank's recorded collectives.
@@ -122,12 +122,15 @@ def is_stopped(pid: int) -> bool:
 
 
 def lines_of(stacks: str, thread: int) -> list[str]:
-    """Return the lines with the stack frames of one thread from a dump of ``faulthandler``, innermost frame first.
+    """Select the stack frames of one thread from a dump that ``faulthandler`` has written.
 
     Args:
         stacks: text of the dump, with all threads.
         thread: identifier of the thread, as ``threading.get_ident`` returns it; if the dump does not have it, the
             frames of the last thread, the main thread, are returned.
+
+    Returns:
+        One line for each frame, such as ``  File "own.py", line 12 in loss``, innermost frame first.
     """
     threads: dict[int, list[str]] = {}
     frames: list[str] = []

@@ -50,10 +50,13 @@ class Engine(Protocol):
     """
 
     def slots(self) -> Mapping[str, int]:
-        """Return node name → number of free slots; a slot takes one rank, and the slots of running ranks are not free.
+        """Return the free slots of each node; a slot is room for one rank, and the slots of running ranks are not free.
+
+        Returns:
+            Name of the node → number of free slots.
 
         Raises:
-            EngineGone: the engine does not answer.
+            EngineGone: the engine, which starts the ranks, does not answer.
         """
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -74,12 +77,15 @@ class Engine(Protocol):
         """
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
+        """Return how the process of each rank has ended; returns at once.
 
-        Returns at once.
+        Returns:
+            One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
+            signal N killed the process), ``node``, ``lost`` (why the rank was lost together with its slot, the room for
+            a rank; empty if the process itself ended) and ``remedy``.
 
         Raises:
-            EngineGone: the engine does not answer.
+            EngineGone: the engine, which starts the ranks, does not answer.
         """
 
     def stop(self, number: int) -> None:

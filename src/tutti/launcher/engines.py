@@ -21,6 +21,10 @@ def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
         devices: number of slots of this node, each for one rank; used by the local engine only.
         logs: folder for the output of all ranks but rank 0.
 
+    Returns:
+        An object with the methods ``slots`` (free places for ranks on each node), ``start`` (all ranks), ``poll``
+        (which ranks have ended) and ``stop`` (send a signal). Nothing is started yet.
+
     Raises:
         UsageError: options are given for Slurm (inside an allocation it takes none), the package ``ray`` is missing, or
             the engine cannot be reached.

@@ -30,7 +30,7 @@ def launch_function(
 ) -> list[T]:
     """Call ``function(*args, **named)`` in ``devices`` new processes, the ranks of one job; public as ``tutti.launch``.
 
-    The ranks are forked, so that the function may be defined anywhere, also in a notebook's cell or in a script
+    The ranks are forked, so that the function may be defined anywhere, also interactively in a notebook or in a script
     without ``if __name__ == "__main__"``. Changes that ``function`` makes to variables do not reach this process; only
     its return value does. Rank 0 writes to this process's output. The call blocks until all ranks have ended.
 
@@ -47,8 +47,8 @@ def launch_function(
         to pickle.
 
     Raises:
-        UsageError: this process is a rank itself, already trains, or has used the accelerator or autograd, whose
-            driver and threads do not survive a fork.
+        UsageError: this process is a rank itself, already trains, or has used the accelerator or autograd, whose driver
+            and threads do not survive a fork.
         Exception: the first error of a rank, with the rank and its traceback as a note.
         PeerError: a rank was killed, or ended without a result.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.

@@ -109,10 +109,10 @@ class Lane(_Block):
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Record for the watchdog, within a ``with`` block, that this thread is in a phase of training, such as a save.
+        """Record for the rank's watchdog that this thread is in a phase of training, such as a save, within a ``with`` block.
 
         After the block the former phase is recorded again. Blocks for ever, at the beginning or end, if the watchdog
-        has already decided to kill this rank.
+        has already decided to kill this rank. The context manager gives no value.
 
         Args:
             phase: an integer of ``Phase``, such as ``Phase.SAVE``.
@@ -142,9 +142,12 @@ class Lane(_Block):
         self._words[_GIVEN_UP] = 1
 
     def seen(self) -> Seen:
-        """Return what the rank's thread has recorded last: phase, step, number of heartbeats and current call.
+        """Return what the rank's thread has recorded last. Called in the watchdog process, which shares the memory.
 
-        Called in the watchdog process, which shares the memory.
+        Returns:
+            ``phase`` (an integer of ``Phase``), ``step`` (the training step), ``beats`` (number of heartbeats so far),
+            ``thread`` (its identifier) and ``text`` (description of the current call, such as a collective). Two equal
+            results mean that the thread made no progress between them.
         """
         words = self._words
         text = self._read_text().decode(errors="replace")

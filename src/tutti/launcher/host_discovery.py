@@ -123,13 +123,16 @@ class SlotTable:
         self._taken.setdefault(host, []).append(now + seconds)
 
     def slots(self, now: float) -> dict[str, int]:
-        """Return host → number of slots at the time ``now``, without the slots that failures have taken away.
+        """Return the slots of each host of an elastic job at a time, without those that failures have taken away.
 
         A slot is room for one rank; slots that running ranks occupy count. This method does not call the host discovery
         script: ``poll`` does.
 
         Args:
             now: seconds of the same clock as in ``poll``.
+
+        Returns:
+            Name of the host → number of slots, 0 if failures have taken all.
         """
         return {
             host: max(0, count - sum(until > now for until in self._taken.get(host, [])))

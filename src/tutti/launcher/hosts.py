@@ -70,7 +70,14 @@ class RemoteProcess:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Parse the value of ``-H``: hosts ``[USER@]HOST[:PROCESSES]``, separated by commas; one process by default.
+    """Parse the value of ``-H``, the hosts on which ranks are to be started.
+
+    Args:
+        text: hosts ``[USER@]HOST[:PROCESSES]``, separated by commas; one process by default.
+
+    Returns:
+        For each host, in the order of the text, ``name`` (with the user, if given) and ``slots``, the number of ranks
+        that it takes.
 
     Raises:
         UsageError: a part is malformed, or a host is named twice.
@@ -151,13 +158,16 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
 
 
 def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
-    """Return the address and the TCP port at which rank 0 will host the job's key-value store.
+    """Choose the address and the TCP port at which rank 0 will host the job's key-value store.
 
     They are ``MASTER_ADDR`` and ``MASTER_PORT`` of this process's environment, as far as these are set; else the
     address of the first host, and a random port from 10000 to 29999, which may be in use.
 
     Args:
         hosts: hosts of the job, rank 0's first.
+
+    Returns:
+        Address (host name or IP address) and port.
     """
     address = os.environ.get("MASTER_ADDR") or (
         socket.gethostname() if hosts[0].local and len(hosts) > 1 else hosts[0].address
@@ -168,19 +178,22 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
 
 
 def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a launcher passes on to ranks on other nodes: name → value.
+    """Select the environment variables that a launcher passes on to ranks on other nodes.
 
     These are the variables of tutti (``TUTTI_``), of Gloo, of the accelerator's collectives and visible devices,
     ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
 
     Args:
         environ: environment variables of the launcher.
+
+    Returns:
+        Name → value of those that are set.
     """
     return {name: value for name, value in environ.items() if name.startswith(_PASSED) or name in _ALSO_PASSED}
 
 
 def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> list[str]:
-    """Return the command line that starts a rank: by ``env`` on this node, by ``ssh`` on another one.
+    """Make the command line that starts a rank: by ``env`` on this node, by ``ssh`` on another one.
 
     The environment makes the rank's process take signals from its standard input, and end when the input is closed.
 
@@ -188,6 +201,9 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
         process: node and environment of the rank.
         words: program and arguments of the rank.
         directory: working directory on another node.
+
+    Returns:
+        Program and arguments, to be run on this node without a shell.
     """
     passed = {**passed_variables(os.environ), **process.environment, TETHER: "stdin"}
     pairs = [f"{name}={value}" for name, value in passed.items()]
@@ -198,7 +214,7 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
 
 
 class TetheredRanks:
-    """Processes of this node that hold the ranks of one attempt of a job, such as an ``ssh`` for each remote rank.
+    """Processes of this node that hold the ranks of one start of a job, such as an ``ssh`` for each remote rank.
 
     The standard input of each process carries signals to its rank; the rank ends when the input is closed.
 
@@ -239,7 +255,11 @@ class TetheredRanks:
             self.started.append((host, running))
 
     def held(self) -> Counter[str]:
-        """Return host name → number of ranks on the host that still run; hosts without a running rank are missing."""
+        """Return the number of ranks that still run on each host, counted by the processes of this node that hold them.
+
+        Returns:
+            Name of the host → number of ranks; 0 for a host without a running rank.
+        """
         return Counter(host.name for host, process in self.started if process.poll() is None)
 
     def stop(self, number: int) -> None:
@@ -285,10 +305,13 @@ class HostsEngine:
         self._gone: dict[str, subprocess.Popen[bytes] | None] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return host name → number of free slots on this node and nodes that are reached over SSH; does not wait.
+        """Return the free slots (places for a rank) on this node and on nodes that are reached over SSH; does not wait.
 
-        A slot is room for one rank. Hosts count before any connection was tried. Hosts whose SSH connection was lost
-        are probed in the background, and left out until they answer.
+        Hosts count before any connection was tried. Hosts whose SSH connection was lost are probed in the background,
+        and left out until they answer.
+
+        Returns:
+            Name of the host → number of free slots.
         """
         held = self._ranks.held()
         self._probe()
@@ -320,10 +343,15 @@ class HostsEngine:
         self._ranks.start([(each.host, command(each, [sys.executable, *words], here)) for each in planned])
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
+        """Return how the process of each rank has ended, on this node or over SSH; does not wait.
 
-        Does not wait. A lost SSH connection counts as the end of its rank; the host's slots (places for a rank) then do
-        not count until SSH reaches the host again.
+        A lost SSH connection counts as the end of its rank; the host's slots (places for a rank) then do not count
+        until SSH reaches the host again.
+
+        Returns:
+            One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
+            signal N killed the process), ``node``, ``lost`` (that the connection was lost, in words; else empty) and
+            ``remedy``.
         """
         found = [
             None if process.poll() is None else _ended(host, process.returncode)

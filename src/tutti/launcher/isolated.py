@@ -46,7 +46,7 @@ class Ended:
 
 
 def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None) -> Ended:
-    """Run a command as a child process with empty input, wait for it, and return exit code and output.
+    """Run a command as a child process with empty input, and wait for it.
 
     A crash or hang of the command does not affect this process.
 
@@ -54,6 +54,10 @@ def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, s
         command: program and arguments.
         timeout: seconds until the child process is killed.
         environ: environment variables of the child process; None: those of this process.
+
+    Returns:
+        ``code`` (exit code, -N if signal N killed the process), ``out`` and ``err`` (texts of standard output and
+        standard error).
 
     Raises:
         subprocess.TimeoutExpired: the command ran longer than ``timeout``.
@@ -80,7 +84,7 @@ def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, s
 def run_module(
     module: str, arguments: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a module of tutti as ``python -m`` would, in a child process, wait for it, and return exit code and output.
+    """Run a module of tutti as ``python -m`` would, in a child process, and wait for it.
 
     The child has this process's import path.
 
@@ -89,6 +93,10 @@ def run_module(
         arguments: command-line arguments.
         timeout: seconds until the child process is killed.
         environ: environment variables of the child process; None: those of this process. ``PYTHONPATH`` is replaced.
+
+    Returns:
+        ``code`` (exit code, -N if signal N killed the process), ``out`` and ``err`` (texts of standard output and
+        standard error).
 
     Raises:
         subprocess.TimeoutExpired: the module ran longer than ``timeout``.

@@ -52,12 +52,11 @@ def launch(
 ) -> int:
     """Run ``entry(*args)`` in local processes, the ranks of a job, and return the run's exit code.
 
-    Blocks until all ranks have ended, restarts included; the code is one of ``tutti.errors.ExitCode``, or 128 + the
-    number of a signal. Ranks are forked after one import of torch and of ``preload``. Their environment has torchrun's
-    variables, ``TUTTI_STORE`` (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps
-    the terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all are ended, and the first cause
-    is printed on standard error. A signal is passed on once; ranks that run on after ``grace`` seconds are killed, and
-    a second signal kills at once.
+    Blocks until all ranks have ended, restarts included. Ranks are forked after one import of torch and of ``preload``.
+    Their environment has torchrun's variables, ``TUTTI_STORE`` (path of a file store that only this user can open) and
+    ``TUTTI_TIMEOUT``. Rank 0 keeps the terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all
+    are ended, and the first cause is printed on standard error. A signal is passed on once; ranks that run on after
+    ``grace`` seconds are killed, and a second signal kills at once.
 
     Args:
         entry: called in every rank.
@@ -67,14 +66,18 @@ def launch(
         timeout: seconds that ranks may wait for each other in a collective.
         show_all: show the output of ranks above 0 too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
         restarts: how often in a row to restart all ranks after a failure without progress.
-        progress: returns a number that grows with saved progress, such as the step of the newest checkpoint; None: no
-            attempt makes progress.
+        progress: function without arguments that returns a number which grows with saved progress, such as the step of
+            the newest checkpoint; None: nothing is ever saved.
         limits: how long a rank may make no progress before its watchdog kills it; None: the default limits.
         grace: seconds between a signal and SIGKILL.
-        preload: modules that every rank imports. Not imported early if torch has an accelerator, which must not
-            be touched before a fork.
+        preload: modules that every rank imports. Not imported early if torch has an accelerator, which must not be
+            touched before a fork.
         elastic: limits of an elastic job, whose number of ranks changes while it runs, and which ``processes`` and
             ``restarts`` do not limit; None: all ranks start and end together.
+
+    Returns:
+        0 if all ranks have succeeded; else the exit code of the failure that caused the others, a member of
+        ``tutti.errors.ExitCode``, or 128 + the number of the signal that stopped the run.
 
     Raises:
         UsageError: fewer than one process, or called outside the main thread.

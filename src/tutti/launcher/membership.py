@@ -117,5 +117,10 @@ def connect(line: socket.socket) -> None:
 
 
 def current_membership() -> Membership | None:
-    """Return this process's connection to the driver of its elastic job; None outside of elastic jobs."""
+    """Return this process's connection to the driver of its elastic job, whose set of ranks changes while it runs.
+
+    Returns:
+        The connection, with ``join`` (leave the present set of ranks and join the next), ``check`` (raise if a rank was
+        lost) and ``generation`` (number of the present set); None outside of elastic jobs.
+    """
     return _membership

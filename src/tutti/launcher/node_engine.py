@@ -57,9 +57,10 @@ class NodeEngine:
         self._ranks = TetheredRanks(logs)
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots of this node (places for a rank) as ``{'localhost': N}``.
+        """Return the free slots of this node; a slot is room for one rank.
 
-        N is the number of this node's ranks, minus the ranks that still run.
+        Returns:
+            ``{"localhost": N}``, where N is the number of this node's ranks, minus the ranks that still run.
         """
         return {"localhost": self._part.processes - self._ranks.held().total()}
 
@@ -88,9 +89,11 @@ class NodeEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how the process of each rank of this node has ended (exit code and node), in the order of local ranks.
+        """Return how the process of each rank of this node has ended; does not wait.
 
-        None for a rank that still runs. Does not wait.
+        Returns:
+            One entry for each rank of this node, in the order of local ranks: None for a rank that still runs, else its
+            exit code (``code``, -N if signal N killed the process) and ``node``, ``localhost``.
         """
         codes = [(host, process.poll()) for host, process in self._ranks.started]
         return [None if code is None else EndedRank(code, host.name) for host, code in codes]

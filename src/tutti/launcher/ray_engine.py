@@ -85,9 +85,10 @@ class RayEngine:
         threading.Thread(target=self._listen, name="ray-head", daemon=True).start()
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots of each live node of the Ray cluster: ``ADDRESS/ID`` → number.
+        """Return the free slots of each live node of the Ray cluster; a slot is room for one rank, with its CPUs and GPUs.
 
-        A slot is room for one rank, with the CPUs and GPUs that it needs. ``ID`` is the beginning of Ray's node id.
+        Returns:
+            ``ADDRESS/ID`` of the node → number of free slots; ``ID`` is the beginning of Ray's node id.
 
         Raises:
             EngineGone: the head of the cluster does not answer, or the cluster fails.
@@ -139,11 +140,15 @@ class RayEngine:
         self._get(started)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
+        """Return how the process of each rank on the Ray cluster has ended, and pass on what the ranks have written.
 
-        Writes new output of the ranks to the terminal (rank 0) and the log files (other ranks). Waits a fraction of a
-        second for answers. A rank whose actor does not answer for 30 seconds counts as killed, with its slot (place for
-        a rank) lost.
+        New output goes to the terminal (rank 0) and the log files (other ranks). Waits a fraction of a second for
+        answers. A rank whose actor does not answer for 30 seconds counts as killed, with its slot (place for a rank)
+        lost.
+
+        Returns:
+            One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
+            signal N killed the process), ``node`` and ``lost`` (that the node was lost, in words; else empty).
 
         Raises:
             EngineGone: the head of the cluster does not answer.
@@ -331,7 +336,10 @@ class RayEngine:
 
 
 def failure_of(error: Exception) -> Exception:
-    """Return the exception to raise for one that a call to Ray has raised.
+    """Return the exception to raise in place of one that a call to Ray has raised.
+
+    Args:
+        error: the exception of the call.
 
     Returns:
         ``EngineGone`` if the head does not answer, or Ray itself fails (with Ray's words); ``AuthenticationError`` if

@@ -40,9 +40,10 @@ class RankSupervisor:
         self._lease, self._heard = lease, time.monotonic()
 
     def visible(self) -> dict[str, str]:
-        """Return the environment variables by which Ray limits this actor to some accelerators: name → value.
+        """Return the environment variables by which Ray limits this actor, which starts one rank, to some accelerators.
 
-        Such as ``CUDA_VISIBLE_DEVICES``. Empty where Ray has set none.
+        Returns:
+            Name, such as ``CUDA_VISIBLE_DEVICES``, → value; empty where Ray has set none.
         """
         return {name: os.environ[name] for name in VISIBLE_DEVICES if os.environ.get(name)}
 

@@ -57,9 +57,12 @@ class SlurmEngine:
         self._ends: dict[int, EndedRank] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return node name → number of free slots, for the nodes that still belong to the Slurm job and answer.
+        """Return the free slots of the nodes that still belong to the Slurm job and answer; a slot is room for one rank.
 
-        A slot takes one rank. Asks Slurm's commands, which may take seconds.
+        Asks Slurm's commands, which may take seconds.
+
+        Returns:
+            Name of the node → number of free slots.
         """
         held = self._ranks.held()
         return {host.name: host.slots - held[host.name] for host in self._there()}
@@ -96,10 +99,14 @@ class SlurmEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process has ended (exit code, node), in rank order; None for a rank that still runs.
+        """Return how the process of each rank in this Slurm allocation has ended; does not wait for an end.
 
         A rank whose node Slurm has taken from the job counts as killed, with its slot (place for a rank) lost. Asks
-        Slurm for the nodes of the job every five seconds and when a rank has ended; does not wait for an end.
+        Slurm for the nodes of the job every five seconds and when a rank has ended.
+
+        Returns:
+            One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
+            signal N killed the process), ``node`` and ``lost`` (that the node was lost, in words; else empty).
         """
         if time.monotonic() - self._looked > _LOOK:
             self._look()
@@ -158,7 +165,11 @@ def node_address(name: str) -> str | None:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how many times Slurm has started this job again, from ``SLURM_RESTART_COUNT``; 0 without it."""
+    """Return how many times Slurm has started this job again.
+
+    Args:
+        environ: environment variables, of which ``SLURM_RESTART_COUNT`` is read; 0 without it.
+    """
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -169,7 +180,7 @@ def requeue(code: int) -> None:
     ending the job: a cancelled job would come back.
 
     Args:
-        code: exit code of the run, as in ``tutti.errors.ExitCode``.
+        code: exit code of the run, a member of ``tutti.errors.ExitCode`` or 128 + the number of a signal.
     """
     job = os.environ[JOB]
     # A job that is cancelled, preempted or out of time ends already; requeuing would bring a cancelled one back.

@@ -80,7 +80,13 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
 
 
 def polling_interval(limits: WatchdogLimits) -> float:
-    """Return the seconds between two readings of the heartbeats: a twentieth of the shortest phase limit, at most 1."""
+    """Return the seconds between two readings of a rank's heartbeats by its watchdog process.
+
+    A twentieth of the shortest time for which the rank may stay in a phase without progress, at most 1.
+
+    Args:
+        limits: seconds for start, step and save, from which ``phase_limit`` computes the limit of each phase.
+    """
     return min(1.0, min(phase_limit(limits, phase) for phase in range(len(Phase.NAMES))) / 20)
 
 

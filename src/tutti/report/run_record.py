@@ -166,7 +166,7 @@ class RunRecord:
 
     @property
     def held_out(self) -> list[str]:
-        """Names of the values that the run has evaluated on held-out samples, such as ``accuracy``; ``loss`` comes first.
+        """Names of the values that the run has evaluated on held-out samples, ``loss`` first, then such as ``accuracy``.
 
         Empty if no evaluation is recorded.
         """
