@@ -98,6 +98,10 @@ def count_by_driver(environ: Mapping[str, str]) -> int | None:
     Counts the device files of NVIDIA's driver, limited by ``CUDA_VISIBLE_DEVICES``. 0 if torch is built for CPUs and no
     plugin is installed. Under the Windows subsystem for Linux the driver makes no such files: there, state
     ``--devices``.
+
+    Args:
+        environ: environment variables, of which ``CUDA_VISIBLE_DEVICES`` and ``TORCH_DEVICE_BACKEND_AUTOLOAD`` are
+            read.
     """
     version = _torch_version()
     if _plugins(environ) or re.search(r"\+(rocm|xpu)", version) or (version != "+cpu" and sys.platform == "darwin"):
@@ -308,7 +312,13 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which this thread's kernels for an accelerator run; kernels of one stream run in order."""
+    """Return the stream on which this thread's kernels for an accelerator run.
+
+    Kernels of one stream run in order.
+
+    Args:
+        device: an accelerator; CPUs have no streams.
+    """
     import torch
 
     return torch.accelerator.current_stream(device)
@@ -424,7 +434,7 @@ def describe_products(device: torch.device, precision: str) -> str | None:
 
 
 def reason_against_float8(device: torch.device) -> str | None:
-    """Return why ``device`` has no matrix products of 8-bit floats; None if it has them.
+    """Return why ``device`` has no matrix products of 8-bit floats, in words; None if it has them.
 
     They need CUDA devices of compute capability 8.9 (Ada, Hopper and later).
     """
@@ -440,13 +450,21 @@ def reason_against_float8(device: torch.device) -> str | None:
 
 
 def autocast_types() -> tuple[str, ...]:
-    """Return the device types whose autocast state a computation may depend on: the CPU's and the accelerator's."""
+    """Return the device types whose autocast state a computation on this machine may depend on.
+
+    Returns:
+        ``cpu``, and the type of the machine's accelerator, such as ``cuda``, if it has a usable one.
+    """
     here = accelerator_type()
     return ("cpu",) if here is None else ("cpu", here)
 
 
 def profiled_activities(device: torch.device) -> list[Any]:
-    """Return the ``ProfilerActivity`` values of a profile of ``device``: the CPU, and the accelerator's kernels."""
+    """Return what PyTorch's profiler has to record for a run on ``device``.
+
+    Returns:
+        Values of ``torch.profiler.ProfilerActivity``: the CPU's, and for an accelerator also that of its kernels.
+    """
     from torch.profiler import ProfilerActivity
 
     if not is_accelerator(device):
@@ -466,7 +484,11 @@ def profiled_time(device: torch.device) -> str:
 
 
 def device_names() -> list[str]:
-    """Return the names of this machine's accelerators, one a device."""
+    """Return the names of this machine's accelerators, such as ``NVIDIA H100 80GB HBM3``.
+
+    Returns:
+        One name for each device, in the order of device indices; empty without a usable accelerator.
+    """
     import torch
 
     here = accelerator_type()
@@ -493,14 +515,22 @@ def usable_cores() -> int:
 
 
 def toolkit_versions() -> dict[str, str | None]:
-    """Return the version of CUDA that torch is built with, as ``{"cuda": version}`` for env.json; None without it."""
+    """Return the version of CUDA with which torch is built, in the form in which a run's ``env.json`` records it.
+
+    Returns:
+        ``{"cuda": VERSION}``; the version is None if torch is built without CUDA.
+    """
     import torch
 
     return {"cuda": torch.version.cuda}
 
 
 def has_toolkit(name: str) -> bool:
-    """Return whether torch is built with the vendor's toolkit ``cuda`` or ``rocm``."""
+    """Return whether the installed torch is built with a vendor's toolkit.
+
+    Args:
+        name: ``cuda`` or ``rocm``; any other name raises KeyError.
+    """
     import torch
 
     return bool({"cuda": torch.version.cuda, "rocm": torch.version.hip}[name])

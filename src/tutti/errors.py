@@ -95,9 +95,16 @@ _NO_THREAD = "Resource temporarily unavailable"
 
 
 def no_memory(error: BaseException) -> NotEnoughMemory | None:
-    """Return ``NotEnoughMemory`` for an exception that reports a failed allocation or thread start; None for others.
+    """Return the error to raise in place of an exception that reports a failed allocation or start of a thread.
 
     Recognises MemoryError, PyTorch's OutOfMemoryError and RuntimeErrors about allocations and threads.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        ``NotEnoughMemory``, a usage error that names the step and line if known, and options that need less memory;
+        None for all other exceptions.
     """
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, RuntimeError) and ("can't start new thread" in text or text == _NO_THREAD):
@@ -218,7 +225,13 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def script_line_of(error: BaseException) -> str:
-    """Return ``FILE:LINE`` of the innermost frame outside of torch and tutti that an exception has passed."""
+    """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
+
+    It is the innermost frame of the traceback outside of torch and tutti; ``the script`` if there is none.
+
+    Args:
+        error: an exception that was raised.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}"
@@ -226,7 +239,10 @@ def script_line_of(error: BaseException) -> str:
 
 
 def script_line() -> str:
-    """Return ``FILE:LINE`` of the innermost stack frame outside of torch and tutti, for messages."""
+    """Return the place in the user's code that is being run now, as ``FILE:LINE``, for messages.
+
+    It is the innermost stack frame outside of torch and tutti; ``the script`` if there is none.
+    """
     for frame in reversed(traceback.extract_stack()):
         passed = frame.filename.endswith("/contextlib.py")
         if "/torch/" not in frame.filename and "/tutti/" not in frame.filename and not passed:

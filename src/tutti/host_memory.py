@@ -69,6 +69,8 @@ def parse_bytes(text: str, option: str) -> int:
 def format_bytes(count: float) -> str:
     """Format a number of bytes in the largest binary unit of which there is at least one, up to TiB.
 
+    Below 100 of the unit the number has at most one decimal, else none.
+
     >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0)
     ('64 MiB', '1.5 KiB', '0 B')
     """

@@ -10,12 +10,11 @@ _RANK = "PMI_RANK"
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the process id of the process that started all ranks of this node, as text, to identify the job.
+    """Return a text that identifies the job of a rank that Hydra (mpiexec) has started: the same for all ranks of a node.
 
-    None without psutil, or if the processes may not be inspected.
-
-    Hydra starts all ranks of a node from one proxy. Scripts between the proxy and a rank have the rank's variables
-    (``PMI_RANK``) in their environment; the proxy does not.
+    It is the process id of the proxy from which Hydra starts all ranks of a node. Scripts between the proxy and a rank
+    have the rank's variables (``PMI_RANK``) in their environment; the proxy does not. None without psutil, or if the
+    processes may not be inspected.
 
     Args:
         environ: the rank's environment, with ``PMI_RANK``.

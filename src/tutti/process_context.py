@@ -111,7 +111,9 @@ def read_identity(environ: Mapping[str, str]) -> Identity:
         environ: environment variables. Without those of a launcher the process is the only one of its job.
 
     Returns:
-        Rank, local rank, node and their numbers, with the launcher whose variables were read.
+        ``rank`` and ``size`` of the job; ``local_rank`` and ``local_size`` on this node; ``cross_rank`` and
+        ``cross_size``, index of this node and number of nodes; ``source``, the launcher whose variables were read; and
+        ``attempt``, the number of times that the launcher has restarted the job.
 
     Raises:
         UsageError: a variable is malformed, missing or inconsistent; the error names it.
@@ -143,6 +145,11 @@ def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Ident
         size: number of ranks in the group.
         environ: environment variables.
 
+    Returns:
+        ``rank`` and ``size``, ``local_rank`` and ``local_size`` on this node, ``cross_rank`` and ``cross_size`` (index
+        of this node and number of nodes), ``source`` (the launcher; ``single`` for the guess) and ``attempt``
+        (restarts).
+
     >>> identity_of_group(1, 2, {})
     Identity(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1, source='single', attempt=0)
     """
@@ -172,15 +179,18 @@ def joined(environ: Mapping[str, str]) -> bool:
 
 
 def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int]:
-    """Return host address and TCP port of the job's key-value store, which rank 0 hosts and all ranks connect to.
+    """Return where this job's key-value store is, which rank 0 hosts and all ranks connect to.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is the loopback address for a
-    job on one node, or the first node of a Slurm step, and the port is derived from the job's id; for Hydra, which has
-    no job id, from the process id of its proxy. A single process gets port 0: any free port.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is the loopback address for a job on
+    one node, or the first node of a Slurm step, and the port is derived from the job's id; for Hydra, which has no job
+    id, from the process id of its proxy. A single process gets port 0: any free port.
 
     Args:
         environ: environment variables.
-        identity: this process's identity, from ``read_identity``.
+        identity: rank, size and node of this process, from ``read_identity``.
+
+    Returns:
+        Host name or IP address of rank 0's node, and TCP port.
 
     Raises:
         UsageError: neither the variables nor the launcher give an address and a port.
@@ -201,6 +211,9 @@ def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int
 
 def first_host(nodelist: str) -> str:
     """Return the name of the first host in a Slurm node list, such as ``node[01-03,7],gpu9``.
+
+    Args:
+        nodelist: value of a variable such as ``SLURM_STEP_NODELIST``.
 
     Raises:
         UsageError: the list cannot be parsed.

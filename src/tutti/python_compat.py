@@ -48,10 +48,13 @@ def join_threads() -> None:
 
 
 def live_objects(kind: type[_T]) -> list[_T]:
-    """Return all objects of class ``kind`` and its subclasses in this process that the garbage collector tracks.
+    """Return all objects of a class in this process that the garbage collector tracks, in no particular order.
 
     There are hundreds of thousands of objects beside a loaded PyTorch. Each is asked for its class, and each class once
     for its bases.
+
+    Args:
+        kind: the class; objects of its subclasses are included.
     """
     objects = gc.get_objects()
     kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}

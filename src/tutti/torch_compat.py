@@ -166,12 +166,15 @@ each is looked up. A public replacement would be a tag for expensive operators, 
 
 
 def operator_arguments(operator: Any) -> list[Any]:
-    """Return the schema's arguments of an operator of ``torch.ops``; each has ``name`` and ``default_value``.
+    """Return the arguments that the schema of an operator of ``torch.ops`` declares.
 
     A public replacement would be ``inspect.signature`` of an operator.
 
     Args:
         operator: an overload, such as ``torch.ops.aten.add.Tensor``.
+
+    Returns:
+        One object for each argument, in order, with ``name``, ``default_value`` and ``alias_info``.
     """
     arguments: list[Any] = operator._schema.arguments
     return arguments
@@ -225,9 +228,15 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Return a tensor's hooks of ``register_hook`` by their ids, in the order of calls; None if it never had one.
+    """Return the hooks that ``register_hook`` has added to a tensor; None if it never had one.
 
-    The table is the tensor's own, not a copy. No public function lists the hooks.
+    No public function lists the hooks.
+
+    Args:
+        tensor: the tensor.
+
+    Returns:
+        Id of the hook → hook, in the order of calls. The table is the tensor's own, not a copy.
     """
     hooks: dict[int, Any] | None = tensor._backward_hooks
     return hooks
@@ -244,9 +253,15 @@ def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:
 
 
 def accumulation_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Return a tensor's hooks of ``register_post_accumulate_grad_hook`` by their ids; None if it never had one.
+    """Return the hooks that ``register_post_accumulate_grad_hook`` has added to a tensor; None if it never had one.
 
     No public function lists these hooks.
+
+    Args:
+        tensor: the tensor, a leaf.
+
+    Returns:
+        Id of the hook → hook, in the order of calls. The table is the tensor's own, not a copy.
     """
     hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
     return hooks
@@ -345,10 +360,15 @@ class CrossEntropyNode(NamedTuple):
 def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
     """Return reduction, divisor and number of targets of the cross-entropy that an autograd node computed.
 
-    The divisor, a tensor (), is the sum of the weights of the targets that are not ignored. None for other nodes, and
-    for a loss without reduction.
-
     The attributes of nodes for saved tensors are private. No public function tells a loss's divisor.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
+
+    Returns:
+        ``reduction`` (``mean`` or ``sum``), ``total`` (a tensor (), the sum of the weights of the targets that are not
+        ignored, by which a mean is divided) and ``targets`` (number of targets, ignored ones included). None for other
+        nodes, and for a loss without reduction.
     """
     if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
         return None
@@ -357,16 +377,28 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
 
 
 def shape_of_node(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of the only tensor that an autograd node's operator returned in the forward; None for several.
+    """Return the shape of the tensor that an autograd node's operator returned in the forward.
 
     Nodes' shapes are private.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
+
+    Returns:
+        The shape; None if the operator returned several tensors.
     """
     found = node._input_metadata
     return tuple(found[0].shape) if len(found) == 1 else None
 
 
 def divisor_of_node(node: Any) -> Tensor | None:
-    """Return the divisor tensor of a division's autograd node (``DivBackward0``); None for other nodes."""
+    """Return the divisor tensor of a division that autograd has recorded; None for other operators.
+
+    None too for a division whose backward does not need the divisor.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``; a division's is ``DivBackward0``.
+    """
     return node._saved_other if node.name() == "DivBackward0" else None
 
 
@@ -379,9 +411,12 @@ def is_scalar_node(node: Any) -> bool:
 
 
 def saved_tensor_hooks() -> Any:
-    """Return the innermost active (pack, unpack) pair of ``torch.autograd.graph.saved_tensors_hooks``, or None.
+    """Return the innermost active hooks of ``torch.autograd.graph.saved_tensors_hooks``; None outside of such a block.
 
-    No public function returns it.
+    No public function returns them.
+
+    Returns:
+        Two functions, which pack a tensor for backward and unpack it.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
@@ -425,19 +460,31 @@ without calling their forwards. The public ``torch.backends.mha.set_fastpath_ena
 
 
 def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own table of parameters, for reading or writing.
+    """Return a module's own table of parameters, without those of its submodules, for reading or writing.
 
     The public ``named_parameters(recurse=False)`` omits names whose parameter is None, and all but the first name of a
     shared parameter.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Name → parameter, or None for a name that was registered without one. The table is the module's own, not a copy.
     """
     return module._parameters
 
 
 def module_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own table of buffers, for reading or writing.
+    """Return a module's own table of buffers, without those of its submodules, for reading or writing.
 
     The public ``named_buffers(recurse=False)`` omits names whose buffer is None, and all but the first name of a shared
     buffer.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Name → buffer, or None for a name that was registered without one. The table is the module's own, not a copy.
     """
     return module._buffers
 
@@ -501,7 +548,10 @@ def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recu
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` or ``Module.compile`` has been applied to the module itself. No public way."""
+    """Return whether ``torch.compile`` or ``Module.compile`` has been applied to the module itself, not to a submodule.
+
+    No public function tells it.
+    """
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
@@ -529,7 +579,13 @@ def has_forward_hook(module: nn.Module) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return a module's forward pre-hooks, then its forward hooks. No public function lists them."""
+    """Return the functions that hooks of a module's forward call: pre-hooks first, then hooks, each in order of calls.
+
+    No public function lists them.
+
+    Args:
+        module: the module; hooks of its submodules are not included.
+    """
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
@@ -577,10 +633,16 @@ def is_hook_of_fsdp(hook: Any) -> bool:
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:
-    """Return the options of the inductor backend that ``torch.compile(mode=…)`` stands for, by name.
+    """Return the options of the inductor backend that ``torch.compile(mode=…)`` stands for.
 
     ``torch._inductor.list_mode_options`` is public but in a private module. ``torch.compile`` takes either a mode or
     options, and tutti adds an option to a mode.
+
+    Args:
+        mode: name of a mode, such as ``max-autotune``.
+
+    Returns:
+        Name of the option, such as ``triton.cudagraphs``, → value.
     """
     import torch._inductor
 
@@ -649,7 +711,7 @@ def mark_stepped(optimizer: Any) -> None:
 
 
 def fused_optimizer_devices() -> list[str]:
-    """Return the device types for which PyTorch's optimizers accept ``fused=True``.
+    """Return the device types for which PyTorch's optimizers accept ``fused=True``, such as ``cuda`` and ``cpu``.
 
     The optimizers ask the same function; no public one does.
     """
@@ -680,7 +742,12 @@ def default_store() -> torch.distributed.Store:
 
 
 def set_group_timeout(group: Any, limit: timedelta) -> None:
-    """Set the timeout of a process group's later collectives to ``limit``. PyTorch names no public function for it."""
+    """Set the timeout of a process group's later collectives. PyTorch names no public function for it.
+
+    Args:
+        group: the process group.
+        limit: the timeout.
+    """
     torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -762,7 +829,7 @@ def make_elastic_agent(
     monitor: Callable[[], Any],
     shut_down: Callable[[signal.Signals], None],
 ) -> Any:
-    """Return a ``LocalElasticAgent`` of torchrun that starts, monitors and ends processes by the caller's functions.
+    """Make a ``LocalElasticAgent`` of torchrun that starts, monitors and ends processes by the caller's functions.
 
     Args:
         spec: the ``WorkerSpec``, which processes to start.
@@ -772,6 +839,9 @@ def make_elastic_agent(
             ids by local rank) it must return.
         monitor: returns the processes' state as a ``RunResult``; called at every monitoring interval of ``spec``.
         shut_down: ends the processes before the agent releases what belongs to them; its argument is a signal.
+
+    Returns:
+        The agent, which has not started anything; ``run()`` does.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -792,7 +862,8 @@ def make_elastic_agent(
 def set_elastic_restarts(agent: Any, left: int) -> None:
     """Set the number of restarts that an elastic agent of torchrun has left, and keep the number that it has used.
 
-    The agent numbers attempts, and with them the stores, by the number used, which must not repeat.
+    The agent numbers the starts of the processes, and with them the key-value stores, by the number used, which must
+    not repeat.
 
     Args:
         agent: the ``LocalElasticAgent``.
@@ -804,12 +875,15 @@ def set_elastic_restarts(agent: Any, left: int) -> None:
 
 
 def elastic_processes(agent: Any) -> list[Any]:
-    """Return the process objects that an elastic agent of torchrun has started, in the order of ranks.
+    """Return the process objects that an elastic agent of torchrun has started.
 
     PyTorch's public interface gives the process ids only.
 
     Args:
         agent: the ``LocalElasticAgent``.
+
+    Returns:
+        One process object of ``multiprocessing`` for each rank, with ``pid`` and ``exitcode``, in the order of ranks.
     """
     return list(agent._pcontext._pc.processes)
 

@@ -106,14 +106,16 @@ def _remedy(complaint: str) -> str:
 
 
 def probe_main(ranks: int, directory: Path) -> int:
-    """Start ``ranks`` local processes that time and check collectives, wait for them, and return an exit code.
-
-    It is the launcher's: 0 if all processes have succeeded.
+    """Start ``ranks`` local processes that time and check collectives, and wait for them.
 
     Args:
         ranks: number of processes.
         directory: folder into which rank 0 writes its measurements, as ``start.json``, ``gloo.json`` and
             ``shared.json``.
+
+    Returns:
+        0 if all processes have succeeded; else the exit code of the process that failed first, a member of
+        ``tutti.errors.ExitCode``.
     """
     die_with_parent()
     # Imported here so that the measured start does not include the import of torch.

@@ -37,13 +37,17 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def checked(name: str, check: Check) -> list[Finding]:
-    """Run one check of ``tutti doctor``, and return the lines of the report that it yields.
+    """Run one check of ``tutti doctor``, and collect the lines of the report that it yields.
 
     An exception or timeout of the check becomes one line, a problem, in place of all of the check's lines.
 
     Args:
         name: name of the line that reports an exception or timeout.
         check: function without arguments that yields the lines.
+
+    Returns:
+        The lines in order, each with name, mark (``ok``, ``note`` or ``problem``), text, measured values, and for a
+        problem a remedy and an exit code.
     """
     try:
         return list(check())
@@ -58,13 +62,16 @@ def checked(name: str, check: Check) -> list[Finding]:
 
 
 def conclude(findings: Sequence[Finding]) -> ExitCode:
-    """Return the exit code of a report of ``tutti doctor``: 0 without a problem, 5 if ranks cannot communicate.
+    """Return the exit code of a report of ``tutti doctor``.
 
     Exit code 5 (``ExitCode.PEER``) is that of problems of collectives and of the network interface, and precedes
     others. With other problems alone, the exit code is that of the first problem.
 
     Args:
-        findings: lines of the report, in order.
+        findings: lines of the report, in order; only those with the mark ``problem`` count.
+
+    Returns:
+        A member of ``tutti.errors.ExitCode``; 0 (``DONE``) without a problem.
 
     >>> full = Finding("directory", "problem", "cannot be written", remedy="Change it.", code=ExitCode.DISK)
     >>> conclude([full]), conclude([full, Finding("sum", "problem", "wrong", remedy="No.", code=ExitCode.PEER)])

@@ -24,9 +24,10 @@ class Restart:
     saved: int
 
     def describe(self) -> str:
-        """Return the user's message about this restart of a run, such as ``restarting, 2 restarts left (in 1 s, from step 10)``.
+        """Return the user's message about this restart of a failed run, in one line.
 
-        The pause is missing if it is 0, the step if nothing is saved.
+        It says how many restarts are left, and in parentheses the pause (unless 0) and the saved step from which the
+        run goes on (unless nothing is saved), as in ``restarting, 2 restarts left (in 1 s, from step 10)``.
         """
         more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
         return f"restarting, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")

@@ -43,7 +43,7 @@ class Dumps:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """The two file descriptors that a rank and its forked watchdog process share, and that the watchdog must keep open.
+        """Two file descriptors that a rank and its forked watchdog process share; the watchdog must keep them open.
 
         The first belongs to the unnamed file to which the rank dumps its stacks. The second is the writing end of the
         pipe through which the watchdog requests the rank's recorded collectives.

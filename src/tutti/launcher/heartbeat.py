@@ -109,7 +109,7 @@ class Lane(_Block):
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Record for the rank's watchdog that this thread is in a phase of training, such as a save, within a ``with`` block.
+        """Record for the rank's watchdog, within a ``with`` block, that this thread is in a phase of training.
 
         After the block the former phase is recorded again. Blocks for ever, at the beginning or end, if the watchdog
         has already decided to kill this rank. The context manager gives no value.

@@ -85,7 +85,9 @@ class RayEngine:
         threading.Thread(target=self._listen, name="ray-head", daemon=True).start()
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of each live node of the Ray cluster; a slot is room for one rank, with its CPUs and GPUs.
+        """Return the free slots of each live node of the Ray cluster.
+
+        A slot is room for one rank, with the CPUs and GPUs that it needs.
 
         Returns:
             ``ADDRESS/ID`` of the node → number of free slots; ``ID`` is the beginning of Ray's node id.

@@ -57,9 +57,9 @@ class SlurmEngine:
         self._ends: dict[int, EndedRank] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of the nodes that still belong to the Slurm job and answer; a slot is room for one rank.
+        """Return the free slots of the nodes that still belong to the Slurm job and answer.
 
-        Asks Slurm's commands, which may take seconds.
+        A slot is room for one rank. Asks Slurm's commands, which may take seconds.
 
         Returns:
             Name of the node → number of free slots.

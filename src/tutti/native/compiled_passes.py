@@ -38,7 +38,14 @@ class Native:
         self._passes = {name: _typed(library, f"{name}_{_NAMES[dtype]}") for name in _PASSES}
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``, by one compiled loop."""
+        """Compute the sum of squares, ‖g‖², of each tensor by one compiled loop.
+
+        Args:
+            grads: dense CPU tensors of one dtype, such as gradients.
+
+        Returns:
+            One number for each tensor, in the order of ``grads``.
+        """
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
@@ -120,8 +127,15 @@ _PASSES = ("squares", "decayed_squares", "momentum", "adam_squares", "adam_step"
 def passes(parameter: Tensor) -> Native | None:
     """Return the compiled loops for norms and optimizer updates of tensors such as ``parameter``; None without them.
 
-    The loops need a plain tensor or parameter on a CPU, of float32 or float64, in dense memory, and a C++ compiler.
-    The first call compiles them.
+    The first call compiles the loops, or loads them from the user's cache.
+
+    Args:
+        parameter: tensor whose type, device, dtype and memory format decide.
+
+    Returns:
+        An object whose methods (``squares``, ``momentum``, ``adam_step`` and so on) work on lists of tensors of this
+        dtype. None unless ``parameter`` is a plain tensor or parameter on a CPU, of float32 or float64, in dense
+        memory, and the loops can be compiled.
     """
     plain = type(parameter) in (Tensor, nn.Parameter) and parameter.device.type == "cpu"
     if plain and parameter.dtype in _NAMES and dense_format(parameter) is not None:
@@ -138,7 +152,8 @@ def _all() -> dict[torch.dtype, Native]:
 def load_kernels() -> ctypes.CDLL | None:
     """Load the compiled loops of optimizer updates, ``kernels.cpp``; build them first if the user's cache has none.
 
-    None if the library cannot be compiled, or compiled loops are switched off.
+    Returns:
+        The shared library; None if it cannot be compiled, or compiled loops are switched off (``TUTTI_KERNELS=off``).
     """
     library = compiled(_SOURCE)
     if library is not None:

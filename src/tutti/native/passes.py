@@ -120,7 +120,14 @@ class Passes(Protocol):
     """
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``."""
+        """Compute the sum of squares, ‖g‖², of each tensor of a list.
+
+        Args:
+            grads: tensors, such as gradients.
+
+        Returns:
+            One number for each tensor, in the order of ``grads``.
+        """
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
         """Return (‖w‖², ‖d‖²), sums of squares, of each tensor, with d = gradient·g + decay·w.
@@ -183,7 +190,14 @@ class Foreach:
     """
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``, by PyTorch's foreach operators."""
+        """Compute the sum of squares, ‖g‖², of each tensor by PyTorch's foreach operators.
+
+        Args:
+            grads: tensors, such as gradients; half precision is widened to float32.
+
+        Returns:
+            One number for each tensor, in the order of ``grads``.
+        """
         return _sums(grads, ((rows, pieces) for rows, _, (pieces,) in _batches(grads, grads)))
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
@@ -268,8 +282,14 @@ class Foreach:
 def dense_format(tensor: Tensor) -> torch.memory_format | None:
     """Return the memory format in which the tensor's elements fill memory without gaps; None if there is none.
 
-    The format is ``torch.contiguous_format``, ``channels_last`` or ``channels_last_3d``. A tensor that has one can be
-    read as one vector.
+    A tensor that has one can be read as one vector.
+
+    Args:
+        tensor: a tensor of any number of dimensions.
+
+    Returns:
+        ``torch.contiguous_format``, ``torch.channels_last`` (4 dimensions) or ``torch.channels_last_3d`` (5
+        dimensions).
     """
     if tensor.is_contiguous():
         return torch.contiguous_format

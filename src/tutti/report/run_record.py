@@ -166,9 +166,9 @@ class RunRecord:
 
     @property
     def held_out(self) -> list[str]:
-        """Names of the values that the run has evaluated on held-out samples, ``loss`` first, then such as ``accuracy``.
+        """Names of the values that the run has evaluated on held-out samples; ``loss`` comes first.
 
-        Empty if no evaluation is recorded.
+        Others are metrics of the task, such as ``accuracy``. Empty if no evaluation is recorded.
         """
         known = ("group", "step", "epoch", "samples", "seconds", "time", "weights")
         names = dict.fromkeys(name for line in self.evaluated for name in line if name not in known)
