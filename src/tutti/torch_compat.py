@@ -394,8 +394,6 @@ def shape_of_node(node: Any) -> tuple[int, ...] | None:
 def divisor_of_node(node: Any) -> Tensor | None:
     """Return the divisor tensor of a division that autograd has recorded; None for other operators.
 
-    None too for a division whose backward does not need the divisor.
-
     Args:
         node: an autograd node, such as ``loss.grad_fn``; a division's is ``DivBackward0``.
     """

@@ -62,8 +62,9 @@ def corrupt_copies(
         seed: seed of the bits that are flipped.
 
     Returns:
-        One `Damage` for each kind that was tried: flipped bits, truncated files, missing files, and files replaced by
-        the same file of another step, if the run has another checkpoint.
+        One entry for each kind of damage that was tried: flipped bits, truncated files, missing files, and files
+        replaced by the same file of another step, if the run has another checkpoint. Each has ``name``, ``tried`` and
+        ``detected`` (numbers of copies) and ``missed`` (places, in words, whose damage the loader did not detect).
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged already.

@@ -56,7 +56,7 @@ class Crew:
 
 
 def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
-    """Find the running processes of the training run in ``directory`` and return them by rank.
+    """Find the running processes of the training run in ``directory``, by the files that they have open.
 
     A rank is the process that has ``logs/rankN.log`` open for writing; in a run of one process, ``metrics.jsonl``.
 
@@ -66,7 +66,8 @@ def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
             machine, of which only root sees those of other users.
 
     Returns:
-        The processes at this moment; an empty `Crew` if there are none.
+        ``launcher``, the parent of the ranks (the run itself if it is one process; None under another launcher such as
+        torchrun, and if there are no processes), and ``ranks``: rank → process, empty if there are none.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()

@@ -57,7 +57,7 @@ class Job:
 
     @property
     def notes(self) -> tuple[Path, Path]:
-        """Two directories for the failure records of the launch's ranks, in order of preference: ``logs``, then ``store``.
+        """Two directories for the failure records of the launch's ranks: ``logs``, and if that fails ``store``.
 
         A failure record, ``failure-rankN.json``, says why the process of rank N ended. It is written to the first
         directory where this succeeds; the second is usually on another disk, for the case that the first disk is full.

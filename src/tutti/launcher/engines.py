@@ -23,7 +23,7 @@ def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
 
     Returns:
         An object with the methods ``slots`` (free places for ranks on each node), ``start`` (all ranks), ``poll``
-        (which ranks have ended) and ``stop`` (send a signal). Nothing is started yet.
+        (which ranks have ended) and ``stop`` (send a signal). No rank is started yet.
 
     Raises:
         UsageError: options are given for Slurm (inside an allocation it takes none), the package ``ray`` is missing, or

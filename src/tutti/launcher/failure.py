@@ -216,10 +216,10 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that most likely caused the failures of the other ranks.
 
-    A failure record says why the process of one rank ended. Records are preferred in this order, and of several by
-    time: a rank that a signal killed, because no error in one rank kills another (except SIGABRT, which some libraries
-    raise when a peer is lost); then a failure whose exit code is not ``ExitCode.PEER``, which means that a peer was
-    lost; then any other.
+    A failure record says why the process of one rank ended. Records are preferred in this order, and of several the
+    earliest: a rank that a signal other than SIGABRT killed, because no error in one rank kills another; then a failure
+    that is not about a lost peer, or a rank that SIGABRT killed, which some libraries raise when a peer is lost; then
+    an exception about a lost peer (exit code ``ExitCode.PEER``).
 
     Args:
         failures: records of ranks that ran at the same time, between one start of the ranks by the launcher and the

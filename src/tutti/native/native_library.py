@@ -88,8 +88,9 @@ def _off() -> bool:
 def find_compiler() -> str | None:
     """Return the path of the C++ compiler with which tutti builds its compiled loops; None if there is none.
 
-    Looked for on the ``PATH``, in this order: the first word of the environment variable ``CXX`` (further words, such
-    as flags, are ignored), ``c++``, ``g++``, ``clang++``. The first program that exists is returned; it is not run.
+    The candidates are, in this order: the program in the environment variable ``CXX`` (its first word; flags that
+    follow are ignored), ``c++``, ``g++`` and ``clang++``. The path of the first one that is found on the ``PATH`` is
+    returned, as ``shutil.which`` gives it. No program is run.
     """
     return next(filter(None, map(shutil.which, _compilers())), None)
 

@@ -134,13 +134,14 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
 
     Args:
         folder: CSV and TSV files, also in subfolders; the kind of a table is recognised by its columns.
-        shipped: scores of earlier predictions, by cell (predictions of one basis and a similar extrapolation distance)
+        shipped: scores of earlier predictions, by class (predictions of one basis and a similar extrapolation distance)
             and source, on which bands may rest besides this back-test's own; None for the scores that ship with the
             package.
 
     Returns:
-        Predictions, their errors, and the fraction of measurements inside their bands. A table that cannot be used is
-        in ``refused`` with the reason; nothing is raised for one.
+        ``checked`` (every prediction with its measurement), ``rows`` (errors by table, group of its rows and protocol,
+        and the fraction of measurements inside the 90 % bands), ``cells`` (the same by class of prediction) and
+        ``refused``: a table that cannot be used, with the reason; nothing is raised for one.
     """
     result = BacktestResult()
     tables = read_tables(folder)

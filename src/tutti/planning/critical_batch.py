@@ -84,8 +84,10 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         last: fraction of the measured steps, counted from the end, whose noise is kept.
 
     Returns:
-        The run's evidence; its noise estimates are empty where none was recorded, and its samples None where the target
-        was not reached.
+        ``task`` and ``batch`` (samples of a global batch); ``estimates`` and ``scaled``, noise estimates of the
+        gradient and of Adam's preconditioned gradient, one for each kept step (empty where none was recorded);
+        ``target`` (metric and value; None without ``--until``) and ``samples`` until it was reached (None where it was
+        not).
 
     Raises:
         UsageError: ``path`` is not the directory of a finished run, or the run diverged.

@@ -75,7 +75,8 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
             ``OTHER_SETS`` for measurements of another source than the one to predict, which say less about it.
 
     Returns:
-        The fitted law. The covariance of its log constants is (JᵀJ)⁻¹ at the optimum, prior included.
+        ``log_constants`` (natural logarithms at the optimum), ``covariance`` of them, (JᵀJ)⁻¹ at the optimum with the
+        prior included, and ``rows`` = n; ``predict`` gives the seconds of further measurements.
     """
     from scipy.optimize import least_squares
 

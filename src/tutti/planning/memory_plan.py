@@ -87,7 +87,10 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         config: configuration of the run: model, batch, precision, optimizer, strategy, and a number of devices.
 
     Returns:
-        The sizes; activations are those of the largest forward of the run, None where the task reads a stream.
+        ``parameters`` (number), ``whole`` and ``trained`` (bytes of all and of trainable parameters), ``words`` (state
+        elements of the optimizer for each trainable element), ``buffers`` (bytes), ``unit`` and ``rest`` (bytes of the
+        largest FSDP-wrapped module, and of the parameters outside of all), ``samples`` of the run's largest forward,
+        and ``activations`` (bytes of that forward; None where the task reads a stream).
     """
     task = resolve_task(name, config)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -86,8 +86,9 @@ def read_evidence(path: Path) -> RunEvidence:
         path: the run directory, with ``config.toml``, ``metrics.jsonl`` and its summary.
 
     Returns:
-        The run's evidence; its step seconds are the mean after the first fifth of the steps, None where fewer than ten
-        are left.
+        ``task`` and ``config``; ``target`` (entry of the summary; None without ``--until``); ``step_seconds``, the mean
+        seconds of a step after the first fifth of the steps (None where fewer than ten are left), with the standard
+        error of its logarithm (``step_spread``); ``host``; and ``held_out``, names of the held-out values.
 
     Raises:
         UsageError: configuration or records cannot be read, or the number of devices is not stated.

@@ -395,17 +395,18 @@ def step_band(
 
     The interval lies around the median of ``seconds``. On the logarithm, its half width is the unit of errors for the
     standard deviation of ``seconds`` (``band_unit``) times the factor within which 90 % of earlier predictions of the
-    same cell were right. A cell holds predictions from the same kind of machine data (measured or published) to a
+    same class were right. A class holds predictions from the same kind of machine data (measured or published) to a
     similar multiple of the devices of a measured node.
 
     Args:
         seconds: (256,) predicted seconds of a step, one for each Monte Carlo draw of the machine's uncertain constants.
         costs: durations on the machine, with their basis.
         devices: number of devices of the run.
-        residuals: scores of checked predictions, by cell and source.
+        residuals: scores (errors in units of ``band_unit``) of checked predictions, by class of prediction and then by
+            published source.
 
     Returns:
-        Low and high end in seconds, None where the cell has too few predictions; and the text.
+        Low and high end in seconds, None where the class has too few predictions; and the text.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
     cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"
