@@ -352,7 +352,10 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype in which ``device`` adds up norms and counts: float64, or float32 where it has no other."""
+    """Return the dtype in which norms and counts are added up on ``device``: float64, or float32 where it has no float64.
+
+    Only an Apple GPU (``mps``) has none.
+    """
     import torch
 
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
@@ -373,7 +376,13 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager that restores the default random generators of the CPU and of ``device`` at its end."""
+    """Return a context manager that restores the default random generators of the CPU and of ``device`` at its end.
+
+    Random numbers that are drawn in its block so leave no trace.
+
+    Args:
+        device: device of the run; on the CPU only the CPU's generator is restored.
+    """
     import torch
 
     if not is_accelerator(device):

@@ -10,7 +10,7 @@ _RANK = "PMI_RANK"
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return a text that identifies the job of a rank that Hydra (mpiexec) has started, the same on all ranks of a node.
+    """Return a text that identifies the job of a rank that Hydra (mpiexec) has started: equal on all ranks of a node.
 
     It is the process id of the proxy from which Hydra starts all ranks of a node. Scripts between the proxy and a rank
     have the rank's variables (``PMI_RANK``) in their environment; the proxy does not. None without psutil, or if the

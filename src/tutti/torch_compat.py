@@ -328,6 +328,9 @@ def node_sequence(node: Any) -> int | None:
     """Return an autograd node's sequence number, which counts the nodes of a thread in the order of its forward.
 
     None for ``AccumulateGrad``, which has no place in that order.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
     """
     number = int(node._sequence_nr())
     return None if number >= 1 << 63 else number
@@ -404,6 +407,9 @@ def is_scalar_node(node: Any) -> bool:
     """Return whether every tensor that an autograd node's operator returned in the forward has one element.
 
     Nodes' shapes are private.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
     """
     return all(math.prod(result.shape) == 1 for result in node._input_metadata)
 
@@ -554,7 +560,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that runs a module's forward and hooks, even after ``replace_call`` or ``Module.compile``."""
+    """Return the function that runs a module's forward and hooks in eager mode.
+
+    It does so even after ``replace_call`` or ``Module.compile`` have changed what ``module(…)`` calls.
+
+    Args:
+        module: the module.
+
+    Returns:
+        A function with the arguments of ``module(…)`` and its result.
+    """
     return module._call_impl
 
 
@@ -612,9 +627,12 @@ def draws_samples(pool: nn.FractionalMaxPool2d | nn.FractionalMaxPool3d) -> bool
 
 
 def has_packed_projection(attention: nn.MultiheadAttention) -> bool:
-    """Return whether queries, keys and values are projected by one ``in_proj_weight``.
+    """Return whether a ``MultiheadAttention`` projects queries, keys and values by one parameter, ``in_proj_weight``.
 
     The public test, ``in_proj_weight is not None``, reads a parameter that this rank may not hold.
+
+    Args:
+        attention: the module.
     """
     return bool(attention._qkv_same_embed_dim)
 
@@ -704,7 +722,11 @@ def accept_gradient_scale(optimizer: Any) -> bool:
 
 
 def mark_stepped(optimizer: Any) -> None:
-    """Mark an optimizer as stepped, so that learning-rate schedulers do not warn that they were stepped before it."""
+    """Mark an optimizer as stepped, so that learning-rate schedulers do not warn that they were stepped before it.
+
+    Args:
+        optimizer: the optimizer, marked in place.
+    """
     optimizer._opt_called = True
 
 

@@ -137,7 +137,13 @@ def read_devices(text: str | None, command: Command) -> list[int]:
 
 
 def read_bytes(text: str) -> int:
-    """Parse a size, a number alone or with ``KiB``, ``MiB`` or ``GiB``, to bytes. Raises UsageError for other texts.
+    """Parse a size, a number alone or with ``KiB``, ``MiB`` or ``GiB``, and return it in bytes.
+
+    Args:
+        text: the size, such as ``64KiB``; a fraction of a byte is cut off.
+
+    Raises:
+        UsageError: the text is no such size.
 
     >>> read_bytes("4096"), read_bytes("64KiB"), read_bytes("1.5 MiB")
     (4096, 65536, 1572864)

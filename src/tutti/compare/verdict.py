@@ -139,7 +139,11 @@ class Effect:
 
     @property
     def clear(self) -> bool:
-        """Whether the change's gain or loss exceeds the noise: the larger range over seeds of both rungs."""
+        """Whether the change of options makes a difference to the metric beyond that of seeds.
+
+        It does if the gain or loss of the mean exceeds ``noise``, the larger spread (largest minus smallest metric over
+        the seeds) of the two compared configurations.
+        """
         return abs(self.gain) > self.noise
 
 

@@ -186,7 +186,10 @@ class Agent:
         return failure.read_failure(self._job.notes, rank) or failure.from_death(rank, *self.deaths[rank])
 
     def exit_codes(self) -> set[int]:
-        """Return the distinct exit codes of all ranks of this node that have ended; negative: killed by a signal."""
+        """Return the distinct exit codes of all ranks of this node that have ended; -N if signal N killed a rank.
+
+        Ranks of former starts do not count.
+        """
         return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
 
     def kill(self) -> None:

@@ -64,17 +64,37 @@ class Failure:
 
 
 def path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's failure record in ``directory``: ``failure-rankN.json``."""
+    """Return the path of a rank's failure record in ``directory``: ``failure-rankN.json``.
+
+    The record says why the rank's process ended: exception, exit code, traceback. The file need not exist.
+
+    Args:
+        directory: directory of the records, such as the run's log directory.
+        rank: the rank N.
+    """
     return directory / f"failure-rank{rank}.json"
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's log in ``directory``: ``rankN.log``."""
+    """Return the path of the file in ``directory`` that takes a rank's output: ``rankN.log``.
+
+    Args:
+        directory: the run's log directory.
+        rank: the rank N.
+    """
     return directory / f"rank{rank}.log"
 
 
 def flight_path(directory: Path, rank: int) -> Path:
-    """Return the path of a stuck rank's record of its last collectives in ``directory``: ``flight-rankN.json``."""
+    """Return the path of the file in which a rank that made no progress has left its last collectives.
+
+    Args:
+        directory: the run's log directory.
+        rank: the rank N.
+
+    Returns:
+        ``directory/flight-rankN.json``; the file need not exist.
+    """
     return directory / f"flight-rank{rank}.json"
 
 

@@ -15,12 +15,12 @@ _SIOCGIFADDR = 0x8915
 
 
 def way_to(address: str) -> str:
-    """Return the own IP address of this node from which the kernel would send packets to ``address``; sends nothing.
+    """Return the own IP address of this node from which the kernel would send packets to another node; sends nothing.
 
     Empty if there is no route, the name does not resolve, or the own address would be the loopback.
 
     Args:
-        address: host name or IP address of another node.
+        address: host name or IP address of the other node.
 
     >>> way_to("127.0.0.1"), way_to("no-such-host.invalid")
     ('', '')

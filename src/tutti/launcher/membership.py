@@ -72,7 +72,8 @@ class Membership:
     def check(self) -> None:
         """Raise PeerError if a rank of the elastic job has been lost since the present set of ranks began.
 
-        Performs no communication: the connection's thread has noted the loss. The error's message is the reason.
+        Performs no communication: a thread of this object has recorded the loss (``interrupted``). The error's message
+        is the reason.
         """
         if self.interrupted is not None:
             raise PeerError(self.interrupted)

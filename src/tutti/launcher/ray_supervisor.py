@@ -48,7 +48,7 @@ class RankSupervisor:
         return {name: os.environ[name] for name in VISIBLE_DEVICES if os.environ.get(name)}
 
     def free_port(self) -> int:
-        """Return a TCP port that is free on this node at the moment; it is not reserved."""
+        """Return a TCP port that is free on this actor's node at the moment; it is not reserved."""
         with socket.socket() as free:
             free.bind(("", 0))
             return int(free.getsockname()[1])

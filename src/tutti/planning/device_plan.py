@@ -453,7 +453,11 @@ class LostReason:
 
     @property
     def tie(self) -> bool:
-        """Whether the training times of two compared plans are too close to tell apart, so that no cause is named."""
+        """Whether the training times of the two compared plans are too close to tell apart, so that no cause is named.
+
+        They are if they differ by at most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo
+        draws.
+        """
         return not self.term
 
 

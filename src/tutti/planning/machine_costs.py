@@ -859,6 +859,9 @@ def _largest_normal(ranks: int) -> Array:
 def median_draw(draws: Array) -> float:
     """Return the median of one-dimensional draws, as ``numpy.median`` does, in a fifth of its time.
 
+    Args:
+        draws: (n,) draws of a quantity, n at least 1; the median is in its unit.
+
     >>> median_draw(np.array([4.0, 1.0, 3.0, 2.0])), median_draw(np.array([3.0, 1.0, 2.0]))
     (2.5, 2.0)
     """

@@ -44,7 +44,7 @@ class Facts:
         parameters: number of parameters.
         whole, trained: bytes of all parameters, and of trainable parameters.
         words: number of state elements that the optimizer keeps for each trainable element, such as 2 for Adam.
-        buffers: buffers of one logical worker.
+        buffers: buffers of one logical worker (a fixed share of the global batch).
         unit, rest: bytes of the parameters of the largest FSDP-wrapped module, and of those outside of all of them.
         samples: number of samples in the largest forward.
         activations: activations of these samples; None if unknown.

@@ -35,7 +35,7 @@ _FEW = 2
 
 @dataclass(frozen=True)
 class MicroBatchSizes:
-    """Micro-batches into which a logical worker splits its share of a full global batch.
+    """Micro-batches into which a logical worker, a fixed share of the global batch, splits its samples of a full batch.
 
     Attributes:
         count: number of micro-batches.

@@ -78,7 +78,10 @@ def write_plan(config: TrainConfig, task: str, headline: str, path: Path) -> Non
 
 
 def plan_seconds(seconds: float) -> str:
-    """Format a time with three digits in a unit that people read.
+    """Format a duration with three significant digits and the largest unit of which it has at least two: d, h, min or s.
+
+    Args:
+        seconds: the duration.
 
     >>> plan_seconds(0.0123), plan_seconds(90), plan_seconds(6000), plan_seconds(36000), plan_seconds(1e6)
     ('0.0123 s', '90 s', '100 min', '10 h', '11.6 d')

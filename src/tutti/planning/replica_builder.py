@@ -494,7 +494,13 @@ class ReplicaBuilder:
             ]
 
     def norm_seconds(self) -> Array:
-        """Return the (256,) seconds of an all-reduce of the gradient norm over the devices of one replica."""
+        """Predict the seconds of an all-reduce of the gradient norm over the devices of one replica.
+
+        The devices are the replica's pipeline stages × tensor ranks.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+        """
         return self.costs.collective("all_reduce", self.shape["stage"] * self.shape["tensor"], self._norm_bytes(None))
 
     def _norm_bytes(self, squares: int | None) -> int:
