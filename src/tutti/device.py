@@ -352,9 +352,9 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype in which norms and counts are added up on ``device``: float64, or float32 where it has no float64.
+    """Return the dtype in which norms and counts are added up on ``device``: float64, or float32 where that is missing.
 
-    Only an Apple GPU (``mps``) has none.
+    Only an Apple GPU (``mps``) has no float64.
     """
     import torch
 

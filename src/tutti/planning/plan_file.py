@@ -78,7 +78,9 @@ def write_plan(config: TrainConfig, task: str, headline: str, path: Path) -> Non
 
 
 def plan_seconds(seconds: float) -> str:
-    """Format a duration with three significant digits and the largest unit of which it has at least two: d, h, min or s.
+    """Format a duration with three significant digits, in the largest of d, h, min and s of which it has at least two.
+
+    Below two minutes the unit is s.
 
     Args:
         seconds: the duration.
