@@ -28,8 +28,8 @@ def read_command(words: Sequence[str]) -> Command:
         words: the command, with or without a first word ``tutti``.
 
     Returns:
-        Its words, the name of its task, its resolved configuration and its run directory, which is made unless the
-        command resumes a run.
+        ``words`` of the command, ``task``, ``config`` (resolved, with a number of devices) and ``directory``, the run
+        directory, which is made unless the command resumes a run.
 
     Raises:
         UsageError: it is no ``train`` command, or a malformed one.

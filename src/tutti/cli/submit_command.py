@@ -139,8 +139,8 @@ def read_submission(command: Sequence[str]) -> Submission:
         command: its words, without ``tutti``.
 
     Returns:
-        The command, the name of its job (the task's or script's), its least and most devices, and the folder in which
-        it makes its run directory, if it does.
+        ``words`` of the command, ``name`` of its job (the task's or script's), ``sizes`` (least and most devices), and
+        ``runs``, the folder in which it makes its run directory (None if it does not).
 
     Raises:
         UsageError: it is neither command, a malformed one, or a ``run`` without ``-np``.

@@ -66,7 +66,8 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
         step: steps until the checkpoint; None for the newest at an epoch's end.
 
     Returns:
-        The checkpoint, with the run's configuration, its position, and the held-out loss there.
+        ``checkpoint`` (its directory), ``config`` of the run, position (``step``, ``epoch``), training ``samples`` of
+        an epoch, held-out ``loss`` there, and ``factor`` of the learning-rate schedule.
 
     Raises:
         UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, or the

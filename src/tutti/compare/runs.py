@@ -205,7 +205,9 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
         metric: name of the held-out metric to compare.
 
     Returns:
-        Held-out and training metric, updates, samples, seconds and what the run took to its target.
+        ``held_out`` and ``training`` value of the metric (NaN if not finite), ``updates``, ``samples``, ``seconds``,
+        ``samples_per_second``, ``curve`` (epoch and held-out value of each evaluation), hash of the weights, and steps,
+        samples and seconds to the target of ``--until`` (None without one).
 
     Raises:
         UsageError: the task does not report the metric.

@@ -90,7 +90,9 @@ def tuned_batches(
         watch: called with a run and its progress while the run is trained.
 
     Yields:
-        Each batch size with its best rate, as soon as its runs are finished; smallest batch first.
+        For each batch size, smallest first, as soon as its runs are finished: ``batch``, the best ``rate``, ``tuned``
+        (samples to the target by rate), ``edge`` (whether the best rate is at an edge of the grid), and ``runs``,
+        directories of the runs with the best rate.
 
     Raises:
         TargetError: no rate reaches the target at a batch size.

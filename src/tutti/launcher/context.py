@@ -81,7 +81,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
 
     Returns:
-        Rank, size and device of this process, and the store and timeout of the job.
+        ``identity`` (rank, size, local rank and node of this process), ``device``, ``store`` (shared by all ranks) and
+        ``timeout`` in seconds.
 
     Raises:
         UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or an accelerator is

@@ -128,7 +128,9 @@ def critical_batch(
             batch (``fit_branches``); None without.
 
     Returns:
-        The critical batch in samples, its 5 % and 95 % quantiles, and the data that it rests on.
+        ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis`` in words; ``ways``, the estimate
+        by each way of measuring alone; ``recipe``, the posterior of E_min and B_crit (None without a run that reached a
+        target); and the data: ``noise``, ``scaled``, ``batches`` and ``branches``.
 
     Raises:
         UsageError: no run has noise or enough batch sizes with a target, targets differ, or a run missed its target.

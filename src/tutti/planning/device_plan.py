@@ -127,8 +127,8 @@ class TargetData:
             batch: samples in a global batch.
 
         Returns:
-            Median number of samples, 256 Monte Carlo draws of it, its 90 % band (None where unknown), and its basis in
-            words.
+            ``samples`` (median), ``draws``, (256,) Monte Carlo draws of it, ``band``, its 90 % band (None where
+            unknown), and ``text``, its basis in words.
 
         Raises:
             UsageError: no run has reached the target at this batch, and one measured batch says nothing of others.
@@ -480,8 +480,8 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
     most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws.
 
     Returns:
-        The gap in seconds, the cause with the seconds that it explains, and both in words; the cause is empty for a
-        tie.
+        ``gap`` in seconds; ``term``, the cause, such as ``communication`` (empty for a tie); ``closes``, the seconds of
+        the gap that the cause explains; and ``text``, all of it in words.
     """
     gap = loser.seconds - winner.seconds
     if may_tie(loser, winner) and not loser.step.least:

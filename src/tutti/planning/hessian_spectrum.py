@@ -130,7 +130,8 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
         seed: seed of the random vectors.
 
     Returns:
-        Eigenvalue estimates with weights that sum to 1, and the trace with its 90 % band.
+        ``nodes``, eigenvalue estimates in rising order, with ``weights`` that sum to 1, (probes · steps,) at most;
+        ``lowest`` and ``highest`` of them; ``trace`` with its 90 % band (``trace_low``, ``trace_high``).
 
     Source: Hutchinson 1990; Golub & Welsch 1969; Ghorbani, Krishnan, Xiao 2019, arXiv 1901.10159.
     """

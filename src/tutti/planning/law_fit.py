@@ -157,7 +157,9 @@ def fit_target(
         noise_spread: standard deviation of log B_crit given the noise scale.
 
     Returns:
-        Posterior weights over 400 values of log B_crit, with log E_min at each.
+        ``log_critical``, (400,) values of log B_crit; ``log_least``, (400,) log E_min that fits best at each;
+        ``weights``, (400,) posterior weights, which sum to 1; ``seed``, the assumed standard deviation of log E between
+        runs.
     """
     middle = np.log(_CRITICAL_FACTOR * batches.max() if noise is None else noise)
     spread = _CRITICAL_SPREAD if noise is None else noise_spread

@@ -93,7 +93,8 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
         seed: seed of the bootstrap draws.
 
     Returns:
-        The law with its constants, and one law for each bootstrap draw.
+        ``law``, the law with its constants (E, A, α, B, β), fitted to all runs, and ``draws``, one law for each
+        bootstrap draw.
 
     Raises:
         UsageError: fewer runs or fewer different sizes than the law has constants for.

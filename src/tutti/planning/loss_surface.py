@@ -77,7 +77,8 @@ def sample_blocks(
         seed: seed of the random choice.
 
     Returns:
-        This rank's batches on the device, and the number of blocks and samples on all ranks.
+        ``batches``: index, batch on the device and number of samples of each of this rank's blocks; ``blocks`` and
+        ``samples``, their numbers on all ranks.
 
     Raises:
         UsageError: there are fewer blocks than ranks.
@@ -171,7 +172,8 @@ class LossSurface:
             of: name of the set of samples; None for the first.
 
         Returns:
-            Mean loss and mean metrics over the samples of all data ranks.
+            ``loss``, the mean loss, and ``metrics``, the mean of each metric by name, over the samples of all data
+            ranks.
         """
         number = self.sets.index(of or self.sets[0])
         self._ask(_VALUE, number, point)
@@ -189,7 +191,8 @@ class LossSurface:
             point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
 
         Returns:
-            Loss and metrics, and the gradient as a flat vector over the trainable parameters, complete on rank 0.
+            Mean ``loss`` and ``metrics`` (by name) over all samples, and the gradient of the mean loss as a flat vector
+            (size,) over the trainable parameters, complete on rank 0.
         """
         self._ask(_GRADIENT, 0, point)
         self._move(point)

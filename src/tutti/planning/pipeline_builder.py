@@ -101,7 +101,9 @@ class PipelineBuilder(ReplicaBuilder):
                 batch).
 
         Returns:
-            Computations and messages of one device of each stage, with their seconds and dependences.
+            Computations and messages of one device of each stage. Each of ``actions`` has a device, a phase, (256,)
+            seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
+            messages.
 
         Raises:
             UsageError: the stages are not known.

@@ -131,7 +131,8 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
         seconds: measured time of each module by its name; empty to partition by parameters.
 
     Returns:
-        The blocks in the order of the forward, each with its name and memory, and the bounds of the stages among them.
+        ``blocks`` in the order of the forward, each with its name and memory; ``bounds``, (stages + 1,) indices of the
+        blocks at which stages begin, and the number of blocks; and ``samples`` of the micro-batch that was run.
 
     Raises:
         UsageError: the model cannot be partitioned.
@@ -200,7 +201,8 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
         room: bytes of a device.
 
     Returns:
-        The blocks of the model with the new bounds of the stages; None if no partition fits.
+        The same ``blocks`` of the model with new ``bounds``, the indices of the blocks at which stages begin; None if
+        no partition fits.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
 

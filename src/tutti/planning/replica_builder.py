@@ -187,7 +187,9 @@ class ReplicaBuilder:
             ranks: number of data ranks; 1 makes no all-reduce.
 
         Returns:
-            Computations and messages of one replica, which stands for all, with their seconds and dependences.
+            Computations and messages of one replica, which stands for all. Each of ``actions`` has a device, a phase,
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
+            messages.
         """
         program = StepProgram()
         ends = self.passes(program, parts)
@@ -214,7 +216,9 @@ class ReplicaBuilder:
             ranks: number of data ranks.
 
         Returns:
-            The computations and messages of one rank, which stands for all.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
+            messages.
         """
         program, tensors = StepProgram(), self.facts.tensors
         self.passes(program, parts)
@@ -245,7 +249,9 @@ class ReplicaBuilder:
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, which stands for all, with their seconds and dependences.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
+            messages.
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, parts)
@@ -274,7 +280,9 @@ class ReplicaBuilder:
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, which stands for all, with their seconds and dependences.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
+            messages.
         """
         program, shards = StepProgram(), self.shape["shard"]
         groups = {group.name: group for group in self.facts.workload.groups}

@@ -154,7 +154,9 @@ class ServerBuilder(ReplicaBuilder):
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, which stands for all, with their seconds and dependences.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
+            messages.
 
         Raises:
             UsageError: the devices are on several nodes.
@@ -201,7 +203,9 @@ class ServerBuilder(ReplicaBuilder):
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, among them the seconds that servers spend on all ranks.
+            Computations and messages of one rank, among them the seconds that servers spend on all ranks. Each of
+            ``actions`` has a device, a phase, (256,) seconds and the indices of the actions that it waits for;
+            ``flows`` are the requests to servers.
 
         Raises:
             UsageError: there are too few tensors for the servers.

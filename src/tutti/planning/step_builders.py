@@ -107,8 +107,9 @@ def build_step(
             one.
 
     Returns:
-        Computations and messages of a device that computes as long as the slowest, or of one pipeline of such devices;
-        and (256,) ratios of the seconds of the slowest device to those of a typical one, one for each Monte Carlo draw.
+        Computations and messages of a device that computes as long as the slowest, or of one pipeline of such devices:
+        each of ``actions`` has a device, a phase, (256,) seconds and the indices of the actions that it waits for. And
+        (256,) ratios of the seconds of the slowest device to those of a typical one, one for each Monte Carlo draw.
 
     Raises:
         UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.

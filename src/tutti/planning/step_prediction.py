@@ -141,7 +141,8 @@ class TaskSizes:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
         Returns:
-            Work and parameters of the model by module group, its pipeline stages, and tensor-parallel collectives.
+            ``workload`` (FLOP, bytes and calls by module group), ``tensors`` (trainable parameters) and ``frozen``
+            ones, ``stages`` (None without a pipeline), and ``messages``, tensor-parallel collectives of a micro-batch.
 
         Raises:
             UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
@@ -323,7 +324,8 @@ def gather_sizes(task: str | Task, config: PlannedRun) -> ModelSizes:
         config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
     Returns:
-        Work, parameters and messages of the step, and bytes of the model's state and activations before any split.
+        ``step``: work, parameters, pipeline stages and messages of the step; ``memory``: bytes of the model's state and
+        activations before any split.
 
     Raises:
         UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.

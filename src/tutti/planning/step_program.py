@@ -278,7 +278,8 @@ def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
         samples: number of Monte Carlo draws; ``seconds`` of every action has as many elements.
 
     Returns:
-        Start and end in seconds of every action, both (actions, samples).
+        ``start`` and ``end`` in seconds of every action, both (actions, samples), and from them ``seconds`` of the
+        step, (samples,), shares of time and a timeline.
 
     >>> program = StepProgram()
     >>> first = program.add(StepAction(0, "backward", np.array([2.0, 3.0])))

@@ -37,7 +37,8 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
         folder: a folder on the disk to measure.
 
     Returns:
-        All measured numbers and curves, with the names of host and device.
+        ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``, ``device``, ``parts``
+        and date of the measurement.
 
     Raises:
         TuttiError: a rank failed; the error has that rank's exit code, and the rank's own message is printed before.

@@ -196,7 +196,8 @@ def read_machine(path: Path) -> Machine:
         path: the ``machine.json``.
 
     Returns:
-        The machine's figures (single numbers) and curves (seconds over size) by name, and host and device.
+        ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``, ``device``, ``parts``
+        and date of the measurement.
 
     Raises:
         UsageError: the file is missing or damaged, of another format or of another version.
