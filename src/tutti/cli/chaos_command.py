@@ -95,6 +95,14 @@ def kill(*command: Words, rank: str = "random", options: Common = DEFAULT) -> in
     int
         Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
         wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
+    started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
+    of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
+    faults), ``seed``, ``verify`` and ``reference`` (compare the final weights with those of a run without faults) and
+    ``as_json``.
     """
     return _play(Fault("kill"), rank, command, options)
 
@@ -116,6 +124,14 @@ def stop(*command: Words, rank: str = "random", seconds: Seconds = None, options
     int
         Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
         wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
+    started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
+    of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
+    faults), ``seed``, ``verify`` and ``reference`` (compare the final weights with those of a run without faults) and
+    ``as_json``.
     """
     return _play(Fault("stop", seconds=above("--for", seconds)), rank, command, options)
 
@@ -141,6 +157,14 @@ def slow(
     int
         Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
         wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
+    started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
+    of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
+    faults), ``seed``, ``verify`` and ``reference`` (compare the final weights with those of a run without faults) and
+    ``as_json``.
     """
     above("--factor", factor, 1)
     return _play(Fault("slow", seconds=above("--for", seconds), factor=factor), rank, command, options)
@@ -171,6 +195,14 @@ def fill(
         Exit code. 0: the run survived as promised, or without a command the disk was kept full for ``seconds``.
         9 (``THRESHOLD``): the run broke a promise, which is printed. A wrong option raises UsageError, which
         ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``words`` may begin with DIR, a folder on the disk to fill; the rest holds the words of a ``tutti train`` command,
+    which is started; when the fault ends the run, it is started again with ``--resume``. ``options`` are common to all
+    faults: ``run`` (directory of a running run, in place of a command), ``at_step`` (a step, ``random``, or ``saved``:
+    at the first checkpoint), ``times`` (number of faults), ``seed``, ``verify`` and ``reference`` (compare the final
+    weights with those of a run without faults) and ``as_json``.
     """
     folder = Path(words[0]) if words and words[0] not in ("tutti", "train") else None
     command, most = words[1:] if folder else words, sys.maxsize if yes else MOST
@@ -262,6 +294,11 @@ def soak(
     int
         Exit code. 0: the run survived all faults as promised. 9 (``THRESHOLD``): it broke a promise, which is
         printed. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``command`` holds the words of a ``tutti train`` command, which is started; when a fault ends the run, it is started
+    again with ``--resume``.
     """
     above("--faults", faults)
     chosen = read_command(command)

@@ -74,6 +74,13 @@ def compare(
         Exit code. 0: the table is printed, or with ``dry_run`` the runs are listed. 9 (``THRESHOLD``): with
         ``held``, no recipe reaches the first rung (the configuration at the start of the series) and its
         baseline. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    A ladder is a series of training configurations (rungs), each of which changes options of an earlier one; a recipe
+    is a rung with other ``workers`` or ``batch_size`` than the first, its baseline a rung with the same options at the
+    first rung's. ``task`` is the name of a task of ``tutti train``. ``flags`` holds options of ``tutti train`` by field
+    of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
     """
     if task is None:
         raise UsageError("no task is given", remedy="write tutti compare TASK, such as tutti compare digits")

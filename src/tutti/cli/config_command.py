@@ -63,6 +63,11 @@ def show(
     int
         Exit code. 0: the options are printed. An unknown option or value raises UsageError, which ``tutti``
         turns into exit code 2.
+
+    Notes
+    -----
+    ``task`` is the name of a task of ``tutti train``; None: from a file, or any. ``flags`` holds options of ``tutti
+    train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
     """
     given: dict[str, Any] = dict(flags)
     variables = variable_fields()

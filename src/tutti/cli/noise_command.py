@@ -85,6 +85,13 @@ def noise(
     int
         Exit code. 0: the critical batch size is printed. A wrong option, or runs that do not determine it,
         raise UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    The critical batch size is the global batch at which training needs twice the least data to a target. It is
+    estimated from the gradient noise of ``runs``, from losses of branches (a checkpoint trained further at larger
+    batches), and from the samples that runs at several batch sizes needed to a target. ``flags`` holds options of
+    ``tutti train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
     """
     if not runs:
         raise UsageError("no run is given", remedy="write tutti noise RUN, with the directory of a run")

@@ -139,6 +139,11 @@ def run(
         Exit code. 0: all processes ended with 0; otherwise, after the last restart that ``max_restarts``
         allows, the exit code of the process whose failure caused the others to fail. A wrong option raises
         UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``command`` holds the script, or with ``module`` the module's name, and its arguments. A rank is one of the
+    processes; a slot is room for one of them on a host.
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")

@@ -100,6 +100,11 @@ def train(
         (``THRESHOLD``): the run has ended, and the target of ``--until`` was not reached. Otherwise the code of
         the failure, a member of ``tutti.errors.ExitCode``: 2 usage, 3 data, 4 checkpoint, 5 lost peer, 6 loss
         not finite, 8 disk, 75 preempted, 130 interrupted.
+
+    Notes
+    -----
+    ``task`` is the name of a built-in task or ``file.py:function``; None: from a file, or from the run to resume.
+    ``flags`` holds options of ``tutti train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
     """
     begun = time.time()
     name, chosen = resolved(task, flags, config, changes)

@@ -332,8 +332,8 @@ def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | 
         room: bytes of a device.
 
     Returns:
-        A copy of ``config`` with smaller micro-batches, or with another number of devices and ``--strategy sharded``;
-        None if no plan with up to 1,024 devices fits.
+        A copy of ``config`` with smaller micro-batches, or with ``--strategy sharded`` on as many or more devices (and
+        as many workers and samples in a global batch, at least). None if no plan with up to 1,024 devices fits.
     """
     own = plan_memory(found, config)
     each = own.activations / _largest(config)
