@@ -26,13 +26,15 @@ STARTS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 FALLS = """
+import sys
 import torch
 _seen = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy, []
 
 def _watch(loss):
     def watched(scores, targets, **options):
         value = loss(scores, targets, **options)
-        if torch.is_grad_enabled():
+        # tutti calls the functions of the first batch again, to find losses that mix samples.
+        if torch.is_grad_enabled() and not sys._getframe(1).f_globals["__name__"].startswith("tutti"):
             _seen[2].append(value.item() / (len(targets) if options.get("reduction") == "sum" else 1))
         return value
     return watched

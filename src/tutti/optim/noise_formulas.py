@@ -131,4 +131,6 @@ def adascale_gain(variance: float, square: float, workers: float) -> float:
     """
     variance, square = max(variance, 0.0), max(square, 0.0)
     below = variance / workers + square
-    return (variance + square) / below if below > 0 else 1.0
+    gain = (variance + square) / below if below > 0 else 1.0
+    # The quotient of tiny numbers is rounded coarsely.
+    return min(max(gain, min(workers, 1.0)), max(workers, 1.0))
