@@ -1,4 +1,4 @@
-"""``tutti train --dry-run``: predict the memory of each device, and measure it in one step."""
+"""``tutti train --dry-run``: predict the memory of each device, and measure it in a trained step."""
 
 from __future__ import annotations
 
@@ -200,9 +200,9 @@ def _short(config: PlannedRun, each: float) -> str | None:
 
 
 def _step(task: str, config: PlannedRun, folder: Path) -> None:
-    from tutti.planning.memory_plan import measure
+    from tutti.planning.memory_plan import measure_memory
 
-    measure(task, config, folder)
+    measure_memory(task, config, folder)
 
 
 def _table(rows: Mapping[str, float], found: Mapping[str, float]) -> str:

@@ -171,14 +171,16 @@ def _split(config: PlannedRun) -> DeviceSplit:
 def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
     """Return the bytes of communication buffers: summed gradients, gathered parameters."""
     if split.zero < 2:
-        return summing(found.trained / (split.stages * split.tensor), split.shards if split.zero else 1, ranks)
+        return reduction_buffer_bytes(
+            found.trained / (split.stages * split.tensor), split.shards if split.zero else 1, ranks
+        )
     # ZeRO stage 2 keeps rows beside the whole parameters; in stage 3 one FSDP-wrapped module computes while the next
     # one is gathered. The whole gradient of one module exists, and a copy of it in the message.
     gathered = found.whole / split.shards if split.zero == 2 else found.rest + 2 * found.unit
     return (gathered + 2 * max(found.unit, found.rest)) / split.tensor
 
 
-def summing(trained: float, shards: int, ranks: int) -> float:
+def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
     """Predict the bytes of communication buffers in which data ranks sum up unsharded gradients.
 
     The gradients that backward makes are not included. The result is 0 for one rank.
@@ -222,7 +224,7 @@ def _peak(model: nn.Module, task: Task, config: PlannedRun, sample: Any, samples
     recompute(model, config.checkpointing)
     batch = batch_of(sample, samples, config)
     with Tracker() as tracker:
-        backward(model, task, config, batch)
+        backward_of_loss(model, task, config, batch)
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     return float(max(tracker.peak - gradients, 0))
 
@@ -252,7 +254,7 @@ def batch_of(sample: Any, samples: int, config: PlannedRun) -> Any:
     return map_tensors(sample, more)
 
 
-def backward(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
+def backward_of_loss(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
     """Run forward and backward of the task's loss on a micro-batch, under CPU autocast for 16-bit precisions.
 
     The gradients are left in the parameters' ``grad``.
@@ -270,7 +272,7 @@ def backward(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
     objective.sum().backward()
 
 
-def measure(name: str, config: PlannedRun, directory: Path) -> None:
+def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
 
     Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``,

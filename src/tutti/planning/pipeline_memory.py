@@ -20,7 +20,15 @@ from tutti.nn.ac_and_compile import recompute
 from tutti.parallel.pipeline.graph_trace import UntraceableError
 from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition, observe_blocks
-from tutti.planning.memory_plan import Facts, backward, batch_of, first_sample, model_of, resolve_task, summing
+from tutti.planning.memory_plan import (
+    Facts,
+    backward_of_loss,
+    batch_of,
+    first_sample,
+    model_of,
+    reduction_buffer_bytes,
+    resolve_task,
+)
 from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
@@ -168,7 +176,7 @@ def _look(
 
         def run(called: Any) -> None:
             if batch is not None:
-                backward(called, task, config, batch)
+                backward_of_loss(called, task, config, batch)
 
         return observe_blocks(model, found, seconds, run, tracker, samples)
 
@@ -271,7 +279,7 @@ def _memory(held: Any, found: Facts, config: PlannedRun) -> Memory:
         held.parameters / tensor,
         trained,
         found.words * trained / shards,
-        messages=held.messages + summing(trained, shards, ranks),
+        messages=held.messages + reduction_buffer_bytes(trained, shards, ranks),
         average=trained * (config.averaging is not None),
         activations=held.activations / tensor,
         buffers=held.buffers * -(-(config.workers or ranks) // ranks),

@@ -95,10 +95,10 @@ def open_options(text: str, devices: int) -> list[str]:
 
     >>> open_options("hybrid:schedule=1f1b", 8)
     ['hybrid:schedule=1f1b,stages=2,tensor=2', 'hybrid:schedule=1f1b,stages=2,tensor=4', \
-    rid:schedule=1f1b,stages=4,tensor=2']
+'hybrid:schedule=1f1b,stages=4,tensor=2']
     >>> open_options("sharded", 4), open_options("pipeline:schedule=gpipe", 4), open_options("mirrored", 4)
     (['sharded:stage=1', 'sharded:stage=2', 'sharded:stage=3'], ['pipeline:schedule=gpipe,stages=2', \
-    eline:schedule=gpipe,stages=4'], ['mirrored'])
+'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
     """
     given = Spec.parse(text, "--strategy")
     name = parse_strategy(text).name

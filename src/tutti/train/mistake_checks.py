@@ -465,13 +465,17 @@ class Checks:
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     def held_out(self, source: Source, loss: LossFn | None) -> None:
-        """Check the samples of the first evaluation for classic mistakes, such as different samples by rank.
+        """Check the samples of the first evaluation for classic mistakes, and report findings as warnings on rank 0.
 
-        Collective in the first call: an all-gather. Later calls do nothing.
+        Mistakes are: ranks were given different held-out samples, of which ``run.evaluate`` gives each rank a part; the
+        last samples repeat the first ones, as ``DistributedSampler`` pads; and, in a run of several logical workers
+        (fixed shares of the global batch), a loss that is a sum and not a mean. Nothing is raised. Collective in the
+        first call: an all-gather. Later calls do nothing.
 
         Args:
-            source: held-out samples.
-            loss: a loss function of this evaluation alone; None for that of training.
+            source: all held-out samples; must be the same on every rank.
+            loss: a loss function of this evaluation alone, which is tried on a few samples to tell a sum from a mean;
+                None for the loss function of training, which has been checked in training.
         """
         if self._evaluated or not self._enabled:
             return
