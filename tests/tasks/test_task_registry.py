@@ -174,6 +174,7 @@ def test_own_functions_get_the_options_they_take(own: str, monkeypatch: pytest.M
 def test_own_files_that_are_not_there(own: str, tmp_path: Path) -> None:
     refused(UsageError, "no such file", "nowhere.py", text=f"{tmp_path}/nowhere.py:make")
     refused(UsageError, "names no function", text=own)
+    refused(UsageError, f"started by: tutti run {own}", text=own)
     refused(UsageError, "names no function", text=f"{own}:")
     refused(UsageError, "no module 'no_such_module'", text="no_such_module:make")
     refused(UsageError, "did you mean 'plain'?", text=f"{own}:plian")

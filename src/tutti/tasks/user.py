@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tutti.tasks.task import Task
 
 _FORM = "write path/to/file.py:function or module:function"
+_SCRIPT = "; a script that calls tutti.prepare is started by: tutti run {0}, and predicted by: tutti simulate {0}"
 
 
 def is_own(text: str) -> bool:
@@ -86,7 +87,8 @@ def load_user_task(text: str, *, data: str | None, model: str | None, augment: b
 def _split(text: str) -> tuple[str, str]:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        raise UsageError(f"'{text}' names no function", remedy=_FORM)
+        script = "" if colon or not text.endswith(".py") else _SCRIPT.format(text)
+        raise UsageError(f"'{text}' names no function", remedy=_FORM + script)
     return place, name
 
 
