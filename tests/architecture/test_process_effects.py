@@ -39,6 +39,7 @@ LISTED = {
     "tutti.horovod.installing": ("`tutti.horovod.install()`",),
     "tutti.metrics.profile": ("`KINETO_LOG_LEVEL=6`",),
     "tutti.optim.mixing": ("tries the optimizer once with a single CPU thread",),
+    "tutti.parallel.parameter_server.server_supervisor": ("an exit handler of the parameter servers",),
     "tutti.train.metric_loggers": ("an exit handler of each logger",),
     "tutti.train.preemption": ("`run.stopping()`",),
     "tutti.train.prepare": ("`torch.set_num_threads(1)`",),
@@ -48,7 +49,7 @@ LISTED = {
 OWN_PROCESS = """
     cli.chaos_command cli.run_command cli.train_command compare.runs launcher.agent launcher.child
     launcher.elastic_driver launcher.launch launcher.supervisor train.main workload.bench_device workload.bench_ranks
-    data.loader parallel.parameter_server.server_session parallel.parameter_server.server_supervisor
+    data.loader parallel.parameter_server.server parallel.parameter_server.server_session
 """
 """Modules that do so in processes of tutti alone: its commands, the ranks it starts, loader processes and servers."""
 
