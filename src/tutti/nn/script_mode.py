@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import function_mode_depth
+from tutti.torch_compat import TorchFunctionDisabled, function_mode_depth
 
 SIZES = frozenset(
     (
@@ -120,3 +122,47 @@ def asked_by_script(mode: str) -> bool:
             return module == "torch.nn.init" or module.partition(".")[0] not in ("torch", "tutti", "contextlib")
         frame = frame.f_back
     return False
+
+
+def tutti_caller(mode: str) -> FrameType | None:
+    """Return the frame of tutti's code that has called the PyTorch function which a function mode handles, or None.
+
+    To be called within ``__torch_function__`` of the mode. None if the script, or a library other than PyTorch, called.
+
+    Args:
+        mode: name of the module that defines the function mode.
+    """
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        if module not in (mode, __name__) and package not in ("torch", "contextlib"):
+            return frame if package == "tutti" else None
+        frame = frame.f_back
+    return None
+
+
+def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of a function of PyTorch, and in lists and tuples among them.
+
+    Args:
+        args, kwargs: arguments as ``__torch_function__`` is given them.
+    """
+    for value in chain(args, kwargs.values()):
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def size_of_whole(func: Any, whole: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function of ``SIZES`` says of a tensor with the shape ``whole`` in place of the tensor it is given.
+
+    Args:
+        func: the function.
+        whole: shape of the whole parameter of which the given tensor is a part.
+        args, kwargs: arguments of the call; the tensor is the first, or ``input``.
+    """
+    given = args[0] if args else kwargs["input"]
+    with TorchFunctionDisabled():
+        stand_in = torch.empty(tuple(whole), dtype=given.dtype, device="meta")
+    return func(stand_in, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})

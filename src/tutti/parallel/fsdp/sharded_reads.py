@@ -15,11 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import SIZES, QuietMode, ScriptMode, asked_by_script
+from tutti.nn.script_mode import SIZES, QuietMode, ScriptMode, asked_by_script, size_of_whole
 from tutti.nn.written_tensors import DATA, may_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
-from tutti.torch_compat import TorchFunctionDisabled
 
 _WORDS = ("DTensor", "placement", "tensor subclasses")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -62,7 +61,7 @@ class ShardedReads(ScriptMode):
         self._shards.engine = ref(engine)
 
     def cover(self, rows: Iterable[ShardedParameter]) -> None:
-        """From now on, return the shape and element count of the whole parameter where the script asks a row shard's.
+        """Give the script the sizes of the whole parameter where it asks for those of this rank's rows, from now on.
 
         Args:
             rows: this rank's rows of each parameter, as the optimizer's groups have them.
@@ -128,9 +127,7 @@ class _ShardMode(QuietMode):
             refuse_gathered_write(written, getattr(func, "__name__", ""))
         if func in SIZES and (shape := self.wholes.get(first)) is not None and asked_by_script(__name__):
             self.asked = True
-            with TorchFunctionDisabled():
-                whole = torch.empty(shape, dtype=first.dtype, device="meta")  # type: ignore[union-attr]
-            return func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+            return size_of_whole(func, shape, args, kwargs)
         if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
             _check(name, first)
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import QuietMode
+from tutti.nn.script_mode import QuietMode, tensors_among, tutti_caller
 from tutti.nn.written_tensors import may_write
-from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled
 
 _VIEWS = frozenset(
@@ -40,8 +37,12 @@ class StageWrites(QuietMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.quiet and func not in METADATA and _may_change(func, kwargs):
-            for tensor in _tensors(args, kwargs):
-                if tensor in self._present and all(tensor is not kept for kept, _ in self._kept) and _by_script():
+            for tensor in tensors_among(args, kwargs):
+                if (
+                    tensor in self._present
+                    and all(tensor is not kept for kept, _ in self._kept)
+                    and tutti_caller(__name__) is None
+                ):
                     self._keep(tensor)
         return func(*args, **kwargs)
 
@@ -64,21 +65,3 @@ class StageWrites(QuietMode):
 def _may_change(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function writes an argument in place, or returns a view of an argument."""
     return may_write(func) or getattr(func, "__name__", "") in _VIEWS or "out" in kwargs
-
-
-def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for value in chain(args, kwargs.values()):
-        for tensor in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(tensor, Tensor):
-                yield tensor
-
-
-def _by_script() -> bool:
-    """Return whether the script calls PyTorch, and not tutti."""
-    frame: FrameType | None = calling_frame(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module != __name__ and module.partition(".")[0] not in ("torch", "contextlib"):
-            return module.partition(".")[0] != "tutti"
-        frame = frame.f_back
-    return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import SIZES, QuietMode, asked_by_script
+from tutti.nn.script_mode import SIZES, QuietMode, asked_by_script, size_of_whole, tensors_among, tutti_caller
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor
@@ -76,7 +75,7 @@ class SplitReads(QuietMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.quiet and func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
-            return func(whole, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+            return size_of_whole(func, whole, args, kwargs)
         if not self.quiet and func == _GRADIENT:
             gradient = func(*args)
             if gradient is not None and (name := self._names.get(args[0])) is not None:
@@ -85,7 +84,7 @@ class SplitReads(QuietMode):
         name = None if self.quiet or func in METADATA else self._name_in(args, kwargs)
         if name is None:
             return func(*args, **kwargs)
-        caller = _in_tutti()
+        caller = tutti_caller(__name__)
         if caller is not None:
             result = func(*args, **kwargs)
             return self._split_output(caller.f_locals.get("self"), result) if func is functional.linear else result
@@ -103,10 +102,8 @@ class SplitReads(QuietMode):
                 self._names.setdefault(tensor, name)
         return result
 
-    def _whole_for_script(self, args: Any, kwargs: Any) -> Tensor | None:
-        """Return a tensor of the whole parameter's shape, without memory, if the script asks for a slice's sizes.
-
-        Also for the sizes of the parameter's gradient. None for other tensors.
+    def _whole_for_script(self, args: Any, kwargs: Any) -> Sequence[int] | None:
+        """Return the whole parameter's shape if the script asks for the sizes of a slice or of its gradient, else None.
 
         PyTorch and tutti compute with slices and get the sizes of the slice; ``torch.nn.init`` computes fans.
         """
@@ -116,18 +113,19 @@ class SplitReads(QuietMode):
             return None
         here, whole = self._shapes[name]
         with TorchFunctionDisabled():
-            if tuple(tensor.shape) != here or not asked_by_script(__name__) or _in_layer_or_optimizer():
-                return None
-            return torch.empty(whole, dtype=tensor.dtype, device="meta")
+            local = tuple(tensor.shape) == here
+        return whole if local and asked_by_script(__name__) and not _in_layer_or_optimizer() else None
 
     def _name_in(self, args: Any, kwargs: Any) -> str | None:
         """Return the name of the first split parameter among the arguments, or None."""
-        return next((name for tensor in _tensors(args, kwargs) if (name := self._names.get(tensor)) is not None), None)
+        return next(
+            (name for tensor in tensors_among(args, kwargs) if (name := self._names.get(tensor)) is not None), None
+        )
 
     def _check_operands(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Raise UsageError if an operand of an elementwise function is another one for each slice of a parameter."""
         here, whole = self._shapes[name]
-        for tensor in _tensors(args, kwargs):
+        for tensor in tensors_among(args, kwargs):
             if self._names.get(tensor) is not None or type(tensor) not in (Tensor, nn.Parameter):
                 continue
             sizes = tensor.shape[::-1]
@@ -176,7 +174,7 @@ class _ForwardReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA:
-            for tensor in _tensors(args, kwargs):
+            for tensor in tensors_among(args, kwargs):
                 if (owners := self._owners.get(id(tensor))) is not None and self._is_outside(owners):
                     self.names |= set(owners.values())
         return func(*args, **kwargs)
@@ -213,14 +211,6 @@ def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: t
     return sorted(mode.names)
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments, and in lists of them."""
-    for value in chain(args, kwargs.values()):
-        for tensor in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(tensor, Tensor):
-                yield tensor
-
-
 def _is_elementwise(func: Callable[..., Any]) -> bool:
     if func in _DATA:
         return True
@@ -237,15 +227,6 @@ def _frames() -> Iterator[FrameType]:
         if frame.f_globals.get("__name__") != __name__:
             yield frame
         frame = frame.f_back
-
-
-def _in_tutti() -> FrameType | None:
-    """Return the frame of tutti that calls PyTorch; None if the script calls it."""
-    for frame in _frames():
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "contextlib"):
-            return frame if package == "tutti" else None
-    return None
 
 
 def _in_layer_or_optimizer() -> bool:
