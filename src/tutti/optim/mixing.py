@@ -267,12 +267,7 @@ def _run(
     # Not torch.manual_seed, which seeds accelerators too.
     torch.default_generator.manual_seed(0)
     params = [nn.Parameter(cut.take(trial.values[cut.of]).clone()) for cut in cuts]
-    members: dict[int, list[nn.Parameter]] = {}
-    for cut, param in zip(cuts, params, strict=True):
-        members.setdefault(trial.groups[cut.of], []).append(param)
-    copy = built_alike(
-        optimizer, [{**deepcopy(groups[g].settings), "params": p} for g, p in members.items()], _off(optimizer)
-    )
+    copy = _copied(optimizer, groups, params, [trial.groups[cut.of] for cut in cuts])
     copy_step = type(copy).step
     for number in range(trial.compared[-1] + 1):
         for cut, param in zip(cuts, params, strict=True):
@@ -282,6 +277,17 @@ def _run(
         copy_step(copy, _loss) if closure else copy_step(copy)
         if number in trial.compared:
             yield [(p.detach().clone(), {k: _kept(v) for k, v in copy.state.get(p, {}).items()}) for p in params]
+
+
+def _copied(
+    optimizer: Optimizer, groups: Sequence[_Group], params: Sequence[nn.Parameter], places: Sequence[int]
+) -> Optimizer:
+    """Build an optimizer alike for ``params``; ``places`` has the index in ``groups`` of each."""
+    members: dict[int, list[nn.Parameter]] = {}
+    for place, param in zip(places, params, strict=True):
+        members.setdefault(place, []).append(param)
+    settings = [{**deepcopy(groups[place].settings), "params": inside} for place, inside in members.items()]
+    return built_alike(optimizer, settings, _off(optimizer))
 
 
 def _loss() -> Any:
@@ -410,11 +416,7 @@ def unlike_one_closure(optimizer: Optimizer) -> str | None:
     def stepped(with_closure: bool) -> list[Tensor]:
         torch.default_generator.manual_seed(0)
         params = [nn.Parameter(value.clone()) for value in trial.values]
-        members: dict[int, list[nn.Parameter]] = {}
-        for group, param in zip(trial.groups, params, strict=True):
-            members.setdefault(group, []).append(param)
-        settings = [{**deepcopy(groups[g].settings), "params": p} for g, p in members.items()]
-        copy = built_alike(optimizer, settings, _off(optimizer))
+        copy = _copied(optimizer, groups, params, trial.groups)
 
         def closure() -> Tensor:
             calls.append(all(torch.equal(p, value) for p, value in zip(params, trial.values, strict=True)))
