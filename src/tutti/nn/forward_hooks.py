@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from tutti.nn.gradient_hooks import hook_package
 from tutti.torch_compat import forward_hooks, tree_map, wrap_forward_hooks
 
 _MARK = "tutti.seen_by_hook"
@@ -126,8 +127,7 @@ def _marked(value: Any, marks: list[ReferenceType[_Mark]]) -> Any:
 
 
 def _is_of_script(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
-    return not str(getattr(function, "__module__", "")).startswith(("tutti.", "torch."))
+    return hook_package(hook) not in ("tutti", "torch")
 
 
 def _place(hook: Any) -> str:

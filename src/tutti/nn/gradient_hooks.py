@@ -38,6 +38,15 @@ def _call(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> No
         target(parameter)
 
 
+def hook_package(hook: Any) -> str:
+    """Return the top-level package that defines a hook, such as "torch" or "tutti"; "" where none is known.
+
+    Args:
+        hook: a function, a method, or an object that wraps a function as its attribute ``func``, such as a ``partial``.
+    """
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
+
+
 def has_gradient_hook(parameter: Tensor) -> bool:
     """Return whether a parameter has a hook registered by ``Tensor.register_hook``."""
     return bool(gradient_hooks(parameter))
@@ -48,7 +57,7 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
 
     Hooks of tutti's own do not count.
     """
-    return not all(map(_is_own, (accumulation_hooks(parameter) or {}).values()))
+    return any(hook_package(hook) != "tutti" for hook in (accumulation_hooks(parameter) or {}).values())
 
 
 def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
@@ -74,8 +83,3 @@ def shares_gradient_hooks(parameter: Tensor, other: Tensor) -> bool:
         parameter, other: the tensors to compare.
     """
     return gradient_hooks(parameter) is gradient_hooks(other)
-
-
-def _is_own(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
-    return str(getattr(function, "__module__", "")).startswith("tutti.")

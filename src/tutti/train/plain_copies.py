@@ -8,6 +8,7 @@ from weakref import ref
 
 from torch import nn
 
+from tutti.nn.gradient_hooks import hook_package
 from tutti.torch_compat import CONVERSION, MODULE_HOOK_TABLES
 
 _ATTRIBUTE = "__reduce_ex__"
@@ -55,7 +56,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
         key
         for name in MODULE_HOOK_TABLES
         for key, hook in (kept.get(name) or {}).items()
-        if str(getattr(hook, "__module__", "")).startswith("tutti.")
+        if hook_package(hook) == "tutti"
     }
     for name in MODULE_HOOK_TABLES:
         table = kept.get(name)
