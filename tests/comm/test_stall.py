@@ -15,6 +15,7 @@ import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.shared_memory import attach_small
 from tutti.comm.stall import Call, StallInspector, _Notes, is_complete
 from tutti.errors import PeerError
 from tutti.launcher import context
@@ -53,6 +54,28 @@ def test_a_slow_rank_is_waited_for_and_a_deadlock_is_found(pool: worlds.Pool) ->
     for rank, text in enumerate(pool.run(different_calls, odd=2)):
         for word in ("MismatchError", "gradient bucket 0 in step 7", "totals of the evaluation", f"(rank {rank})"):
             assert word in text
+
+
+def after_a_slow_barrier() -> str:
+    """Rank 0 is late at a barrier in shared memory, where the others wait long; then it waits there alone."""
+    comm = Communicators(context.current(), Grid(replica=3, rank=tutti.rank())).world
+    small = attach_small(comm)
+    assert small is not None
+    try:
+        if tutti.rank() == 0:
+            time.sleep(1)
+        small.gather(torch.ones(1), "gather")
+        if tutti.rank() == 0:
+            small.gather(torch.ones(1), "gather")
+        comm.all_reduce(torch.ones(1), "sum")
+    except PeerError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_how_long_ranks_waited_at_a_barrier_before_hides_no_deadlock(pool: worlds.Pool) -> None:
+    for text in pool.run(after_a_slow_barrier):
+        assert text.startswith("MismatchError ranks wait for each other in different calls: rank 0 in gather"), text
 
 
 def without(missing: list[int], later: int = -1) -> str:

@@ -131,7 +131,7 @@ class SharedMemorySegment:
                     return False
             return True
 
-        self._comm.stall.poll(done, Call(text, self._comm.ranks))
+        self._comm.stall.poll(done, Call(text, self._comm.ranks, counted=False))
 
     def _check_alive(self, other: int, text: str) -> None:
         """Raise PeerError if rank ``other`` has ended (its lock is free) without arriving at the barrier."""

@@ -57,6 +57,8 @@ class Call:
         before: in a description read from the store: how often the waiting rank has completed this call before.
         left: in a description read from the store: the calls that the waiting rank has completed last, by ``key`` → how
             often.
+        counted: False for barriers in shared memory, which each rank notices to be complete as soon as all ranks have
+            arrived. Most of them end before ``StallInspector`` is asked, so that ranks count different numbers of them.
     """
 
     text: str
@@ -64,6 +66,7 @@ class Call:
     sent: tuple[str, ...] = field(default=(), compare=False)
     before: int = field(default=0, compare=False)
     left: Mapping[str, int] = field(default_factory=dict, compare=False)
+    counted: bool = field(default=True, compare=False)
 
     @property
     def key(self) -> str:
@@ -185,7 +188,8 @@ class StallInspector:
         try:
             if not done(_PATIENCE):
                 self._explain(done, call)
-            self._leave(call)
+            if call.counted:
+                self._leave(call)
         finally:
             heartbeat.training.enter(before)
 
@@ -283,7 +287,8 @@ class StallInspector:
         return f"stall/{rank}"
 
     def _note(self, call: Call, beat: int) -> None:
-        note = json.dumps([call.text, call.ranks, beat, self.sent, self._left.get(call.key, 0), self._left.copy()])
+        before, left = self._left.get(call.key, 0), self._left.copy()
+        note = json.dumps([call.text, call.ranks, beat, self.sent, before, left, call.counted])
         self._ask(lambda: self._store.set(self._key(self._rank), note))
 
     def _notes(self) -> dict[int, tuple[Call, int]] | None:
@@ -295,8 +300,8 @@ class StallInspector:
                 if self._store.check([self._key(rank)]):
                     raw = self._store.get(self._key(rank))
                     if raw:
-                        text, ranks, beat, sent, before, left = json.loads(raw)
-                        notes[rank] = Call(text, tuple(ranks), tuple(sent), before, left), beat
+                        text, ranks, beat, sent, *counts = json.loads(raw)
+                        notes[rank] = Call(text, tuple(ranks), tuple(sent), *counts), beat
             return notes
 
         return self._ask(read)
@@ -322,8 +327,8 @@ class StallInspector:
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Return whether a collective or transfer waits for no rank any more, as far as the ranks' descriptions tell.
 
-    True if each of the call's ranks waits in an equal call, has completed it already or, for a point-to-point transfer,
-    has begun to send.
+    True if each of the call's ranks waits in an equal call, has completed it already (where calls are ``counted``) or,
+    for a point-to-point transfer, has begun to send.
 
     Args:
         call: description of the collective or transfer.
@@ -331,7 +336,7 @@ def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
             a call lists the transfers that the rank has begun, as texts, and ``left`` the calls that it has completed.
     """
     return all(
-        there == call or call.text in there.sent or there.left.get(call.key, 0) > call.before
+        there == call or call.text in there.sent or (call.counted and there.left.get(call.key, 0) > call.before)
         for there in (waiting[rank] for rank in call.ranks)
     )
 
