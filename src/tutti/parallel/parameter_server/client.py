@@ -121,8 +121,10 @@ class Client:
         self._pushed = [[pushed[r.start : r.stop] for r in region] for region in regions]
         self._given = [[given[r.start : r.stop] for r in region] for region in regions]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = [self._connect(address) for address in addresses]
-        self._monitors = [socket.get_monitor_socket(_EVENTS) for socket in self._sockets]
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+        for address in addresses:
+            self._connect(address)
         self._seq = [0] * self._count
         self._open: dict[int, tuple[list[bytes | memoryview], float, float]] = {}
         self._replies: dict[int, Reply] = {}
@@ -134,13 +136,15 @@ class Client:
         self.traffic: dict[tuple[int, str], RequestTraffic] = {}
         self.close = weakref.finalize(self, _close, os.getpid(), self._context, self._sockets, self._monitors)
 
-    def _connect(self, address: Address) -> zmq.Socket[bytes]:
+    def _connect(self, address: Address) -> None:
         socket = self._context.socket(zmq.DEALER)
         curve_keys.unlock(socket, self._identity.keys, address.key)
         socket.linger = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 500
+        # ZeroMQ reports a refused key once and does not connect again: the monitor is there before.
+        self._monitors.append(socket.get_monitor_socket(_EVENTS))
         socket.connect(address.endpoint)
-        return socket
+        self._sockets.append(socket)
 
     def send(
         self,
