@@ -70,7 +70,7 @@ def with_and_without_shared_memory() -> list[Any]:
             comm.gather_into(whole, mine, f"gather {turn}")
             comm.scatter_sum(part, torch.randn(size * elements, generator=generator), f"scatter {turn}")
             counts = torch.tensor([rank, turn], dtype=torch.float64)
-            comm.sum_numbers(counts, f"sum {turn}")
+            comm.sum_in_place(counts, f"sum {turn}")
             found += [whole.sum().item(), part.sum().item(), *counts.tolist()]
             found += comm.gather_slices(torch.tensor([rank, turn]), f"slices {turn}").tolist()
         told.append(found)

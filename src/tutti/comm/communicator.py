@@ -129,7 +129,7 @@ class Communicator:
     def share_memory(self, like: Communicator | None = None) -> None:
         """Make collectives of small CPU tensors on this communicator use shared memory instead of Gloo.
 
-        Faster on one node. Affects ``sum_numbers``, ``gather_slices``, ``gather_into`` and ``scatter_sum``. Collective
+        Faster on one node. Affects ``sum_in_place``, ``gather_slices``, ``gather_into`` and ``scatter_sum``. Collective
         over the ranks of this communicator; blocks. No effect on accelerators, with ranks on several nodes, or where
         there is no shared memory.
 
@@ -141,21 +141,21 @@ class Communicator:
         elif self.size > 1 and self._small is None and not is_accelerator(self.device):
             self._small = attach_small(self)
 
-    def sum_numbers(self, numbers: Tensor, text: str) -> None:
-        """All-reduce (sum) a small tensor ``numbers`` (n,) in place, such as a loss and a count.
+    def sum_in_place(self, tensor: Tensor, text: str) -> None:
+        """All-reduce (sum) ``tensor`` in place, a small CPU tensor through shared memory where ranks share some.
 
         Collective over the ranks of this communicator; blocks. Shape and dtype must be equal on all ranks, which is not
         always checked.
 
         Args:
-            numbers: (n,), overwritten by the sum over the ranks.
+            tensor: contiguous, overwritten by the sum over the ranks.
             text: names the call in error messages; equal on all ranks.
         """
-        if self._small is not None and self._small.takes(numbers):
-            self._count_collective("shared_memory", numbers, self.size)
-            torch.sum(torch.stack(self._small.gather(numbers, text)), dim=0, out=numbers)
+        if self._small is not None and self._small.takes(tensor):
+            self._count_collective("shared_memory", tensor, self.size)
+            torch.sum(self._small.gather(tensor, text), dim=0, out=tensor.view(-1))
         else:
-            self.start_all_reduce(numbers, text).wait()
+            self.start_all_reduce(tensor, text).wait()
 
     def start_all_reduce(self, flat: Tensor, text: str) -> Pending:
         """Start an all-reduce (sum) of ``flat`` in place, and return a handle to wait for it.
@@ -227,7 +227,7 @@ class Communicator:
             return mine
         if self._small is not None and self._small.takes(mine):
             self._count_collective("shared_memory", mine, self.size)
-            return torch.cat(self._small.gather(mine, text))
+            return self._small.gather(mine, text).flatten()
         self._count_collective("all_gather", mine, self.size)
         whole = mine.new_empty(self.size * mine.numel())
         work = dist.all_gather(list(whole.view(self.size, -1).unbind()), mine, group=self._fast, async_op=True)
@@ -246,7 +246,7 @@ class Communicator:
         """
         if self._small is not None and self._small.takes(mine):
             self._count_collective("shared_memory", mine, self.size)
-            torch.cat(self._small.gather(mine, text), out=whole)
+            whole.view(self.size, -1).copy_(self._small.gather(mine, text))
         elif self.size > 1:
             self._count_collective("all_gather", whole)
             self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
@@ -270,8 +270,8 @@ class Communicator:
             return
         if self._small is not None and self._small.takes(whole):
             self._count_collective("shared_memory", whole, self.size)
-            slices = [each.view(self.size, -1)[self.rank] for each in self._small.gather(whole, text)]
-            torch.sum(torch.stack(slices), dim=0, out=mine)
+            slices = self._small.gather(whole, text).view(self.size, self.size, -1)[:, self.rank]
+            torch.sum(slices, dim=0, out=mine)
             return
         # Gloo's reduce-scatter is an all-reduce, and its work cannot be waited for with a timeout.
         self._count_collective("all_to_all", whole)

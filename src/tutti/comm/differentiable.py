@@ -210,7 +210,7 @@ class TensorRanks:
             name: names the call in error messages, such as ``output of mlp``.
         """
         total = tensor.clone(memory_format=torch.contiguous_format)
-        self._comm.start_all_reduce(total, name).wait()
+        self._comm.sum_in_place(total, name)
         return total
 
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:

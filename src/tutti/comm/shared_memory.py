@@ -69,6 +69,10 @@ class SharedMemorySegment:
         start = self._comm.size * _LINE + rank * self._size
         return self._bytes[start : start + self._size]
 
+    def slots(self) -> Tensor:
+        """Return the memory of all ranks in the segment as a view (size, bytes of a slot) uint8, in rank order."""
+        return self._bytes[self._comm.size * _LINE :].view(self._comm.size, self._size)
+
     def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return a view (count,) of ``dtype`` on this shared-memory segment, from byte ``start`` on. Copies nothing.
 
@@ -173,10 +177,9 @@ class SmallMessages:
     def __init__(self, comm: Communicator, segment: SharedMemorySegment) -> None:
         self._comm, self._rank, self._segment = comm, comm.rank, segment
         half = self.BYTES // 2
-        slots = [segment.slot(rank) for rank in range(comm.size)]
-        halves = [[slot[start : start + half] for slot in slots] for start in (0, half)]
-        self._digests = [[part[:_LINE].view(torch.int64).numpy() for part in parts] for parts in halves]
-        self._messages = [[part[_LINE:] for part in parts] for parts in halves]
+        halves = segment.slots()[:, : self.BYTES].view(comm.size, 2, half).unbind(1)
+        self._digests = [part[:, :_LINE].view(torch.int64)[:, 0].numpy() for part in halves]
+        self._messages = [part[:, _LINE:] for part in halves]
         self._turn = 0
 
     @staticmethod
@@ -184,31 +187,31 @@ class SmallMessages:
         """Return whether ``gather`` can send a tensor through shared memory: it is on the CPU and at most 1 MiB."""
         return tensor.nbytes <= SMALL_BYTES and tensor.device.type == "cpu"
 
-    def gather(self, mine: Tensor, text: str) -> list[Tensor]:
+    def gather(self, mine: Tensor, text: str) -> Tensor:
         """All-gather a small CPU tensor through shared memory. Collective over the ranks of one communicator; blocks.
 
         Args:
-            mine: (n,), this rank's tensor; n and dtype are equal on all ranks.
+            mine: this rank's tensor of n elements; n and dtype are equal on all ranks.
             text: names the call in error messages; equal on all ranks.
 
         Returns:
-            A view (n,) of each rank's tensor in shared memory, in rank order. The next call but one overwrites them.
+            A view (size, n) of all ranks' tensors in shared memory, in rank order. The next call but one overwrites it.
 
         Raises:
             MismatchError: ranks are in different calls, or their tensors differ in size or dtype.
             PeerError: a rank has ended, or did not arrive within the timeout.
         """
         self._turn = 1 - self._turn
-        digests, messages, size = self._digests[self._turn], self._messages[self._turn], mine.nbytes
+        digests, size = self._digests[self._turn], mine.nbytes
+        messages = self._messages[self._turn][:, :size].view(mine.dtype)
         call = f"{text}, with {mine.numel()} of {mine.dtype}"
-        digest = name_key(call)
-        messages[self._rank][:size].view(mine.dtype).copy_(mine.reshape(-1))
-        digests[self._rank][0] = digest
+        digests[self._rank] = digest = name_key(call)
+        messages[self._rank].view_as(mine).copy_(mine)
         self._segment.barrier(text)
-        if any(other[0] != digest for other in digests):
-            differs = next(rank for rank, other in enumerate(digests) if other[0] != digests[0][0])
+        if (digests != digest).any():
+            differs = next(rank for rank, other in enumerate(digests) if other != digests[0])
             raise self._comm.calls_differ(call, differs)
-        return [message[:size].view(mine.dtype) for message in messages]
+        return messages
 
 
 def attach_small(comm: Communicator) -> SmallMessages | None:

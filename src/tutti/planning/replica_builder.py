@@ -138,10 +138,10 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
     Returns:
         (256,) seconds of all of them together, one for each Monte Carlo draw of the machine's uncertain constants.
     """
-    total, cpu = np.zeros(SAMPLES), not prices.costs.overlaps
+    total, cpu, shared = np.zeros(SAMPLES), not prices.costs.overlaps, prices.costs.network.nodes(ranks) == 1
 
     def price(kind: str, size: int) -> Array:
-        each = carried(kind, ranks, size, cpu=cpu, shared=False)
+        each = carried(kind, ranks, size, cpu=cpu, shared=shared)
         return prices.once(
             ("tensor", each.kind, each.bytes, ranks), lambda: collective_seconds(prices.costs, each, ranks)
         )
@@ -443,10 +443,11 @@ class ReplicaBuilder:
         sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
         if not sent:
             return needs[-1]
+        ranks = self.shape["tensor"]
         for each in sent:
-            one = self._carried(each.kind, self.shape["tensor"], each.bytes, "tensor", shared=False)
+            one = self._carried(each.kind, ranks, each.bytes, "tensor", shared=self._one_node(ranks))
             program.collectives.append(replace(one, stage=device, calls=times))
-        seconds = times * message_seconds(self.prices, sent, self.shape["tensor"])
+        seconds = times * message_seconds(self.prices, sent, ranks)
         return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
 
     def share_whole(

@@ -46,13 +46,6 @@ class GroupMessage(NamedTuple):
     bytes: Affine
 
 
-class _Complete:
-    """Handle of a collective that was not made."""
-
-    def wait(self) -> None:
-        """Return at once, because no collective was started."""
-
-
 class MessageLog:
     """Stand-in for the communicator of the tensor ranks: records the collectives of a traced model and sends nothing.
 
@@ -75,18 +68,14 @@ class MessageLog:
         self._calls: list[LoggedCall] = []
         self._traces: dict[str, list[tuple[int, list[LoggedCall]]]] = {}
 
-    def start_all_reduce(self, flat: Tensor, text: str) -> _Complete:
-        """Record an all-reduce over the tensor ranks without making it: ``flat`` is left unchanged. Local.
+    def sum_in_place(self, tensor: Tensor, text: str) -> None:
+        """Record an all-reduce over the tensor ranks without making it: ``tensor`` is left unchanged. Local.
 
         Args:
-            flat: (n,), the vector that would be summed in place.
+            tensor: the tensor that would be summed in place.
             text: ignored.
-
-        Returns:
-            A handle whose ``wait`` returns at once.
         """
-        self._note("all_reduce", flat.nbytes)
-        return _Complete()
+        self._note("all_reduce", tensor.nbytes)
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
         """Record an all-gather over the tensor ranks without making it. Local.

@@ -836,7 +836,7 @@ class ShardedSync:
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
-        comm.sum_numbers(message, f"all_reduce of totals in step {step_context.global_step + 1}")
+        comm.sum_in_place(message, f"all_reduce of totals in step {step_context.global_step + 1}")
         numbers = message.tolist()
         if not self._tail.same(numbers, step_context, comm.size):
             refuse_mismatch(comm, step_context)

@@ -127,6 +127,7 @@ class TensorParallelizer:
         if self._comm.size == 1:
             return
         broadcast_tensors(self._comm, _tensors(self._plain), "initial state")
+        self._comm.share_memory()
         ranks = TensorRanks(self._comm, any(map(is_compiled, self._plain.modules())))
         self._specs = split_layers(self._plain, self.plan, ranks, sequence=self._config.sequence)
         _note_hookable(self._plain, self.plan, compiled=self._compiled)
