@@ -25,8 +25,8 @@ import tutti
 draw = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(22, 4, generator=draw).double(), torch.randn(22, 1, generator=draw).double())
 found = {}
-for strategy in ("mirrored", "sharded:stage=1", "sharded:stage=3", "tensor:least=1", "central_storage",
-                 "local_sgd:period=1", "hybrid:shards=2,tensor=2"):
+for strategy in ("mirrored", "sharded:stage=1", "sharded:stage=3", "tensor:least=1", "local_sgd:period=1",
+                 "hybrid:shards=2,tensor=2"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     workers = 1 if strategy.startswith("tensor") else 4

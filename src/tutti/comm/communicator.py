@@ -23,7 +23,7 @@ from tutti.comm.file_all_gather import FileAllGather
 from tutti.comm.grid import Grid
 from tutti.comm.process_groups import process_groups
 from tutti.comm.random_keys import mix, name_key
-from tutti.comm.shared_memory import SmallMessages, attach_small
+from tutti.comm.shared_memory import CONTROL_BYTES, SmallMessages, attach_small
 from tutti.comm.stall import Call, StallInspector
 from tutti.device import is_accelerator
 from tutti.errors import MismatchError
@@ -81,6 +81,7 @@ class Communicator:
         size: number of members.
         rank: index of this rank in ``ranks``; ``source`` and ``to`` in the methods are such indices, too.
         global_rank: this rank's number in the job.
+        node: index of this rank's node.
         device: device of this rank's tensors.
         stall: waits for this process's collectives with a timeout.
         meetings: all-gather over files that performs the collectives which compare calls, once the run tolerates lost
@@ -98,11 +99,12 @@ class Communicator:
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(world.identity.rank)
         self.device = world.device
-        self._group, self._fast, self.global_rank = group, fast, world.identity.rank
         identity = world.identity
+        self._group, self._fast, self.global_rank, self.node = group, fast, identity.rank, identity.cross_rank
         self.stall = StallInspector(world.store, identity.rank, identity.size, world.timeout, world.sent, world.left)
         self.meetings: FileAllGather | None = None
         self._small: SmallMessages | None = None
+        self._control: SmallMessages | None = None
         self._sequence = 0
         self._transfers: dict[tuple[str, int, int], int] = {}
         self._counted: dict[tuple[int, int], LinkTraffic] = {}
@@ -411,7 +413,17 @@ class Communicator:
         """
         return dict(self._collectives)
 
-    # --- control: every call compares headers first ----------------------------------------------------------------
+    # --- control: every call is compared first ---------------------------------------------------------------------
+
+    def share_control(self) -> None:
+        """Make control messages of up to 16 KiB use shared memory instead of Gloo, where all ranks are on one node.
+
+        Faster: one barrier in place of two collectives over sockets. Affects ``all_reduce``, ``broadcast``,
+        ``all_gather`` and the methods built on them, for tensors on the CPU. Collective over the ranks of this
+        communicator; blocks.
+        """
+        if self.size > 1:
+            self._control = attach_small(self, CONTROL_BYTES)
 
     def all_reduce(self, tensor: Tensor, name: str) -> None:
         """All-reduce (sum) ``tensor`` in place, after a comparison of the ranks' calls.
@@ -428,7 +440,11 @@ class Communicator:
             PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size > 1:
-            self._compare(f"all_reduce '{name}' of {_shape(tensor)}")
+            call = f"all_reduce '{name}' of {_shape(tensor)}"
+            if self._meet(tensor):
+                tensor.copy_(self._met(tensor, call, call).sum(0).view_as(tensor))
+                return
+            self._compare(call)
             if self.meetings is not None:
                 tensor.copy_(torch.stack(self.meetings.tensors(tensor, f"all_reduce '{name}'")).sum(0))
                 return
@@ -449,7 +465,11 @@ class Communicator:
             PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size > 1:
-            self._compare(f"broadcast '{name}' of {_shape(tensor)} from {source}")
+            call = f"broadcast '{name}' of {_shape(tensor)} from {source}"
+            if self._meet(tensor):
+                tensor.copy_(self._met(tensor, call, call)[source].view_as(tensor))
+                return
+            self._compare(call)
             if self.meetings is not None:
                 self.meetings.copy(tensor, source, f"broadcast '{name}'")
                 return
@@ -475,8 +495,10 @@ class Communicator:
         """
         if self.size == 1:
             return [tensor]
-        self._compare(f"all_gather '{name}' of {_shape(tensor)}")
-        return self._gather(tensor, f"all_gather '{name}'")
+        call = f"all_gather '{name}' of {_shape(tensor)}"
+        if not self._meet(tensor):
+            self._compare(call)
+        return self._gather(tensor, f"all_gather '{name}'", call)
 
     def broadcast_json(self, value: Any, source: int, name: str) -> Any:
         """Broadcast a JSON value from rank ``source`` to all ranks, without pickle, and return it.
@@ -538,15 +560,18 @@ class Communicator:
             remedy=remedy,
         )
 
-    def _compare(self, text: str) -> None:
-        """All-gather this call's header and raise MismatchError on every rank if two ranks differ."""
-        self._sequence += 1
-        header = torch.tensor([self._sequence, _signed(mix(name_key(text), len(text)))])
-        headers = torch.stack(self._gather(header, text))
-        if bool((headers == headers[0]).all()):
+    def _compare(self, call: str) -> None:
+        """All-gather a digest of this call and raise MismatchError on every rank if two ranks differ."""
+        digest = torch.tensor([self._sequence + 1, _signed(mix(name_key(call), len(call)))])
+        if self._meet(digest):
+            self._met(digest, call, call)
             return
-        other = int((headers != headers[0]).any(dim=1).nonzero()[0])
-        raise self.calls_differ(f"call {self._sequence}: {text}", other)
+        self._sequence += 1
+        digests = torch.stack(self._gather(digest, call))
+        if bool((digests == digests[0]).all()):
+            return
+        other = int((digests != digests[0]).any(dim=1).nonzero()[0])
+        raise self.calls_differ(f"call {self._sequence}: {call}", other)
 
     def calls_differ(self, call: str, other: int) -> MismatchError:
         """Build, without raising it, a MismatchError that shows the different collective calls of two ranks.
@@ -585,9 +610,23 @@ class Communicator:
         texts = self._gather(padded, name)
         return [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in texts]
 
-    def _gather(self, tensor: Tensor, text: str) -> list[Tensor]:
+    def _meet(self, tensor: Tensor) -> bool:
+        """Return whether a control message with ``tensor`` goes through shared memory, where calls are compared."""
+        return self._control is not None and self.meetings is None and self._control.takes(tensor)
+
+    def _met(self, tensor: Tensor, text: str, call: str) -> Tensor:
+        """All-gather a small tensor in shared memory: (size, n); raise MismatchError if calls differ between ranks."""
+        assert self._control is not None
+        self._sequence += 1
+        return self._control.gather(tensor, f"{text} ({self.name})", call and f"call {self._sequence}: {call}")
+
+    def _gather(self, tensor: Tensor, text: str, call: str = "") -> list[Tensor]:
+        """All-gather a tensor for control; ``call``, where given, is compared if shared memory carries the tensor."""
         if self.meetings is not None:
             return self.meetings.tensors(tensor, text)
+        if self._meet(tensor):
+            met = self._met(tensor, text, call)
+            return list(met.clone().view(self.size, *tensor.shape).unbind())
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         self._wait(dist.all_gather(parts, tensor, group=self._carrier(tensor), async_op=True), text)
         return parts
@@ -620,6 +659,7 @@ class Communicators:
         self._world, self._grid = world, grid
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self.world = everybody(world)
+        self.world.share_control()
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")
 
@@ -743,7 +783,9 @@ class Communicators:
         """Return the communicator along ``axes``. Collective: all ranks make the groups of all lines, in one order."""
         made = {line: process_groups(line, purpose) for line in self._lines(*axes)}
         mine = self._grid.along(*axes)
-        return Communicator(name, mine, self._world, *made[mine])
+        comm = Communicator(name, mine, self._world, *made[mine])
+        comm.share_control()
+        return comm
 
     def _lines(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all lines of ranks along ``axes``, each once, in the same order on all ranks."""

@@ -35,10 +35,14 @@ if TYPE_CHECKING:
 
 _DIRECTORY = Path("/dev/shm")
 _LINE = 64
-_SPINS, _YIELDS, _NAP = 200, 2000, 0.0002
+_SPINS, _YIELDS = 200, 2000
+# Seconds of a sleep between two looks at a barrier: the shortest, the longest, and its share of the time waited.
+_NAP, _LONGEST_NAP, _SHARE = 0.0002, 0.005, 0.02
 _LIVENESS = 0.05
 SMALL_BYTES = 1 << 20
-"""Bytes of the largest tensor of a rank that ``SmallMessages`` carries."""
+"""Bytes of the largest tensor of a rank whose gradients or activations ``SmallMessages`` carries."""
+CONTROL_BYTES = 1 << 14
+"""Bytes of the largest tensor of a rank in a control message that ``SmallMessages`` carries."""
 
 
 class SharedMemorySegment:
@@ -122,11 +126,13 @@ class SharedMemorySegment:
                 # With more processes than cores each sched_yield may take milliseconds.
                 heartbeat.training.beat()
 
+        start = time.monotonic()
+
         def done(limit: timedelta) -> bool:
-            end = time.monotonic() + limit.total_seconds()
-            look = time.monotonic() + _LIVENESS
+            now = time.monotonic()
+            end, look = now + limit.total_seconds(), now + _LIVENESS
             while words[index] < here:
-                time.sleep(_NAP)
+                time.sleep(min(max(_NAP, _SHARE * (now - start)), _LONGEST_NAP))
                 now = time.monotonic()
                 if now > look:
                     self._check_alive(other, text)
@@ -168,31 +174,35 @@ class SmallMessages:
     with a digest of its call, which ranks compare before they use the numbers behind it.
 
     Args:
-        comm: communicator of ranks of one node, which compute on the CPU.
-        segment: shared memory of these ranks, at least ``SmallMessages.BYTES`` a slot.
+        comm: communicator of ranks of one node.
+        segment: shared memory of these ranks, at least ``SmallMessages.room(most)`` bytes a slot.
+        most: bytes of the largest tensor of a rank.
     """
 
-    BYTES = 2 * (_LINE + SMALL_BYTES)
-
-    def __init__(self, comm: Communicator, segment: SharedMemorySegment) -> None:
-        self._comm, self._rank, self._segment = comm, comm.rank, segment
-        half = self.BYTES // 2
-        halves = segment.slots()[:, : self.BYTES].view(comm.size, 2, half).unbind(1)
+    def __init__(self, comm: Communicator, segment: SharedMemorySegment, most: int) -> None:
+        self._comm, self._rank, self._segment, self._most = comm, comm.rank, segment, most
+        room = self.room(most)
+        halves = segment.slots()[:, :room].view(comm.size, 2, room // 2).unbind(1)
         self._digests = [part[:, :_LINE].view(torch.int64)[:, 0].numpy() for part in halves]
         self._messages = [part[:, _LINE:] for part in halves]
         self._turn = 0
 
     @staticmethod
-    def takes(tensor: Tensor) -> bool:
-        """Return whether ``gather`` can send a tensor through shared memory: it is on the CPU and at most 1 MiB."""
-        return tensor.nbytes <= SMALL_BYTES and tensor.device.type == "cpu"
+    def room(most: int) -> int:
+        """Return the bytes of a slot in which tensors of up to ``most`` bytes, a multiple of 64, have room."""
+        return 2 * (_LINE + most)
 
-    def gather(self, mine: Tensor, text: str) -> Tensor:
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether ``gather`` can send a tensor: it is on the CPU and not larger than ``most`` bytes."""
+        return tensor.nbytes <= self._most and tensor.device.type == "cpu"
+
+    def gather(self, mine: Tensor, text: str, call: str = "") -> Tensor:
         """All-gather a small CPU tensor through shared memory. Collective over the ranks of one communicator; blocks.
 
         Args:
             mine: this rank's tensor of n elements; n and dtype are equal on all ranks.
-            text: names the call in error messages; equal on all ranks.
+            text: names the call in error messages about ranks that do not arrive.
+            call: describes the call and must be equal on all ranks; "" for ``text`` with n and dtype.
 
         Returns:
             A view (size, n) of all ranks' tensors in shared memory, in rank order. The next call but one overwrites it.
@@ -204,7 +214,7 @@ class SmallMessages:
         self._turn = 1 - self._turn
         digests, size = self._digests[self._turn], mine.nbytes
         messages = self._messages[self._turn][:, :size].view(mine.dtype)
-        call = f"{text}, with {mine.numel()} of {mine.dtype}"
+        call = call or f"{text}, with {mine.numel()} of {mine.dtype}"
         digests[self._rank] = digest = name_key(call)
         messages[self._rank].view_as(mine).copy_(mine)
         self._segment.barrier(text)
@@ -214,20 +224,21 @@ class SmallMessages:
         return messages
 
 
-def attach_small(comm: Communicator) -> SmallMessages | None:
+def attach_small(comm: Communicator, most: int = SMALL_BYTES) -> SmallMessages | None:
     """Make shared memory for collectives of small CPU tensors among the ranks of ``comm``.
 
     Collective over the ranks of ``comm``; blocks.
 
     Args:
-        comm: ranks that compute on the CPU.
+        comm: the ranks that share the memory.
+        most: bytes of the largest tensor of a rank, a multiple of 64.
 
     Returns:
         An object with the collective ``gather``. None on all ranks where the processor is not x86-64, the ranks are on
         several nodes, or /dev/shm is too small.
     """
-    segment = attach(comm, SmallMessages.BYTES)
-    return None if segment is None else SmallMessages(comm, segment)
+    segment = attach(comm, SmallMessages.room(most))
+    return None if segment is None else SmallMessages(comm, segment, most)
 
 
 def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
@@ -240,13 +251,13 @@ def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
         size: bytes of a slot.
 
     Returns:
-        The segment; None on all ranks where the processor is not x86-64, a rank cannot open the file (several nodes),
-        or /dev/shm is too small.
+        The segment; None on all ranks where the processor is not x86-64, the ranks are on several nodes, a rank cannot
+        open the file (containers with a /dev/shm of their own), or /dev/shm is too small.
     """
     size = -(-size // 4096) * 4096
     descriptor, name = _create(_total(comm.size, size)) if comm.rank == 0 else (-1, "")
-    name = comm.broadcast_json(name, 0, "name of the shared memory")
-    if comm.rank != 0 and name:
+    name, node = comm.broadcast_json((name, comm.node), 0, "name of the shared memory")
+    if comm.rank != 0 and name and comm.node == node:
         with contextlib.suppress(OSError):
             descriptor = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     held = torch.tensor([int(descriptor >= 0)])

@@ -132,8 +132,7 @@ class ServerSession:
         if self._config.transport == "tcp":
             return None
         # Only on one node: nodes that are containers may share /dev/shm, but not the abstract names of sockets.
-        alone = context.cross_size() == 1
-        segment = segments.attach(self.comm, 2 * self.plan.size) if alone else None
+        segment = segments.attach(self.comm, 2 * self.plan.size)
         if segment is None and self._config.transport == "shared_memory":
             raise UsageError(
                 "these ranks cannot share memory",
