@@ -96,7 +96,7 @@ class SyncBatchNorm(TakenOver):
             none = torch.zeros(channels, dtype=wide, device=input.device)
             # Wide running statistics make it compute in that dtype; momentum 0 leaves them unchanged.
             torch.cat(torch.batch_norm_update_stats(input, none, none, 0.0), out=mine[2:])
-        table = self.peers.line.gather_slices(mine, f"statistics of batch norm {self.number}")
+        table = self.peers.line.gather_slices(mine, "statistics of batch norms")
         table = table.view(-1, len(mine))
         heads = table[:, :2].tolist()
         self._compare([int(number) for _, number in heads])
@@ -172,7 +172,7 @@ class _Normalise(torch.autograd.Function):
         own = (None, None) if weight is None else sums.to(weight.dtype, copy=True).unbind()
         if ctx.needs_input_grad[0]:
             line: Communicator = ctx.norm.peers.line
-            line.start_all_reduce(sums, f"sums of batch norm {ctx.norm.number} in backward").wait()
+            line.sum_in_place(sums, f"sums of batch norm {ctx.norm.number} in backward")
             if ctx.counts:
                 factor = (variance + ctx.eps).rsqrt_().div_(-ctx.count)
                 slope, offset = sums * (factor if weight is None else factor * weight)

@@ -76,6 +76,7 @@ def _normalised(model: nn.Module, batch_norm: BatchNormConfig, run_context: RunC
     model = norms.restore_norms(model)
     if isinstance(batch_norm, SyncConfig):
         line = run_context.comms.new_group("batch norm")
+        line.share_memory()
         return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.grid.data_ranks)
     return ghost.convert_ghost_batch_norm(model, batch_norm.size) if isinstance(batch_norm, GhostConfig) else model
 
