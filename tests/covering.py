@@ -30,6 +30,19 @@ def covering(rows: Sequence[Row], strength: int = 2) -> list[Row]:
     return [row for number, row in enumerate(rows) if number in chosen]
 
 
+def thinned(rows: Sequence[Any], of: int, turn: int = 0) -> list[Any]:
+    """For ``parametrize``: every ``of``-th row from row ``turn`` on; the rest are marked ``full``.
+
+    >>> [row for row in thinned([(1,), (2,), (3,), (4,)], 3) if type(row) is tuple]
+    [(1,), (4,)]
+    """
+    rest = {number: row if isinstance(row, tuple) else (row,) for number, row in enumerate(rows)}
+    return [
+        row if number % of == turn else pytest.param(*rest[number], marks=pytest.mark.full)
+        for number, row in enumerate(rows)
+    ]
+
+
 def fewest(held: Sequence[AbstractSet[Hashable]]) -> set[int]:
     """Numbers of few sets that together hold what all of them hold."""
     missing: set[Hashable] = set().union(*held)

@@ -155,7 +155,11 @@ def test_rows_of_split_layers(shape: str, strategy: str, devices: int, optimizer
 
 @pytest.mark.parametrize(
     "options",
-    [*({"activation_checkpointing": kind} for kind in ("blocks", "selective")), {"compile": "default:backend=eager"}],
+    [
+        {"activation_checkpointing": "selective"},
+        {"compile": "default:backend=eager"},
+        pytest.param({"activation_checkpointing": "blocks"}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_rows_of_slices_with_other_forwards(options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import tutti
 from tests import worlds
-from tests.covering import Continuations, in_turn, shared_out
+from tests.covering import Continuations, in_turn, shared_out, thinned
 from tests.parallel.mixers import loss, prepared, state, trained
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
@@ -51,13 +51,13 @@ def test_whole_tensors_are_mixed(place: tuple[int, str], optimizer: str) -> None
     check(optimizer, *place)
 
 
-@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+@pytest.mark.parametrize(("devices", "strategy"), thinned(PLACES, 3))
 def test_rows_are_mixed_by_themselves(devices: int, strategy: str) -> None:
     """Which needs no more where whole rows are here, and whole tensors where columns are split."""
     check("centralized", devices, strategy)
 
 
-@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+@pytest.mark.parametrize(("devices", "strategy"), thinned(PLACES, 3, 1))
 def test_all_tensors_are_mixed(devices: int, strategy: str) -> None:
     check("together", devices, strategy)
 
@@ -67,7 +67,7 @@ def test_all_tensors_where_no_trial_can_be_made() -> None:
     check("mode", 3, "sharded:units=Linear")
 
 
-@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+@pytest.mark.parametrize(("devices", "strategy"), thinned(PLACES, 3, 2))
 def test_state_that_a_constructor_makes_is_cut(devices: int, strategy: str) -> None:
     check("adagrad", devices, strategy)
 

@@ -280,7 +280,10 @@ def test_accelerators_send_the_requests_that_the_client_counts(ranks: int, task:
             4,
             "none",
         ),
-        ("hybrid:replicas=2,stages=2,tensor=2,least=0,micro_batches=2,cuts=blocks.1", 8, "none"),
+        pytest.param(
+            *("hybrid:replicas=2,stages=2,tensor=2,least=0,micro_batches=2,cuts=blocks.1", 8, "none"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_tensor_ranks_make_the_collectives_that_the_communicator_counts(

@@ -152,7 +152,9 @@ def test_a_landscape_is_shown_where_there_is_one(tmp_path: Path) -> None:
 )
 def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_goes(tmp_path: Path, cut: str) -> None:
     run = write_run(tmp_path / "one")
-    for damage in ({}, {cut: None}, {cut: ["x"]}, {cut: {"offsets": 3}}):
+    # A part is missing, and damaged in one way: each part in another.
+    ways: tuple[Any, ...] = (None, ["x"], {"offsets": 3})
+    for damage in ({}, {cut: ways[len(cut) % 3]}):
         found = {name: value for name, value in landscape_of().items() if name != cut} | damage
         (run / "landscape.json").write_text(json.dumps(found))
         section = landscape_section([read_run(run)])

@@ -133,7 +133,7 @@ def on_one_device(name: str, reproducible: bool) -> Any:
     return worlds.run(1, train, strategy="single", micro_batch=2, name=name, reproducible=reproducible)[0]
 
 
-@pytest.mark.parametrize(("name", "place", "reproducible"), marked(STAGED), ids=str)
+@pytest.mark.parametrize(("name", "place", "reproducible"), marked(STAGED, 1), ids=str)
 def test_stages_equal_one_device(name: str, place: tuple[int, str], reproducible: bool) -> None:
     want, (devices, strategy) = on_one_device(name, reproducible), place
     own = {} if "micro_batches" in strategy else {"micro_batch": 2}

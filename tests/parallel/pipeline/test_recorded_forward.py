@@ -207,16 +207,21 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 PLACES = [
     ("direct", 2, "pipeline:micro_batches=4", False),
     ("direct", 3, "pipeline:micro_batches=4", True),
-    ("direct", 2, "model_parallel", True),
     ("decoder", 2, "model_parallel", True),
-    ("decoder", 3, "pipeline:micro_batches=4", True),
     ("decoder", 3, "pipeline:schedule=zero_bubble,micro_batches=4", False),
-    ("decoder", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("decoder", 2, "pipeline:cuts=body.blocks.2,micro_batches=4", True),
     ("decoder", 2, "pipeline:stages=body.embed+body.blocks.0/body.blocks.1+body.blocks.2+body.norm+head", True),
     ("decoder with dropout", 2, "pipeline:micro_batches=4", True),
     ("translator", 3, "pipeline:micro_batches=4", True),
     ("translator", 4, "hybrid:stages=2,micro_batches=4", False),
+    *(
+        pytest.param(*place, marks=pytest.mark.full)
+        for place in (
+            ("direct", 2, "model_parallel", True),
+            ("decoder", 3, "pipeline:micro_batches=4", True),
+            ("decoder", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
+        )
+    ),
 ]
 
 

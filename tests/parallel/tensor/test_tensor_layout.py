@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
-from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.contract.table import KINDS, OPTIMIZERS, largest_difference
 from tests.covering import Continuations, in_turn, shared_out
 from tests.parallel.shapes import SHAPES, build, data, loss
 from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, few_large, outcome, prepare, train, trained
@@ -33,7 +33,13 @@ def test_equals_one_device(shape: str, devices: int) -> None:
 ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=true"}
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ADAPTED])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=pytest.mark.full) if KINDS.get(name) == "elementwise" else name
+        for name in [*OPTIMIZERS, *ADAPTED]
+    ],
+)
 def test_every_optimizer(optimizer: str) -> None:
     """Norms of layers are those of whole ones, and what ranks hold alike counts once in them."""
     text = {**OPTIMIZERS, **ADAPTED}[optimizer].format(last="*embed*+*head*")
