@@ -322,7 +322,7 @@ class _Job:
         one = transformer_flops_per_token(*(np.array([value]) for value in shape))[0] * self.length
         return float(one)
 
-    def utilisation(self) -> float:
+    def flops_per_second(self) -> float:
         """Return the hardware FLOP/s of each device of a published job, not divided by the chip's peak.
 
         The number follows from the model's shape and the throughput, or else is the one that the table prints; NaN
@@ -543,7 +543,7 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
         One anchor for each (chip, memory, precision, source), in the order of first appearance; its ``source`` is
         empty.
     """
-    jobs = [job for job in map(_Job, rows) if math.isfinite(job.utilisation())]
+    jobs = [job for job in map(_Job, rows) if math.isfinite(job.flops_per_second())]
     found = []
 
     def key(job: _Job) -> tuple[tuple[str, int], str, str]:
@@ -553,7 +553,7 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
         peak = peak_flops(same[0].row.label("hardware"), same[0].row.label("precision"))
         if math.isnan(peak):
             continue
-        logs = np.log([job.utilisation() / peak for job in same])
+        logs = np.log([job.flops_per_second() / peak for job in same])
         found.append(
             HardwareAnchor(
                 *(chip[0], chip[1], precision, round(float(np.exp(np.median(logs))), 4), round(float(logs.std()), 4)),
