@@ -66,7 +66,7 @@ def build_app() -> App:
     app.command(goodput, usage="Usage: tutti goodput RUN [--json]")
     app.command(noise, usage="Usage: tutti noise RUN… [OPTIONS]")
     app.command(landscape, usage="Usage: tutti landscape RUN [OPTIONS]")
-    app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
+    app.command(workload, usage="Usage: tutti workload TASK [OPTIONS] [-- ARGUMENTS]")
     app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
     app.command(
         simulate_step,

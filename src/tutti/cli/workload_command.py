@@ -1,4 +1,4 @@
-"""``tutti workload``: trace a task's model and loss, and print what they ask of a device."""
+"""``tutti workload``: trace the model and loss of a task or script, and print what they ask of a device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from tutti.cli.console_tables import print_table
 from tutti.errors import ExitCode
 from tutti.launcher.encoding import json_text
+from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def workload(
     task: Annotated[str, Parameter(show=False)],
     /,
-    *,
+    *arguments: Annotated[str, Parameter(show=False)],
     data: Annotated[str | None, Parameter(show_default=False)] = None,
     model: Annotated[str | None, Parameter(show_default=False)] = None,
     augment: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32",
+    precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"] | None, Parameter(show_default=False)] = None,
     real: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
@@ -36,8 +37,9 @@ def workload(
 
     Example: tutti workload text --model gpt:layers=4 -o workload.json
 
-    TASK is a built-in task or your own file.py:function. Nothing is computed:
-    the model runs on fake tensors.
+    TASK is a built-in task, your own file.py:function, or a script that calls
+    tutti.prepare, which runs up to its first loss; its own arguments follow --.
+    Nothing is computed: the model runs on fake tensors.
 
     Parameters
     ----------
@@ -48,7 +50,8 @@ def workload(
     augment:
         as in tutti train
     precision:
-        fp32, bf16 or fp16 (autocast, fp32 weights), or fp64
+        fp32, bf16 or fp16 (autocast, fp32 weights), or fp64; default: the
+        script's, or fp32
     real:
         compute with real tensors, for models that read values
     output:
@@ -61,9 +64,18 @@ def workload(
     int
         Exit code. 0: the table or JSON is printed. A wrong option, or a model that cannot be traced, raises
         UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``task`` is a task of ``tutti train`` or the path of a script, ``arguments`` are the script's.
     """
-    task_registry.check_task(task, data=data, model=model, augment=augment)
-    chosen = task_registry.load_task(task, data=data, model=model, augment=augment)
+    named = TaskOrScript.of(task, arguments)
+    named.check_options(data=data, model=model, augment=augment)
+    loaded = named.load_script()
+    if loaded is None:
+        chosen, stated = task_registry.load_task(task, data=data, model=model, augment=augment), "fp32"
+    else:
+        chosen, stated = loaded.task, loaded.options.get("precision", "fp32")
 
     from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
     from tutti.workload.workload_file import workload_json, write_workload
@@ -75,7 +87,7 @@ def workload(
         loss=chosen.loss,
         sample=one_sample(chosen.train),
         groups=wrapped_modules,
-        precision=precision,
+        precision=precision or stated,
     )
     found = trace_workload(subject, real=real)
     if output is not None:
