@@ -15,6 +15,7 @@ import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError
+from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
@@ -23,7 +24,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
-from tutti.planning.step_program import StepProgram, evaluate_program
+from tutti.planning.step_program import UPDATE, StepProgram, evaluate_program
 from tutti.workload.bench_timing import fit_link
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine, write_machine
 from tutti.workload.message_log import GroupMessage
@@ -257,18 +258,44 @@ def split(step: StepFacts, per_sample: float) -> StepFacts:
     return replace(step, messages={"none": tuple(sent)}, whole=replace(step, tensors=doubled))
 
 
+def norm_bytes(squares: int) -> int:
+    """Return the bytes of the all-reduce of the gradient norm: squared norms, one sum, digests."""
+    return 8 * (squares + 1 + DIGESTS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "squares"),
+    [("tensor", 2, 2), ("hybrid:shards=2,tensor=2", 4, 1), ("hybrid:stages=2,tensor=2", 4, 4)],
+)
+def test_the_update_waits_for_the_gradient_norm_of_all_devices_of_a_replica(
+    strategy: str, devices: int, squares: int
+) -> None:
+    config, step = run(strategy, devices, batch_size=8), split(facts(2), 0.0)
+    program = program_of(step, config, costs(between=LINK))
+    [*_, norm] = [each for each in program.actions if each.text == "gradient norm"]
+    sent = {each.bytes for each in program.collectives if each.axis == "model" and each.kind == "all_reduce"}
+    assert sent == {norm_bytes(squares)}
+    ranks = 2 if devices == 2 else config.shape["stage"] * 2
+    price = costs(between=LINK).collective("all_reduce", ranks, norm_bytes(squares))
+    assert norm.seconds == pytest.approx(price) and price.min() > 0
+    place = next(i for i, each in enumerate(program.actions) if each is norm)
+    assert any(place in each.needs for each in program.actions if each.phase == UPDATE)
+
+
 def test_collectives_of_tensor_ranks_are_exposed_in_both_passes() -> None:
     step = split(facts(4, elements=1000), 1e4)
     # 8 samples on each of two data ranks; a device has the work of ``facts``, which counts the slice.
     message = 2 * LINK.alpha + 8e4 / LINK.beta
+    norm = 2 * LINK.alpha + norm_bytes(2) / LINK.beta
     found = seconds_of(step, run("tensor", 2, batch_size=8), costs())
-    assert found == pytest.approx(0.096 + 8 * message + 4e-6)
+    assert found == pytest.approx(0.096 + 8 * message + norm + 4e-6)
     # In two micro-batches the bytes are the same, and twice as many messages are sent.
     halves = seconds_of(step, run("tensor", 2, batch_size=8, micro_batch=4), costs())
     assert halves - found == pytest.approx(8 * 2 * LINK.alpha)
     # Many micro-batches are one action, and as long.
     many = program_of(step, run("tensor", 2, batch_size=512, micro_batch=1), costs())
-    assert float(evaluate_program(many, SAMPLES).seconds[0]) == pytest.approx(512 * (0.012 + 8 * (2e-4 + 1e-4)) + 4e-6)
+    seconds = 512 * (0.012 + 8 * (2e-4 + 1e-4)) + norm + 4e-6
+    assert float(evaluate_program(many, SAMPLES).seconds[0]) == pytest.approx(seconds)
     assert len(many.actions) < 30 and sum(each.calls for each in many.collectives if each.axis == "tensor") == 512 * 8
 
 
@@ -298,6 +325,24 @@ def test_stages_agree_on_the_gradient_norm_before_their_updates() -> None:
         for each in (free_messages(), free_messages(all_reduce=Curve("B", (), 1e30, 3.0, 0.0)))
     )
     assert late - free == pytest.approx(3.0, rel=1e-6)
+
+
+def test_pipelines_need_no_measured_collective(tmp_path: Path) -> None:
+    """They send messages; the gradient norm takes a ring's, and the output says so."""
+    lab = machine()
+    links = {"links/0-1": lab.curves["links/0-1"], "links/1-2": lab.curves["links/0-1"]}
+    curves = {name: curve for name, curve in lab.curves.items() if not name.startswith(("links", "collectives"))}
+    figures = {name: each for name, each in lab.figures.items() if not name.startswith("jitter")}
+    write_machine(replace(lab, curves={**curves, **links}, figures=figures), tmp_path / "bare.json")
+    prices = open_machine(str(tmp_path / "bare.json"), "fp32", None, None)
+    assert prices.network.per_node == 3
+    config = run("pipeline:micro_batches=4", 3, batch_size=8)
+    [norm, *_] = [each for each in program_of(facts(3), config, prices).actions if each.text == "gradient norm"]
+    assert norm.seconds == pytest.approx(4 * (LINK.alpha + norm_bytes(3) / 3 / LINK.beta))
+    said = "\n".join(prices.guesses)
+    assert "takes 4 messages over its measured links" in said and "varies by 2 %" in said
+    with pytest.raises(UsageError, match=r"no collectives/all_reduce.*tutti bench collectives"):
+        seconds_of(facts(3), run("mirrored:algorithm=native", 3), prices)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])

@@ -30,6 +30,10 @@ _HOST_HOP, _NODE_HOP = 1e-5, 3e-5
 """Latencies of a message within and between nodes of published hardware, in seconds: guesses."""
 _LAUNCH = 5e-6
 """Seconds in which a host launches an operator on an accelerator: a guess."""
+_JITTER = 0.02
+"""Standard deviation of a rank's seconds of computing over their mean, where it was not measured: a guess."""
+_LATENCY_BOUND = 1024
+"""Bytes up to which a message takes its latency alone: the shortest message that ``tutti bench links`` measures."""
 _SHORT = 1.35
 """Interquartile range over standard deviation of a normal distribution."""
 
@@ -328,8 +332,9 @@ class MeasuredCosts:
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
         """Return the seconds of a collective: measured curves within a node, a ring's closed form between nodes.
 
-        Where another number of ranks of a node was measured, the curve is scaled as a ring's time is, and ``guesses``
-        says so.
+        Where another number of ranks of a node was measured, the curve is scaled as a ring's time is. Where none was,
+        an all-reduce of at most 1,024 bytes takes the messages of a ring over the measured links, so that pipelines,
+        which send messages and agree on the gradient norm, need no measured collective. ``guesses`` says both.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
@@ -348,7 +353,13 @@ class MeasuredCosts:
             return np.zeros(SAMPLES)
         here, nodes = self.network.spread(ranks, apart)
         found = np.zeros(SAMPLES)
-        if here > 1:
+        if here > 1 and kind == "all_reduce" and size <= _LATENCY_BOUND and not self._collective_sizes(kind):
+            self.note(
+                f"an all-reduce of few bytes over {here} ranks of a node takes {2 * (here - 1)} messages over its "
+                "measured links, as a ring does: tutti bench collectives measures it"
+            )
+            found += 2 * (here - 1) * self.message(size / here, here)
+        elif here > 1:
             name, known = self._measured_collective(kind, here)
             whole = _ring_scaled(self.machine.curve(name), size, known, here)
             if known != here:
@@ -418,6 +429,8 @@ class MeasuredCosts:
     def slowest(self, ranks: int, seconds: float) -> Array:
         """Return how many times longer the slowest of some ranks computes than a typical rank, from measured jitter.
 
+        Where jitter was not measured, one rank's seconds deviate by 2 %, which ``guesses`` says.
+
         Args:
             ranks: number of ranks that wait for each other.
             seconds: seconds of computing in a step on a typical rank; jitter over time averages out over longer
@@ -425,15 +438,16 @@ class MeasuredCosts:
 
         Returns:
             (256,) ratios of seconds, at least 1, one for each Monte Carlo draw; all 1 for one rank.
-
-        Raises:
-            UsageError: jitter between ranks was not measured.
         """
         if ranks < 2:
             return np.ones(SAMPLES)
         known = sorted(int(name.rpartition("/")[2]) for name in self.machine.figures if name.startswith("jitter/time/"))
         if not known:
-            raise self._lacks("jitter between ranks", "collectives")
+            self.note(
+                f"stragglers: computing varies by {100 * _JITTER:g} % between ranks, independently and normally; this "
+                "machine file has no jitter: tutti bench collectives measures it"
+            )
+            return slowest_factor(ranks, _JITTER)
         over_time = self.machine.figure(f"jitter/time/{known[-1]}").value
         over_ranks = self.machine.figure(f"jitter/ranks/{known[-1]}").value
         probe = 4 * curve_seconds(self.machine.curve(f"device/matmul/{self._known('fp32')}"), 2.0 * 256**3)
@@ -462,15 +476,19 @@ class MeasuredCosts:
         return self.network.between
 
     def _measured_collective(self, kind: str, ranks: int) -> tuple[str, int]:
-        prefix = f"collectives/{kind}/"
-        known = sorted(int(name[len(prefix) :]) for name in self.machine.curves if name.startswith(prefix))
+        known = self._collective_sizes(kind)
         if not known and kind == "broadcast":
             self.note("a broadcast takes as long as an all-gather of as many bytes")
             return self._measured_collective("all_gather", ranks)
         if not known:
             raise self._lacks(f"collectives/{kind}", "collectives")
         nearest = min(known, key=lambda count: abs(math.log(count / ranks)))
-        return f"{prefix}{nearest}", nearest
+        return f"collectives/{kind}/{nearest}", nearest
+
+    def _collective_sizes(self, kind: str) -> list[int]:
+        """Return the numbers of ranks with which a kind of collective was measured."""
+        prefix = f"collectives/{kind}/"
+        return sorted(int(name.removeprefix(prefix)) for name in self.machine.curves if name.startswith(prefix))
 
     def _curve_of(self, kind: str) -> str:
         if kind == "recurrent":
@@ -703,8 +721,8 @@ class PublishedCosts:
         """
         if ranks < 2:
             return np.ones(SAMPLES)
-        self.note("stragglers: computing varies by 2 % between ranks, independently and normally")
-        return slowest_factor(ranks, 0.02)
+        self.note(f"stragglers: computing varies by {100 * _JITTER:g} % between ranks, independently and normally")
+        return slowest_factor(ranks, _JITTER)
 
     def _within(self) -> LinkCost:
         local, _ = usual_links(self.hardware)
@@ -762,8 +780,7 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
             f"{', '.join(published_chips())}",
         )
     machine = read_machine(Path(text))
-    together = [int(name.rpartition("/")[2]) for name in machine.curves if name.startswith("collectives/all_reduce/")]
-    devices = per_node or max(together, default=1)
+    devices = per_node or _ranks_together(machine)
     if isinstance(between, Path):
         network = measured_network(between, devices)
         costs = MeasuredCosts(machine, precision, network)
@@ -774,6 +791,14 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
     if between is not None:
         costs.rests.append(f"stated link between nodes: {between.alpha * 1e6:g} µs, {between.beta / 1e9:g} GB/s")
     return costs
+
+
+def _ranks_together(machine: Machine) -> int:
+    """Return the largest number of ranks of a node between which collectives or links were measured."""
+    parts = [name.split("/") for name in machine.curves]
+    counts = [int(ranks) for kind, *_, ranks in parts if kind == "collectives"]
+    counts += [int(pair.rpartition("-")[2]) + 1 for kind, pair, *_ in parts if kind == "links"]
+    return max(counts, default=1)
 
 
 def measured_network(path: Path, per_node: int) -> Network:

@@ -127,6 +127,24 @@ def pass_messages(
     ]
 
 
+def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = None) -> Array:
+    """Predict the seconds in which the devices of one model replica agree on the gradient norm, by one all-reduce.
+
+    Args:
+        costs: predicts the seconds of computing and communication on the machine.
+        devices: pipeline stages × tensor ranks of the replica; one device alone takes 0 s.
+        squares: number of squared norms in the message; None: one for each device.
+
+    Returns:
+        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+    """
+    return costs.collective("all_reduce", devices, _norm_bytes(devices, squares))
+
+
+def _norm_bytes(devices: int, squares: int | None) -> int:
+    return 8 * ((devices if squares is None else squares) + 1 + DIGESTS)
+
+
 def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], ranks: int) -> Array:
     """Predict the seconds of collectives over the tensor ranks of a replica, which are neighbouring devices.
 
@@ -199,6 +217,7 @@ class ReplicaBuilder:
             needs = self._all_reduces(program, exchange, ranks, ends)
         needs = self.share_whole(program, needs, uneven=ranks > 1)
         self.count_norm(program)
+        needs = self._agree_norm(program, needs)
         self.update(program, sum(t.elements for t in self.facts.tensors), needs)
         return program
 
@@ -263,7 +282,8 @@ class ReplicaBuilder:
         last = self._totals(program, tensors, last)
         # The squares of all rows have been summed: one number is left.
         self.count_norm(program, squares=1)
-        last = self.update(program, sum(t.padded(shards) for t in tensors) / shards, [last])
+        needs = self._agree_norm(program, [last], squares=1)
+        last = self.update(program, sum(t.padded(shards) for t in tensors) / shards, needs)
         for number, size in enumerate(sizes):
             last = self._rows(program, "all_gather", size, (last,), f"parameters {number}")
         return program
@@ -489,32 +509,37 @@ class ReplicaBuilder:
         """Count the all-reduces of the gradient norm over the devices of one replica in a simulated step.
 
         One for each pipeline stage is added to the list ``program.collectives``, and none for replicas of one device.
-        They are small and take no time in the simulation.
+        ``norm_seconds`` predicts their time.
 
         Args:
             program: the simulated step.
             squares: number of squared norms in the message; None: one for each device of the replica.
         """
-        if self.shape["stage"] * self.shape["tensor"] > 1:
-            size = self._norm_bytes(squares)
+        if self.apart > 1:
+            size = _norm_bytes(self.apart, squares)
             program.collectives += [
                 PeriodicCollective("all_reduce", size, axis="model", stage=stage)
                 for stage in range(self.shape["stage"])
             ]
 
-    def norm_seconds(self) -> Array:
+    def norm_seconds(self, squares: int | None = None) -> Array:
         """Predict the seconds of an all-reduce of the gradient norm over the devices of one replica.
 
         The devices are the replica's pipeline stages × tensor ranks.
 
+        Args:
+            squares: number of squared norms in the message; None: one for each device of the replica.
+
         Returns:
             (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
-        return self.costs.collective("all_reduce", self.shape["stage"] * self.shape["tensor"], self._norm_bytes(None))
+        return gradient_norm_seconds(self.costs, self.apart, squares)
 
-    def _norm_bytes(self, squares: int | None) -> int:
-        ranks = self.shape["stage"] * self.shape["tensor"]
-        return 8 * ((ranks if squares is None else squares) + 1 + DIGESTS)
+    def _agree_norm(self, program: StepProgram, needs: Sequence[int], squares: int | None = None) -> list[int]:
+        """Append the all-reduce of the gradient norm over tensor ranks, for which the update waits."""
+        if self.apart == 1:
+            return [*needs]
+        return [self.message(program, self.norm_seconds(squares), known(*needs), "gradient norm")]
 
     def _backward_order(self) -> list[str]:
         """Return the groups in the order in which backward reaches them: the loss, then by complete gradients.

@@ -18,7 +18,13 @@ from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.replica_builder import all_reduce_seconds, collective_seconds, message_seconds, pass_messages
+from tutti.planning.replica_builder import (
+    all_reduce_seconds,
+    collective_seconds,
+    gradient_norm_seconds,
+    message_seconds,
+    pass_messages,
+)
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
 from tutti.planning.step_facts import (
@@ -114,6 +120,7 @@ class _Floor:
         for count, number in samples.items() if self.facts.messages else ():
             computed = computed + number * sum(self._tensor(passed, count, None) for passed in PASSES)
         update = self._update(sum(t.elements for t in tensors))
+        computed = computed + self._norm()
         if ranks < 2:
             return self._of(computed + update, self.computing + update)
         sums = self._sums(exchange, ranks)
@@ -161,10 +168,15 @@ class _Floor:
         tensors, micro_batches, shards = self.facts.tensors, sum(map(len, parts)), self.shape["shard"]
         update = self._update(sum(t.padded(shards) for t in tensors) / shards)
         sent = self._rows_sent(stage) * (micro_batches if stage > 1 else 1)
-        after = self._after_rows(stage)
+        after = self._after_rows(stage) + self._norm(squares=1)
         computed = self.computing * self.slow
         both = np.maximum(computed, sent) if stage > 1 and self.costs.overlaps else computed + sent
         return self._of(both + after + update, self.computing + update)
+
+    def _norm(self, squares: int | None = None) -> Array:
+        """Return the seconds of the all-reduce of the gradient norm over the devices of a replica."""
+        devices = self.shape["stage"] * self.shape["tensor"]
+        return self.prices.once(("norm", devices, squares), lambda: gradient_norm_seconds(self.costs, devices, squares))
 
     def _rows_sent(self, stage: int) -> Array:
         """Return the seconds of the reduce-scatters and all-gathers of a micro-batch, in stage 1 of a step."""
@@ -234,7 +246,7 @@ class _Floor:
         drains = choice.layout.schedule != "zero_bubble"
         sums = self._stage_sums(choice.exchange, stages, devices, self.shape["replica"])
         after = np.maximum(sums, drain * self.slow * drains + sums[0])
-        found = ((fill + work) * self.slow + sent_within + after).max(axis=0)
+        found = ((fill + work) * self.slow + sent_within + after).max(axis=0) + self._norm()
         sent = np.zeros(SAMPLES)
         if virtual > 1 and devices > 1:
             for samples, number in counts.items():
