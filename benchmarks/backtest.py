@@ -134,7 +134,7 @@ make backtest DATA=path/to/folder
 
 A table is recognised by its columns, never by its name. A column that is missing is derived where other columns
 determine it; a guess is printed as `note` of the group (`JSON=1`), and a group or protocol that cannot be predicted is
-printed with the reason.
+printed with the reason. A row that is left out is named by its line in the file.
 
 Every figure comes from `{file}`. The sources of the measurements are in the
 `source` entries of `src/tutti/planning/published_hardware.json` and in the tables' own columns.

@@ -94,11 +94,15 @@ def _from_smaller(
 
 
 class _Curve:
-    """A metric over a run at one batch size, with the gradient's noise at each epoch."""
+    """A metric over a run at one batch size, with the gradient's noise at each epoch.
 
-    def __init__(self, batch: float, rows: Sequence[TableRow]) -> None:
-        # Epochs are a unit of data too.
-        counted = "iteration" if all("iteration" in row.numbers for row in rows) else "epoch"
+    Args:
+        batch: samples of a global batch.
+        rows: one for each epoch.
+        counted: role that says where in the run a row is: ``iteration`` or ``epoch``.
+    """
+
+    def __init__(self, batch: float, rows: Sequence[TableRow], counted: str) -> None:
         ordered = sorted(rows, key=lambda row: row.number(counted))
         self.batch = batch
         unit = batch if counted == "iteration" else 1.0
@@ -169,8 +173,10 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
         alone, more = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED)
-        named = grouped(same, lambda row: row.number("batch"))
-        curves = [_Curve(batch, each) for batch, each in sorted(named.items()) if len(each) > 1]
+        # Epochs are a unit of data too, and all batches of a workload must have one unit.
+        counted = "iteration" if 2 * sum("iteration" in row.numbers for row in same) >= len(same) else "epoch"
+        named = grouped((row for row in same if counted in row.numbers), lambda row: row.number("batch"))
+        curves = [_Curve(batch, each, counted) for batch, each in sorted(named.items()) if len(each) > 1]
         if len(curves) < 2:
             alone.reason = more.reason = "fewer than two batches with two epochs"
             yield from (alone, more)

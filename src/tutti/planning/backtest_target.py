@@ -1,8 +1,9 @@
 """Protocol of the back-test for whole trainings: time to a target on many devices from trainings on a quarter of them.
 
-The time is data to the target, E(B) = E_min(1 + B/B_crit), times the time of a sample. A device's time for a sample
-grows where its share b of the batch shrinks, s·(1 + ρ·b₀/b), because a step has costs that no sample has: b₀ is the
-share on the fewest devices, and ρ the fixed costs of a step there over those of its samples.
+The time is data to the target, E(B) = E_min(1 + B/B_crit), times the time of a sample, and a serial part τ that no
+number of devices shortens, such as evaluations and the starts of epochs. A device's time for a sample grows where its
+share b of the batch shrinks, s·(1 + ρ·b₀/b), because a step has costs that no sample has: b₀ is the share on the fewest
+devices, and ρ the fixed costs of a step there over those of its samples.
 """
 
 from __future__ import annotations
@@ -25,26 +26,34 @@ FEWER_DEVICES = "time to the target on fewer devices"
 _SHARE = 4.0
 _UNIT_CHANGES = 20.0
 _OVERHEAD = 0.05
+_SERIAL_SECONDS, _SERIAL_SHARE = 10.0, 0.1
 
 
 def _sample_seconds(constants: Array, inputs: Inputs) -> Array:
-    sample, overhead = constants
-    return np.asarray(sample * (1 + overhead * inputs["first"] / inputs["local"]))
+    sample, overhead, serial = constants
+    return np.asarray(sample * (1 + overhead * inputs["first"] / inputs["local"]) + serial * inputs["share"])
 
 
 def _sample_centre(inputs: Inputs, seconds: Array) -> Array:
-    """The fixed costs of a step on the fewest devices are a twentieth of its samples' time: a guess of their order."""
-    del inputs
-    return np.array([float(np.median(seconds)) / (1 + _OVERHEAD), _OVERHEAD])
+    """Return the prior's constants: guesses of their order.
+
+    The fixed costs of a step on the fewest devices are a twentieth of its samples' time; the serial part of a training
+    is 10 s, and at most a tenth of the shortest training.
+    """
+    shortest = float((seconds / inputs["share"]).min())
+    serial = min(_SERIAL_SECONDS, _SERIAL_SHARE * shortest)
+    return np.array([float(np.median(seconds)) / (1 + _OVERHEAD), _OVERHEAD, serial])
 
 
 SAMPLE_LAW = ScalingLaw(
-    "time of a sample by a device's share of the batch",
-    ("sample_s", "step_over_samples"),
-    (2.0, 0.8),
+    "device-seconds of a sample by a device's share of the batch and of the data",
+    ("sample_s", "step_over_samples", "serial_s"),
+    (2.0, 0.8, 0.5),
     _sample_centre,
     _sample_seconds,
 )
+"""Inputs: ``local``, a device's share of the batch, ``first``, that on the fewest devices, and ``share``, devices over
+the data to the target: device-seconds of a sample for each second of the whole training."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,10 @@ class _Training:
 def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the time of training to a target on N devices from trainings on at most N/4 devices.
 
-    The time is the number of samples to the target times the seconds of a sample. Both are fitted to trainings of the
-    same benchmark round on the same accelerator. Trainings without a number of devices or minutes are left out, and so
-    are trainings whose data are more than 20 times from the round's median, because they are in another unit.
+    The time is the number of samples to the target times the seconds of a sample, and a serial part. They are fitted to
+    trainings of the same benchmark round on the same accelerator. Trainings without a number of devices or minutes are
+    left out, and so are trainings whose data are more than 20 times from the round's median, because they are in
+    another unit.
 
     Args:
         rows: one row for each training run, with benchmark, round, accelerator, nodes and devices a node, global batch,
@@ -82,7 +92,10 @@ def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
             for hardware, trainings in _trainings(members).items():
                 name = f"time to target {same[0].label('bench')}"
                 asked.predictions += _on_more_devices(trainings, name, f"{series} {hardware}")
-        asked.reason = "" if asked.predictions else "no trainings with minutes on N and on at most N/4 devices"
+        if not asked.predictions:
+            asked.reason = "no trainings with minutes on N and on at most N/4 devices"
+            if not any(row.label("acc") for row in same):
+                asked.reason = "the table does not say the accelerator of a training (acc)"
         yield asked
 
 
@@ -122,10 +135,12 @@ def _on_more_devices(trainings: Sequence[_Training], name: str, series: str) -> 
         inputs = {
             "local": np.array([each.local for each in below]),
             "first": np.full(len(below), first),
+            "share": np.array([each.devices / each.data for each in below]),
         }
         seconds = np.array([60 * each.minutes * each.devices / each.data for each in below])
         fitted = fit_law(SAMPLE_LAW, inputs, seconds)
-        sample, wide = fitted.predict({"local": np.array([batch / devices]), "first": np.array([first])})
+        asked = {"local": batch / devices, "first": first, "share": devices / needed}
+        sample, wide = fitted.predict({name: np.array([value]) for name, value in asked.items()})
         minutes = float(sample[0]) * needed / devices / 60
         truth = statistics.median(each.minutes for each in there)
         distance = devices / max(each.devices for each in below)

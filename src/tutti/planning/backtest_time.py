@@ -130,7 +130,8 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
         inputs = _inputs(same, {"ranks": "ranks", "bytes": "size"})
-        series = [f"{group} 2^{int(np.log2(size))} B" for size in inputs["bytes"]]
+        # Sizes in other units come back with a rounding error, which must not change the power of two below.
+        series = [f"{group} 2^{math.floor(math.log2(size) + 1e-6)} B" for size in inputs["bytes"]]
         many = inputs["ranks"] > 1
         yield Asked(group, ZERO_SHOT, reason="no all-reduce of another set on this hardware ships with the package")
         if many.sum() < 2:
@@ -285,7 +286,9 @@ class _Job:
         micro = number("micro_batch")
         data = max(1.0, self.devices / self.split)
         local = batch / data
-        self.passes = max(1.0, local / micro) if not math.isnan(local * micro) else 1.0
+        # A pipeline is filled with as many micro-batches as there are samples: one alone would be all bubble.
+        each = 1.0 if math.isnan(micro) and number("pp", 1.0) > 1 else micro
+        self.passes = max(1.0, local / each) if not math.isnan(local * each) else 1.0
         self.batch_known = not math.isnan(batch)
         self.batch = batch if self.batch_known else data * (micro if not math.isnan(micro) else 64.0)
         self.call = micro * self.tokens if not math.isnan(micro) else 1e12
@@ -362,6 +365,8 @@ def _job_guesses(jobs: Sequence[_Job]) -> str:
         "global_batch": "each device has one micro-batch, of 64 samples where that is not stated either",
         "layers": f"{_LAYERS:g} of them",
         "params_b": "no gradients are sent",
+        "micro_batch": "one of all samples of a device, or of one sample in a pipeline",
+        "precision": "32 bits",
     }
     lacking = [role for role in guesses if any(role not in job.row.text for job in jobs)]
     return "; ".join(f"{role} not stated: {guesses[role]}" for role in lacking)

@@ -17,6 +17,9 @@ _INDEPENDENT = 100.0
 proof."""
 
 
+_DRAWS = 256
+"""Draws of a law's constants, from which the standard deviation of a prediction comes."""
+
 OTHER_SETS = 8.0
 """Rows that count as independent where they come from other sets than the one that is predicted: a guess."""
 
@@ -44,12 +47,12 @@ class FittedLaw:
             inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
 
         Returns:
-            Predicted seconds (n,), and the standard deviation of their natural logarithms (n,) over 64 random draws of
+            Predicted seconds (n,), and the standard deviation of their natural logarithms (n,) over 256 random draws of
             the law's constants from their posterior.
         """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
-        generator = np.random.default_rng(0)
-        draws = generator.multivariate_normal(self.log_constants, self.covariance, size=64, method="eigh")
+        normal = np.random.default_rng(0).standard_normal((_DRAWS, len(self.log_constants)))
+        draws = self.log_constants + normal @ _root(self.covariance).T
         drawn = np.stack([self.law.seconds(np.exp(draw), inputs) for draw in draws])
         return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
 
@@ -59,6 +62,19 @@ class FittedLaw:
         Values are those at the optimum of the fit, in SI units (seconds, bytes a second, FLOP a second).
         """
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
+
+
+def _root(covariance: Array) -> Array:
+    """Return a matrix whose product with its transpose is a covariance; it depends on the covariance continuously.
+
+    Eigenvectors do not: constants of which the measurements say nothing have equal variances, and rounding errors turn
+    their eigenvectors, and with them all draws.
+    """
+    try:
+        return np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        values, vectors = np.linalg.eigh(covariance)
+        return np.asarray(vectors * np.sqrt(np.maximum(values, 0.0)))
 
 
 def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float = _INDEPENDENT) -> FittedLaw:

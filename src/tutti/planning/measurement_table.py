@@ -3,13 +3,15 @@
 A role without a column is derived where others determine it: devices from the sizes of a grid, nodes from a placement,
 seconds from a bus bandwidth. Column names are compared in lower case without punctuation, so that `# GPUs`, `gpus` and
 `GPUs` are one; a suffix such as `_ms` or `(GB)` states the unit. A cell that is empty, `N/A`, not a number or not
-positive is missing. A row that lacks what the table's kind needs is left out and counted; a table that is left without
-rows is named with the reason.
+positive is missing. A row that lacks what the table's kind needs is left out and named by its line; a table that is
+left without rows is named with the reason.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -110,7 +112,9 @@ _KINDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...
     ("published jobs", ("devices",), _TRUTHS, ("model",)),
 )
 
-_MISSING = frozenset({"", "na", "n/a", "nan", "none", "null", "-", "–", "?", "inf"})
+_MISSING = frozenset(
+    {"", "na", "n/a", "n.a.", "#n/a", "nan", "none", "null", "-", "--", "–", "—", "?", "inf", "tbd", "unknown"}
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,12 @@ def column_role(name: str) -> tuple[str, float]:
 
 
 def _number(text: str) -> float:
-    plain = text.strip().replace(",", "").replace("_", "").lstrip("~≈")
+    """Return the number of a cell, NaN where there is none: ``1,024.5`` and ``12,5`` are numbers, ``1,2,3`` is none."""
+    plain = text.strip().replace("_", "").lstrip("~≈")
+    if re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", plain):
+        plain = plain.replace(",", "")
+    elif plain.count(",") == 1 and "." not in plain:
+        plain = plain.replace(",", ".")
     try:
         value = float(plain)
     except ValueError:
@@ -294,18 +303,39 @@ def _derive(row: TableRow) -> TableRow:
 _TEXTUAL = frozenset({"set", "workload", "bench", "model"})
 
 
-def _complete(row: TableRow, needed: Sequence[str], any_of: Sequence[str]) -> bool:
-    there = all(role in (row.text if role in _TEXTUAL else row.numbers) for role in needed)
-    return there and (not any_of or any(role in row.numbers for role in any_of))
+_NAMED = 5
+"""Lines of a file that a reason names for each missing number; further ones are counted."""
 
 
-def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> MeasurementTable:
+def _missing_role(row: TableRow, needed: Sequence[str], any_of: Sequence[str]) -> str:
+    """Return the first role that a row needs and lacks; empty for a complete row."""
+    lacking = [role for role in needed if role not in (row.text if role in _TEXTUAL else row.numbers)]
+    if any_of and not any(role in row.numbers for role in any_of):
+        lacking.append(" or ".join(any_of))
+    return lacking[0] if lacking else ""
+
+
+def _name_lines(every: int, incomplete: Mapping[str, Sequence[int]]) -> str:
+    """Return how many of a table's rows are left out, with the lines of the file that lack each role."""
+    left = sum(map(len, incomplete.values()))
+    parts = []
+    for role, lines in incomplete.items():
+        more = f" and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+        many = "lines" if len(lines) > 1 else "line"
+        parts.append(f"{role} in {many} {', '.join(map(str, lines[:_NAMED]))}{more}")
+    return f"{left} of {every} rows lack a number: {'; '.join(parts)}" if left else ""
+
+
+def recognise_table(
+    name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]], lines: Sequence[int] | None = None
+) -> MeasurementTable:
     """Recognise what a published table measures by its columns, and keep the rows with all cells needed for it.
 
     Args:
         name: the file's name, for messages alone.
         header: names of the columns.
         cells: the rows, each with the text of its cells by column.
+        lines: line of the file in which each row ends, for messages; None: one line a row, after the header's.
 
     Returns:
         The table with its kind, such as ``all-reduce`` or ``published jobs``; without a kind and rows, its reason says
@@ -326,12 +356,16 @@ def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[st
             lacking.append((len(missing), kind, missing))
             continue
         wanted = (*needed, *(role for role in optional if role in have))
-        rows = [row for row in every if _complete(row, wanted, any_of)]
-        left = len(cells) - len(rows)
+        missed = [_missing_role(row, wanted, any_of) for row in every]
+        rows = [row for row, role in zip(every, missed, strict=True) if not role]
         if not rows:
             lacking.append((0, kind, ["numbers in one row at least"]))
             continue
-        return MeasurementTable(name, kind, rows, f"{left} of {len(cells)} rows lack a number" if left else "")
+        incomplete: dict[str, list[int]] = {}
+        for line, role in zip(lines or range(2, len(every) + 2), missed, strict=True):
+            if role:
+                incomplete.setdefault(role, []).append(line)
+        return MeasurementTable(name, kind, rows, _name_lines(len(every), incomplete))
     _, kind, missing = min(lacking)
     return MeasurementTable(name, reason=f"not recognised: {kind}, the nearest kind, needs {', '.join(missing)}")
 
@@ -342,6 +376,16 @@ def _samples_seen(row: TableRow) -> TableRow:
         return row
     samples = 60 * row.numbers["minutes"] * row.numbers["throughput"]
     return TableRow(row.text, {**row.numbers, "last_eval": samples})
+
+
+def _decode(content: bytes) -> str:
+    """Return the text of a file in UTF-8, in UTF-16 with a byte order mark, or else in Latin-1."""
+    if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return content.decode("utf-16", errors="replace")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
 
 
 def read_tables(folder: Path) -> list[MeasurementTable]:
@@ -356,18 +400,21 @@ def read_tables(folder: Path) -> list[MeasurementTable]:
     for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):
         name = str(path.relative_to(folder))
         try:
-            with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            with io.StringIO(_decode(path.read_bytes()), newline="") as file:
                 first = file.readline()
                 file.seek(0)
                 separator = max(",;\t", key=first.count)
                 reader = csv.DictReader(file, delimiter=separator, restkey="_rest", restval="")
                 header = [column for column in (reader.fieldnames or []) if column]
-                cells = [{key: value for key, value in row.items() if isinstance(value, str)} for row in reader]
+                cells, lines = [], []
+                for row in reader:
+                    cells.append({key: value for key, value in row.items() if isinstance(value, str)})
+                    lines.append(reader.line_num)
         except (OSError, csv.Error) as error:
             found.append(MeasurementTable(name, reason=f"cannot be read: {error}"))
             continue
         if not header or not cells:
             found.append(MeasurementTable(name, reason="no header or no rows"))
         else:
-            found.append(recognise_table(name, header, cells))
+            found.append(recognise_table(name, header, cells, lines))
     return found
