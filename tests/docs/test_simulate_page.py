@@ -47,6 +47,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
         (("--network", "alpha=1"), "seconds a message"),
         (("--machine", "old.json"), "has version 0"),
         (("--batch-size", "8", "--device-batch", "8"), "leave out one"),
+        (("--batch-size", "0"), "--batch-size is 0"),
         (("--devices", "3", "--strategy", "pipeline:stages=2"), "multiple of 2"),
     ],
 )

@@ -19,7 +19,16 @@ from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
-from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, StepCosts, curve_seconds, open_machine
+from tutti.planning.hardware_anchor import matching_anchors, shipped_anchors
+from tutti.planning.machine_costs import (
+    SAMPLES,
+    MeasuredCosts,
+    Network,
+    StepCosts,
+    curve_seconds,
+    open_machine,
+    published_chips,
+)
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
@@ -391,6 +400,11 @@ def test_links_and_collectives_between_nodes_come_from_a_file_of_bench(tmp_path:
     within = float(np.median(prices.collective("all_reduce", 2, 1000)))
     assert float(np.median(prices.collective("all_reduce", 4, 1000))) == pytest.approx(3.0 + within, rel=0.01)
     assert any("nodes.json" in text and "all_reduce/2" in text for text in prices.rests)
+    assert not any("nodes" in text for text in prices.guesses)
+    prices.collective("all_reduce", 8, 1000)
+    prices.collective("broadcast", 8, 1000)
+    assert any("all_reduce over 4 nodes scales from 2" in text for text in prices.guesses)
+    assert any("broadcast between nodes, which was not measured" in text for text in prices.guesses)
     assert open_machine("a100x8", "bf16", None, nodes).network.between == LinkCost(0.25, 1e6)
     for path, word in ((bare, "no links"), (tmp_path / "gone.json", "gone.json")):
         with pytest.raises(UsageError, match=word):
@@ -405,7 +419,16 @@ def test_published_hardware_names_its_rows_and_its_guesses() -> None:
     stated = open_machine("a100x8", "bf16", None, LINK)
     seconds_of(facts(2), run("mirrored:algorithm=native", 64), stated)
     assert not any("links between nodes" in text for text in stated.guesses)
-    for text, word in (("a100x8", "no published row"), ("abacusx8", "there is no machine")):
+    lone = [name for name in published_chips() if len(matching_anchors(name, "fp16", shipped_anchors())) == 1]
+    assert lone and all(
+        ("known from one source" in str(open_machine(f"{name}x8", "fp16", None, None).guesses)) == (name in lone)
+        for name in ("A100", *lone)
+    )
+    for text, word in (
+        ("a100x8", "no published row"),
+        ("a100x0", "there is no machine"),
+        ("abacusx8", "there is no machine"),
+    ):
         with pytest.raises(UsageError, match=word):
             open_machine(text, "fp64" if text == "a100x8" else "bf16", None, None)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.faults.commands import tutti
+from tutti.cli.bench_command import bench
 from tutti.errors import UsageError
 from tutti.workload.bench_timing import fit_line, fit_link
 from tutti.workload.machine_figure import write_machine_figure
@@ -44,6 +46,39 @@ def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> N
     with pytest.raises(UsageError) as caught:
         read_machine(tmp_path / "machine.json")
     assert caught.value.exit_code == 2 and "tutti bench" in str(caught.value)
+
+
+def changed(name: str, **values: object) -> dict[str, object]:
+    """Return the content of a machine file with a changed figure or curve, or with another one of this name."""
+    content = machine_json(MACHINE)
+    kind = "figures" if name.startswith(("start", "jitter")) else "curves"
+    [known] = content[kind].values()
+    return {**content, kind: {name: {**known, **values}}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (changed("start/2", value="fast"), "value of start/2 is 'fast', no number of at least 0"),
+        (changed("start/2", value=float("nan")), "value of start/2 is nan"),
+        (changed("jitter/time/two"), "jitter/time/two names no ranks"),
+        (changed("links/a-b"), "links/a-b names no ranks"),
+        (changed("device/copy", rate=0), "rate of device/copy is 0, no number above 0"),
+        (changed("device/copy", fixed=-1e-6), "fixed of device/copy is -1e-06"),
+        (changed("device/copy", points=[asdict(CurvePoint(8.0, 0.0, 0.0, 1))]), "seconds of device/copy is 0.0"),
+    ],
+)
+def test_a_number_that_nothing_measures_is_refused(content: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="this machine file is damaged") as caught:
+        read_machine(tmp_path / "machine.json")
+    assert message in str(caught.value) and "Make it with tutti bench -o FILE" in str(caught.value)
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "gone" / "m.json", "there is no folder"), (tmp_path, "it is a folder")):
+        with pytest.raises(UsageError, match=f"the result cannot be written.*{why}"):
+            bench("device", output=path)
 
 
 def test_a_line_has_the_least_relative_errors() -> None:

@@ -65,6 +65,11 @@ def bench(
     chosen = [part for part in PARTS if part in parts or not parts]
     if not disk.is_dir():
         raise UsageError("there is no such folder", where=f"--disk {disk}", remedy="give a folder that exists")
+    for flag, path in (("--output", output), ("--svg", svg)):
+        # Before minutes of measurement, and not after.
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise UsageError("the result cannot be written", where=f"{flag} {path}", why=why, remedy="give a file")
     found = bench_machine(chosen, _ranks(ranks), device, disk)
     write_machine(found, output)
     if svg is not None:

@@ -138,7 +138,10 @@ def simulate_step(
         raise UsageError("--batch-size and --device-batch both say how large a batch is", remedy="leave out one")
     for flag, value in (
         ("--devices", devices),
+        ("--batch-size", batch_size),
         ("--device-batch", device_batch),
+        ("--micro-batch", micro_batch),
+        ("--workers", workers),
         ("--devices-per-node", devices_per_node),
     ):
         if value is not None and value < 1:

@@ -172,6 +172,27 @@ def _narrowness(published: float, width: float) -> float:
     return (1 + _HALF_RATE_WIDTH / published) / (1 + _HALF_RATE_WIDTH / width) if known else 1.0
 
 
+ONE_SOURCE = 0.25
+"""Standard deviation between the rates of sources, of their logarithm, where one source alone is known: a guess."""
+
+
+def matching_anchors(
+    hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str = ""
+) -> list[HardwareAnchor]:
+    """Return the anchors of a chip in a class of precision: those with the same memory, or else with any memory.
+
+    Args:
+        hardware: name of the hardware as people write it, such as ``A100-80GB``.
+        precision: name of the precision, such as ``bf16``.
+        anchors: utilisations, one for each chip, memory, precision and published source.
+        without: name of a source whose anchors must not be used; empty to use all.
+    """
+    chip, memory = chip_of(hardware)
+    kind = precision_class(precision)
+    same = [e for e in anchors if chip and (e.chip, e.precision) == (chip, kind) and e.set_name != without]
+    return [each for each in same if memory and each.memory_gb == memory] or same
+
+
 def anchored_rate(
     hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str, width: float = 0.0
 ) -> tuple[float, float, str]:
@@ -195,15 +216,12 @@ def anchored_rate(
         FLOP/s of one device, the standard deviation of its natural logarithm, and an empty text; where no anchor
         matches NaN, NaN and the reason in words.
     """
-    chip, memory = chip_of(hardware)
-    kind = precision_class(precision)
     peak = peak_flops(hardware, precision)
-    same = [each for each in anchors if each.chip == chip and each.precision == kind and each.set_name != without]
-    if not chip or math.isnan(peak) or not same:
+    near = matching_anchors(hardware, precision, anchors, without)
+    if math.isnan(peak) or not near:
         said = f"{hardware or 'hardware that is not stated'} in {precision or 'unstated precision'}"
         return math.nan, math.nan, f"no published row{' of another set' * bool(without)} on {said}"
-    near = [each for each in same if memory and each.memory_gb == memory] or same
     logs = np.log([each.utilisation * _narrowness(each.width, width) for each in near])
-    between = float(logs.std()) if len(near) > 1 else 0.25
+    between = float(logs.std()) if len(near) > 1 else ONE_SOURCE
     within = float(np.median([each.spread for each in near]))
     return peak * float(np.exp(np.median(logs))), float(np.hypot(between, within)), ""

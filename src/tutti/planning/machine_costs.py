@@ -19,13 +19,20 @@ import numpy as np
 from tutti.comm.collective_schedules import Algorithm, LinkCost
 from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError
-from tutti.planning.hardware_anchor import anchored_rate, chip_of, shipped_anchors, usual_links
+from tutti.planning.hardware_anchor import (
+    ONE_SOURCE,
+    anchored_rate,
+    chip_of,
+    matching_anchors,
+    shipped_anchors,
+    usual_links,
+)
 from tutti.planning.scaling_laws import Array
 from tutti.workload.machine_file import Curve, Machine, peak_name, read_machine
 from tutti.workload.workload_file import PassWork
 
 SAMPLES = 256
-_PUBLISHED = re.compile(r"(.+?)x(\d+)$")
+_PUBLISHED = re.compile(r"(.+?)x0*([1-9]\d*)$")
 _HOST_HOP, _NODE_HOP = 1e-5, 3e-5
 """Latencies of a message within and between nodes of published hardware, in seconds: guesses."""
 _LAUNCH = 5e-6
@@ -376,8 +383,12 @@ class MeasuredCosts:
         """Return the seconds of a collective with one rank a node, from a measured curve or a ring's law."""
         known = _nodes_of(self.network.collectives, kind)
         if not known:
-            return _ring_seconds(kind, nodes, size, self._between(devices))
+            between = self._between(devices)
+            self.note(f"{kind} between nodes, which was not measured, takes a ring's messages over their link")
+            return _ring_seconds(kind, nodes, size, between)
         nearest = min(known, key=lambda count: abs(math.log(count / nodes)))
+        if nearest != nodes:
+            self.note(f"{kind} over {nodes} nodes scales from {nearest} as a ring does ({_steps(kind)} passes)")
         return _ring_scaled(self.network.collectives[f"{kind}/{nearest}"], size, nearest, nodes)
 
     def within(self) -> LinkCost:
@@ -613,6 +624,8 @@ class PublishedCosts:
         self.guesses.append(
             "all computing runs at the rate that published jobs reach; small models and small batches do not reach it"
         )
+        if len(matching_anchors(self.hardware, self.precision, shipped_anchors())) == 1:
+            self.note(f"the rate is known from one source; others would differ by {100 * ONE_SOURCE:g} %")
 
     def share_node(self, devices: int) -> None:
         """Do nothing, because accelerators of a node share no threads; ``devices`` is ignored."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -208,12 +210,47 @@ def read_machine(path: Path) -> Machine:
         values["parts"] = tuple(values["parts"])
         values["figures"] = {name: Figure(**entry) for name, entry in values["figures"].items()}
         values["curves"] = {name: _curve(entry) for name, entry in values["curves"].items()}
-        return Machine(**values)
+        found = Machine(**values)
+        wrong = next(_mistakes(found), None)
     except (KeyError, TypeError, AttributeError) as error:
+        wrong = repr(error)
+    if wrong is not None:
         raise UsageError(
-            "this machine file is damaged", where=str(path), why=repr(error), remedy="make it with tutti bench -o FILE"
-        ) from error
+            "this machine file is damaged", where=str(path), why=wrong, remedy="make it with tutti bench -o FILE"
+        )
+    return found
 
 
 def _curve(entry: Mapping[str, Any]) -> Curve:
     return Curve(**{**entry, "points": tuple(CurvePoint(**point) for point in entry["points"])})
+
+
+_RANKS = {"collectives": r"\w+/\d+", "links": r"\d+-\d+", "jitter": r"\w+/\d+", "shared": r"\w+/\d+"}
+"""What follows the first part of a name that ends with ranks, as a regular expression."""
+
+
+def _mistakes(machine: Machine) -> Iterator[str]:
+    """Yield what is wrong with the names and numbers of a machine, in words."""
+    for name in (*machine.figures, *machine.curves):
+        part, _, rest = name.partition("/")
+        if part in _RANKS and not re.fullmatch(_RANKS[part], rest):
+            yield f"{name} names no ranks"
+    for name, figure in machine.figures.items():
+        yield from _wrong_numbers(name, {"value": figure.value}, least=0.0)
+    for name, curve in machine.curves.items():
+        yield from _wrong_numbers(name, {"rate": curve.rate}, above=0.0)
+        yield from _wrong_numbers(name, {"fixed": curve.fixed}, least=0.0)
+        for point in curve.points:
+            yield from _wrong_numbers(name, {"size": point.size, "seconds": point.seconds}, above=0.0)
+            yield from _wrong_numbers(name, {"spread": point.spread, "n": point.n}, least=0.0)
+
+
+def _wrong_numbers(
+    name: str, numbers: Mapping[str, float], *, least: float = -math.inf, above: float = -math.inf
+) -> Iterator[str]:
+    """Yield which of some numbers are none, or not finite, or too small."""
+    for key, value in numbers.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < least or value <= above:
+            limit = f"above {above:g}" if math.isfinite(above) else f"of at least {least:g}"
+            yield f"{key} of {name} is {value!r}, no number {limit}"
