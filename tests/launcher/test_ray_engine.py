@@ -20,8 +20,6 @@ from safetensors.torch import load_file
 
 from tests.launching import SOURCE, until
 from tutti.checkpoint.folder import last_step
-from tutti.errors import AuthenticationError, UsageError
-from tutti.launcher.engine import EngineGone
 
 ray = pytest.importorskip("ray", reason="the package ray is not installed")
 
@@ -114,32 +112,6 @@ def test_a_script_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=250)
     assert (process.returncode, out) == (0, "rank 0 of 2\n"), err
     assert (tmp_path / "runs" / "logs" / "rank1.log").read_text() == "rank 1 of 2\n"
-
-
-@pytest.mark.parametrize(
-    ("raised", "kind", "text"),
-    [
-        ("RpcError('UNAVAILABLE')", EngineGone, "the head of the Ray cluster does not answer any more"),
-        ("GetTimeoutError('late')", EngineGone, "the head of the Ray cluster does not answer any more"),
-        ("RaySystemError('a broken pipe')", EngineGone, "the Ray cluster has failed: System error: a broken pipe"),
-        ("AuthenticationError('no token')", AuthenticationError, "refuses this process: no token"),
-    ],
-)
-def test_failures_of_ray_are_told_apart(raised: str, kind: type[Exception], text: str) -> None:
-    from tutti.launcher.ray_engine import failure_of
-
-    name, _, words = raised.partition("(")
-    found = failure_of(getattr(ray.exceptions, name)(words.strip("')")))
-    assert type(found) is kind and text in str(found)
-
-
-def test_only_silence_is_a_lost_head() -> None:
-    from tutti.launcher.ray_engine import failure_of
-
-    assert "any more" in str(failure_of(ConnectionError("gone")))
-    refused = failure_of(ValueError("The precision is too high.\nTraceback"))
-    assert type(refused) is UsageError and str(refused).endswith("asks for: The precision is too high.")
-    assert failure_of(error := KeyError("defect")) is error
 
 
 class Nodes:
@@ -308,7 +280,7 @@ def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_pat
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [2], indirect=True)
-@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_a_signal_ends_every_rank(nodes: Nodes, end: int, code: int, tmp_path: Path) -> None:
     on = ("--on", f"ray:address={nodes.address}", "--devices", "2", "--out", "run")
     process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import SAFETY_NET
+from tutti.errors import UsageError
 from tutti.launcher.ray_supervisor import RankSupervisor
 
 TETHERED = """
@@ -63,12 +64,24 @@ def test_the_end_of_the_actor_is_that_of_the_process(supervisor: RankSupervisor,
     assert until(supervisor, ended=True)[0] == -signal.SIGKILL
 
 
-def test_a_launcher_that_does_not_ask_is_gone(tmp_path: Path) -> None:
-    supervisor = RankSupervisor(lease=0.1)
+def test_a_silent_launcher_is_gone_only_where_the_head_is_silent_too(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def covered() -> bool:
+        asked.append(len(asked) < 2)
+        return asked[-1]
+
+    supervisor = RankSupervisor(lease=0.1, covered=covered)
     start(supervisor, tmp_path)
     assert supervisor._process is not None
     assert supervisor._process.wait(SAFETY_NET) == -signal.SIGKILL
     assert supervisor.poll()[0] == -signal.SIGKILL
+    assert asked[:3] == [True, True, False]
+
+
+def test_a_folder_that_a_node_does_not_have_is_refused(supervisor: RankSupervisor, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no such working directory .*absent on .*code=shared"):
+        supervisor.start(["-c", ""], {}, str(tmp_path / "absent"))
 
 
 def test_much_output_arrives_whole(supervisor: RankSupervisor, tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ class FakeEngine:
             if code is not None:
                 self.end(rank, code)
 
-    def end(self, rank: int, code: int, lost: str = "") -> None:
-        self.ends[rank] = EndedRank(code, "a", lost)
+    def end(self, rank: int, code: int, lost: str = "", why: str = "") -> None:
+        self.ends[rank] = EndedRank(code, "a", lost, why)
 
 
 def done(engine: FakeEngine) -> None:
@@ -104,6 +104,23 @@ def test_restarts_are_counted_without_progress(tmp_path: Path, capfd: pytest.Cap
     engine = FakeEngine(2, fail, fail, done)
     assert supervise(engine, job(tmp_path, 2, restarts=1, progress=lambda: len(engine.sizes))) == 0
     assert [each["TORCHELASTIC_RESTART_COUNT"] for each in engine.environments] == ["0", "1", "2"]
+
+
+def test_the_words_of_the_engine_tell_how_a_rank_was_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(2, lambda engine: engine.end(1, -9, why="was killed by Ray"), done)
+    assert supervise(engine, job(tmp_path, 2, restarts=1)) == 0
+    assert "rank 1 on a was killed by Ray\n" in capfd.readouterr().err
+
+
+def test_ranks_that_never_start_end_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        raise SlotsGone("the actor on a was killed")
+
+    monkeypatch.setattr("tutti.launcher.supervisor._LOOK", 0.0)
+    engine = FakeEngine(2)
+    monkeypatch.setattr(engine, "start", start)
+    with pytest.raises(PeerError, match="could not be started 6 times in a row: the actor on a was killed"):
+        supervise(engine, job(tmp_path, 2, wait=0))
 
 
 def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:

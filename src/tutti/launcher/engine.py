@@ -19,19 +19,21 @@ class EndedRank:
         code: exit code of the process; -N if signal N killed it, as ``subprocess`` has it.
         node: name of the node on which the process ran.
         lost: why the rank was lost together with its slot; empty if the process itself ended.
+        why: how the process was ended, in words such as ``was killed …``, where the engine knows more than its code.
         remedy: advice for the user, if known.
     """
 
     code: int
     node: str
     lost: str = ""
+    why: str = ""
     remedy: str | None = None
 
 
 class SlotsGone(Exception):
     """Raised when an engine cannot start the ranks, because there are fewer free slots than it had reported.
 
-    A slot is room for one rank on a node.
+    A slot is room for one rank on a node. The text, if any, says what has failed.
     """
 
 
@@ -82,7 +84,7 @@ class Engine(Protocol):
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
             signal N killed the process), ``node``, ``lost`` (why the rank was lost together with its slot, the room for
-            a rank; empty if the process itself ended) and ``remedy``.
+            a rank; empty if the process itself ended), ``why`` and ``remedy``.
 
         Raises:
             EngineGone: the engine, which starts the ranks, does not answer.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,11 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tutti.config.engine_config import RayEngineConfig
-from tutti.errors import AuthenticationError, DiskError, PeerError, TuttiError, UsageError
+from tutti.errors import DiskError, PeerError, TuttiError, UsageError
 from tutti.launcher import failure
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
 from tutti.launcher.hosts import Host, passed_variables, plan_processes
+from tutti.launcher.ray_errors import SILENT, all_lines, end_of_rank, failure_of, first_line, lost_rank
 from tutti.launcher.ray_supervisor import RankSupervisor
 
 T = TypeVar("T")
@@ -39,20 +41,22 @@ _ANSWER = 30.0
 _HEAD = 30.0
 _RELEASE = 30.0
 _PACE = 0.25
+_AWAY = 5.0
+_REACH = 10.0
 _EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
-_SILENT = "the head of the Ray cluster does not answer any more"
 # Ray's public names know the sum over all nodes alone. By way of ray:// the function runs on the cluster.
 _free_per_node = client_mode_wrap(available_resources_per_node)
 
 
 @dataclass
 class _Rank:
-    """A rank: its actor, its node, the call that has not been answered yet, and its end."""
+    """A rank: its actor, its node, the call that has not been answered yet, since when none was, and its end."""
 
     actor: Any
     node: str
+    node_id: str
     asked: Any = None
-    since: float = 0.0
+    since: float | None = None
     end: EndedRank | None = None
 
 
@@ -124,7 +128,10 @@ class RayEngine:
         bundles = self._ask(lambda: placement_group_table(self._group))["bundles_to_node_id"]
         order = sorted(bundles, key=lambda bundle: (list(bundles.values()).index(bundles[bundle]), bundle))
         made = self._ask(lambda: [self._make_actor(int(bundle)) for bundle in order])
-        self._ranks = [_Rank(actor, _name(nodes[bundles[bundle]])) for bundle, actor in zip(order, made, strict=True)]
+        self._ranks = [
+            _Rank(actor, _name(nodes[bundles[bundle]]), bundles[bundle])
+            for bundle, actor in zip(order, made, strict=True)
+        ]
         visible = self._get([rank.actor.visible.remote() for rank in self._ranks])
         held = [rank.node for rank in self._ranks]
         hosts = [Host(name, held.count(name)) for name in dict.fromkeys(held)]
@@ -146,30 +153,36 @@ class RayEngine:
 
         New output goes to the terminal (rank 0) and the log files (other ranks). Waits a fraction of a second for
         answers. A rank whose actor does not answer for 30 seconds counts as killed, with its slot (place for a rank)
-        lost.
+        lost. Time in which this process itself did not poll, such as a stopped one, does not count.
 
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
-            signal N killed the process), ``node`` and ``lost`` (that the node was lost, in words; else empty).
+            signal N killed the process), ``node``, ``lost`` (that the node was lost, in words; else empty), and if the
+            rank was killed with its actor ``why`` and ``remedy``.
 
         Raises:
-            EngineGone: the head of the cluster does not answer.
+            EngineGone: the head of the cluster does not answer, or the cluster fails.
+            TuttiError: the actor's own code has failed.
         """
         time.sleep(max(0.0, self._polled + _PACE - time.monotonic()))
-        self._polled = time.monotonic()
-        if self._polled - self._answered > _HEAD:
-            raise EngineGone(_SILENT)
+        before, self._polled = self._polled, time.monotonic()
         running = [rank for rank in self._ranks if rank.end is None]
+        if self._polled - before > _AWAY:
+            self._answered = self._polled
+            for rank in running:
+                rank.since = None
+        if self._polled - self._answered > _HEAD:
+            raise EngineGone(SILENT)
         for rank in running:
-            if rank.asked is None:
-                rank.asked, rank.since = rank.actor.poll.remote(), self._polled
+            rank.asked = rank.asked or rank.actor.poll.remote()
+            rank.since = rank.since or self._polled
         asked = [rank.asked for rank in running]
         ready = ray.wait(asked, num_returns=len(asked), timeout=_PACE)[0] if asked else []
         for number, rank in enumerate(self._ranks):
             if rank.end is None and rank.asked in ready:
                 self._take(number, rank)
-            elif rank.end is None and self._polled - rank.since > _ANSWER:
-                rank.end = _lost(rank.node)
+            if rank.end is None and rank.since is not None and self._polled - rank.since > _ANSWER:
+                rank.end = lost_rank(rank.node)
         return [rank.end for rank in self._ranks]
 
     def stop(self, number: int) -> None:
@@ -224,6 +237,9 @@ class RayEngine:
 
     def _connect(self, own: bool) -> None:
         """Connect to the cluster, or make one."""
+        address = self._config.address or os.environ.get("RAY_ADDRESS")
+        if address is not None:
+            _check_address(address)
         environment: dict[str, Any] = {}
         if path := os.environ.get("PYTHONPATH"):
             environment["env_vars"] = {"PYTHONPATH": path}
@@ -239,16 +255,11 @@ class RayEngine:
                 **options,
             )
         except (ConnectionError, TimeoutError, ray.exceptions.RpcError) as error:
-            raise PeerError(
-                "there is no Ray cluster to run on",
-                where=self._config.address or os.environ.get("RAY_ADDRESS"),
-                why=_first_line(error),
-                remedy="start one with ray start --head, or write --on ray:address=local for one on this node",
-            ) from error
+            raise _no_cluster(address, first_line(error)) from error
         except ray.exceptions.AuthenticationError as error:
             raise failure_of(error) from error
         except (ValueError, RuntimeError) as error:
-            raise UsageError("Ray refuses to run here", why=_first_line(error)) from error
+            raise _refusal(error, address) from error
 
     def _room(self, resources: Mapping[str, float]) -> int:
         return min(int(resources.get(name, 0) / needed + 1e-9) for name, needed in self._needs.items())
@@ -293,30 +304,49 @@ class RayEngine:
             raise failure_of(errors[0]) from errors[0]
         if time.monotonic() < self._answered + _HEAD:
             raise EngineGone(f"the Ray cluster has left a question without an answer for {seconds:g} s")
-        raise EngineGone(_SILENT)
+        raise EngineGone(SILENT)
 
-    def _get(self, asked: list[Any]) -> list[Any]:
-        """Return the actors' answers. Raises SlotsGone if one is gone, UsageError if a node cannot run tutti."""
+    def _get(self, asked: Sequence[Any]) -> list[Any]:
+        """Return the answers of the ranks' actors, from rank 0 on; waits for all.
+
+        Raises:
+            SlotsGone: an actor is gone, or does not answer in time.
+            Exception: an actor could not be made or has failed: that of ``failure_of``.
+        """
         try:
             return list(ray.get(asked, timeout=_PLACE + _ANSWER))
-        except ray.exceptions.RuntimeEnvSetupError as error:
-            raise UsageError("Ray cannot prepare a node for the ranks", why=_first_line(error)) from error
-        except ray.exceptions.RayActorError as error:
-            # The class could not be imported there.
-            if "ModuleNotFoundError" in str(error):
-                raise UsageError("a node of the Ray cluster has no tutti", remedy="install it on every node") from error
-            raise SlotsGone from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise SlotsGone from error
+        except ray.exceptions.RayError as error:
+            failed, rank = next(self._failed(asked), (error, None))
+        if isinstance(failed, ray.exceptions.GetTimeoutError):
+            raise SlotsGone("a node does not answer") from failed
+        if rank is None:
+            raise failure_of(failed) from failed
+        ended = end_of_rank(failed, rank.node, self._is_alive(rank))
+        raise SlotsGone(f"the actor on {rank.node} " + ((ended.lost or ended.why) if ended else "does not answer"))
+
+    def _failed(self, asked: Sequence[Any]) -> Iterator[tuple[Exception, _Rank]]:
+        """Yield the exceptions among the answers that are there already, with their ranks."""
+        for rank, call in zip(self._ranks, asked, strict=False):
+            try:
+                ray.get(call, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RayError as error:
+                yield error, rank
+
+    def _is_alive(self, rank: _Rank) -> bool:
+        """Ask the head of the cluster whether the node of a rank is there."""
+        return any(node["NodeID"] == rank.node_id and node["Alive"] for node in self._ask(ray.nodes))
 
     def _take(self, number: int, rank: _Rank) -> None:
         """Take one rank's answer: pass its output on and note its end."""
         asked, rank.asked = rank.asked, None
         try:
             code, out, err = ray.get(asked)
-        except Exception:
-            rank.end = _lost(rank.node)
+        except ray.exceptions.RayError as error:
+            rank.end = end_of_rank(error, rank.node, self._is_alive(rank))
             return
+        rank.since = None
         if number == 0:
             for stream, data in ((sys.stdout, out), (sys.stderr, err)):
                 if data:
@@ -337,38 +367,46 @@ class RayEngine:
             raise DiskError("cannot write a log", where=str(path), why=error.strerror) from error
 
 
-def failure_of(error: Exception) -> Exception:
-    """Return the exception to raise in place of one that a call to Ray has raised.
+def _check_address(address: str) -> None:
+    """Raise PeerError if nothing listens at ``HOST:PORT`` or ``ray://HOST:PORT``: Ray would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
 
-    Args:
-        error: the exception of the call.
 
-    Returns:
-        ``EngineGone`` if the head does not answer, or Ray itself fails (with Ray's words); ``AuthenticationError`` if
-        the cluster refuses this process; ``UsageError`` if Ray refuses the arguments; any other exception as it is.
-    """
-    if isinstance(error, ray.exceptions.AuthenticationError):
-        return AuthenticationError(
-            "the Ray cluster refuses this process", why=_first_line(error), remedy="give it the cluster's token"
+def _no_cluster(address: str | None, why: str) -> PeerError:
+    return PeerError(
+        "there is no Ray cluster to run on",
+        where=address,
+        why=why,
+        remedy="start one with ray start --head, or write --on ray:address=local for one on this node; a cluster that "
+        "demands a token needs RAY_AUTH_MODE=token here",
+    )
+
+
+def _refusal(error: Exception, address: str | None) -> UsageError:
+    """Return the exception for a cluster that refuses this process or its working directory."""
+    if "Version mismatch" in str(error):
+        return UsageError(
+            "the Ray cluster has another version of Ray or Python than this process",
+            where=address,
+            why=all_lines(error).removeprefix("Version mismatch: "),
+            remedy="start tutti with the versions of the cluster",
         )
-    # Timeouts and lost connections are OSErrors.
-    if isinstance(error, OSError | ray.exceptions.RpcError):
-        return EngineGone(_SILENT)
-    if isinstance(error, ValueError | TypeError):
-        return UsageError("Ray refuses what --on ray asks for", why=_first_line(error))
-    if isinstance(error, ray.exceptions.RayError):
-        return EngineGone(f"the Ray cluster has failed: {_first_line(error)}")
-    return error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    if "Package size" in str(error):
+        return UsageError(
+            "the working directory is too large for Ray to upload",
+            where=os.getcwd(),
+            why=first_line(error).split(". ")[0],
+            remedy="name data and results in .gitignore or .rayignore, or write ray:code=shared, which uploads nothing",
+        )
+    return UsageError("Ray refuses to run here", where=address, why=first_line(error))
 
 
 def _name(node: Mapping[str, Any]) -> str:
     """Return a node's address and the beginning of its id: several nodes of a test share an address."""
     return f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}"
-
-
-def _lost(node: str) -> EndedRank:
-    return EndedRank(-signal.SIGKILL, node, lost=f"was lost with its node {node}")

@@ -1,4 +1,4 @@
-"""The actor that holds one rank's process on a Ray node, by its standard input. No torch, and no Ray of its own."""
+"""The actor that holds one rank's process on a Ray node, by its standard input. No torch."""
 
 from __future__ import annotations
 
@@ -9,35 +9,51 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
 from tutti.device import VISIBLE_DEVICES
+from tutti.errors import UsageError
 from tutti.launcher.stdin_control import TETHER, TETHER_KILL
 
 _LEASE = 30.0
+_HEAD = 15.0
 _CHUNK = 1 << 16
 # More than this is not kept for a launcher that does not ask: the rank's output blocks until it does.
 _MOST = 16 << 20
 
 
+def head_answers() -> bool:
+    """Return whether the head of this actor's Ray cluster answers within 15 seconds."""
+    import ray
+
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(ray.nodes()), daemon=True)
+    thread.start()
+    thread.join(_HEAD)
+    return bool(answers)
+
+
 class RankSupervisor:
     """Ray actor that starts the process of one rank, and passes the process's output and exit code to the launcher.
 
-    The process ends with this actor, because its standard input does. The actor also kills the process if the launcher
-    calls no method for ``lease`` seconds, as after the loss of the cluster's head, without which Ray ends no actor.
+    The process ends with this actor, because its standard input does. Ray ends the actor when the launcher is gone. A
+    launcher that only sleeps, such as one stopped by Ctrl-Z, leaves the process alone. Where the cluster's head is lost
+    too, Ray ends no actor: the process is then killed after ``lease`` seconds in which the launcher called no method.
 
     Args:
         lease: seconds.
+        covered: called when the launcher has been silent for ``lease`` seconds; returns whether Ray would end this
+            actor if the launcher were gone.
     """
 
-    def __init__(self, lease: float = _LEASE) -> None:
+    def __init__(self, lease: float = _LEASE, covered: Callable[[], bool] = head_answers) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._held: tuple[list[bytes], list[bytes]] = ([], [])
         self._readers: list[threading.Thread] = []
         self._room = threading.Condition()
-        self._lease, self._heard = lease, time.monotonic()
+        self._lease, self._covered, self._heard = lease, covered, time.monotonic()
 
     def visible(self) -> dict[str, str]:
         """Return the environment variables by which Ray limits this actor, which starts one rank, to some accelerators.
@@ -60,8 +76,17 @@ class RankSupervisor:
             words: arguments of the interpreter.
             environment: environment variables of the process, which override this actor's own.
             folder: working directory; None for this actor's.
+
+        Raises:
+            UsageError: this node has no such folder.
         """
         self._heard = time.monotonic()
+        if folder is not None and not os.path.isdir(folder):
+            raise UsageError(
+                "a node of the Ray cluster has no such working directory",
+                where=f"{folder} on {socket.gethostname()}",
+                remedy="mount it at the same path on every node, or leave code=shared out, so that Ray uploads it",
+            )
         self._process = subprocess.Popen(
             [sys.executable, *words],
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, TETHER: TETHER_KILL},
@@ -81,8 +106,7 @@ class RankSupervisor:
     def poll(self) -> tuple[int | None, bytes, bytes]:
         """Return the exit code and the new output of this actor's rank process, without waiting for its end.
 
-        To be called regularly: the actor kills the process when the launcher has called no method for the constructor's
-        ``lease`` in seconds. The process blocks in its output once 16 MiB of it have not been fetched.
+        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched.
 
         Returns:
             Exit code (negative: number of the signal that ended the process; None while the process runs), and the
@@ -129,8 +153,11 @@ class RankSupervisor:
     def _expire(self) -> None:
         while self._process is not None and self._process.poll() is None:
             if time.monotonic() - self._heard > self._lease:
-                self._kill_group()
-            time.sleep(1)
+                if self._covered():
+                    self._heard = time.monotonic()
+                else:
+                    self._kill_group()
+            time.sleep(min(1.0, self._lease))
 
     def _kill_group(self) -> None:
         if self._process is not None:

@@ -120,7 +120,7 @@ def supervise(engine: Engine, job: EngineJob) -> int:
 
     Raises:
         UsageError: the engine has fewer slots than the smallest size.
-        PeerError: the engine does not answer any more.
+        PeerError: the engine does not answer any more, or has failed to start the ranks six times in a row.
         SystemExit: a second signal came; the code is 128 + its number.
     """
     for old in job.logs.glob("rank*.log"):
@@ -160,6 +160,7 @@ class _Supervisor:
         self._kills = Counter[str]()
         self._killed_at = self._progress()
         self._withheld = 0
+        self._unstarted = ""
 
     def run(self) -> int:
         size, attempt, failed_starts = self._first_size(), self._job.first_attempt, 0
@@ -187,6 +188,12 @@ class _Supervisor:
             found = self._await_slots(size) if failed_starts <= _FAILED_STARTS else None
             if self._asked:
                 return self._asked_code(outcome)
+            if found is None and failed_starts > _FAILED_STARTS and self._unstarted:
+                raise PeerError(
+                    f"the ranks could not be started {failed_starts} times in a row",
+                    why=self._unstarted,
+                    remedy="mend the node, and start the command again with --resume",
+                )
             if found is None:
                 least, saved = self._job.sizes[0], self._progress()
                 self._say(
@@ -266,7 +273,8 @@ class _Supervisor:
         try:
             self._engine.start(size, self._job.words, environment)
             return self._watch(size)
-        except SlotsGone:
+        except SlotsGone as gone:
+            self._unstarted = str(gone)
             return None
         finally:
             self._engine.stop(signal.SIGKILL)
@@ -339,7 +347,8 @@ class _Supervisor:
                 found.append(Failure(rank, 0.0, "", ended.lost, int(ExitCode.PEER), remedy=ended.remedy, signal=9))
             elif ended.code:
                 death = failure.from_death(rank, ended.code, now - (rank == outcome.first))
-                death = replace(death, message=f"on {ended.node} {death.message}")
+                told = f"on {ended.node} {ended.why or death.message}"
+                death = replace(death, message=told, remedy=ended.remedy or death.remedy)
                 found.append(failure.read_failure([self._job.logs], rank) or death)
         return failure.root_cause(found)
 
