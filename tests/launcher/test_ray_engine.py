@@ -108,7 +108,10 @@ def alone(folder: Path, *options: str) -> str:
 
 def test_a_script_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    process = started(tmp_path, "run", "-np", "2", "--on", "ray:address=local", "script.py")
+    # As in a job of ray job submit, whose runtime environment has what this one has.
+    job = json.dumps({"runtime_env": {"env_vars": {"PYTHONPATH": "/nowhere"}}, "metadata": {}})
+    words = ("run", "-np", "2", "--on", "ray:address=local", "script.py")
+    process = started(tmp_path, *words, RAY_JOB_CONFIG_JSON_ENV_VAR=job)
     out, err = process.communicate(timeout=250)
     assert (process.returncode, out) == (0, "rank 0 of 2\n"), err
     assert (tmp_path / "runs" / "logs" / "rank1.log").read_text() == "rank 1 of 2\n"

@@ -110,6 +110,23 @@ def test_an_error_of_the_actor_itself_ends_the_run(cause: Exception, kind: type[
     assert caught.value.exit_code == (ExitCode.UNEXPECTED if kind is TuttiError else ExitCode.USAGE)
 
 
+def test_refusals_to_connect_say_why() -> None:
+    from tutti.launcher.ray_errors import refusal_of
+
+    versions = "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\nThis process was started:\n    Ray"
+    size = "Failed to set up runtime environment.\nFailed: Package size (514.98MiB) exceeds the maximum. To exclude"
+    for error, text in (
+        (RuntimeError(versions), "this process (there:1): The cluster was started with: Ray: 2.50.0 This process was"),
+        (ray.exceptions.RuntimeEnvSetupError(size), "(/code): 514.98MiB exceeds the maximum. Name data and results in"),
+        (
+            ray.exceptions.RuntimeEnvSetupError("no\nroom"),
+            "here (there:1): Failed to set up runtime environment. no room",
+        ),
+        (ValueError("a bad option\nand more"), "Ray refuses to run here (there:1): a bad option."),
+    ):
+        assert text in str(refusal_of(error, "there:1", "/code"))
+
+
 def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> None:
     from tutti.config.engine_config import RayEngineConfig
     from tutti.launcher.ray_engine import RayEngine

@@ -6,6 +6,7 @@ groups and checkpoints are tutti's. Values go through Ray as it serialises them:
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -26,11 +27,11 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tutti.config.engine_config import RayEngineConfig
-from tutti.errors import DiskError, PeerError, TuttiError, UsageError
+from tutti.errors import DiskError, PeerError, TuttiError
 from tutti.launcher import failure
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
 from tutti.launcher.hosts import Host, passed_variables, plan_processes
-from tutti.launcher.ray_errors import SILENT, all_lines, end_of_rank, failure_of, first_line, lost_rank
+from tutti.launcher.ray_errors import SILENT, end_of_rank, failure_of, first_line, lost_rank, refusal_of
 from tutti.launcher.ray_supervisor import RankSupervisor
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ _RELEASE = 30.0
 _PACE = 0.25
 _AWAY = 5.0
 _REACH = 10.0
+_SERIALISERS = ("numpy", "pyarrow", "pydantic.main")
 _EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
 # Ray's public names know the sum over all nodes alone. By way of ray:// the function runs on the cluster.
 _free_per_node = client_mode_wrap(available_resources_per_node)
@@ -245,7 +247,10 @@ class RayEngine:
             environment["env_vars"] = {"PYTHONPATH": path}
         if self._upload:
             environment |= {"working_dir": os.getcwd(), "excludes": _EXCLUDED}
+        # In a job of ray job submit, Ray refuses fields that the job's own runtime environment has too.
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         options: dict[str, Any] = {"include_dashboard": False} if own else {}
+        threading.Thread(target=_import_early, name="ray-imports", daemon=True).start()
         try:
             ray.init(
                 self._config.address,
@@ -258,8 +263,8 @@ class RayEngine:
             raise _no_cluster(address, first_line(error)) from error
         except ray.exceptions.AuthenticationError as error:
             raise failure_of(error) from error
-        except (ValueError, RuntimeError) as error:
-            raise _refusal(error, address) from error
+        except (ValueError, RuntimeError, ray.exceptions.RuntimeEnvSetupError) as error:
+            raise refusal_of(error, address, os.getcwd()) from error
 
     def _room(self, resources: Mapping[str, float]) -> int:
         return min(int(resources.get(name, 0) / needed + 1e-9) for name, needed in self._needs.items())
@@ -367,6 +372,13 @@ class RayEngine:
             raise DiskError("cannot write a log", where=str(path), why=error.strerror) from error
 
 
+def _import_early() -> None:
+    """Import what Ray imports when it first serialises a value, while this process waits for the cluster."""
+    for name in _SERIALISERS:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
 def _check_address(address: str) -> None:
     """Raise PeerError if nothing listens at ``HOST:PORT`` or ``ray://HOST:PORT``: Ray would try for minutes."""
     host, colon, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
@@ -386,25 +398,6 @@ def _no_cluster(address: str | None, why: str) -> PeerError:
         remedy="start one with ray start --head, or write --on ray:address=local for one on this node; a cluster that "
         "demands a token needs RAY_AUTH_MODE=token here",
     )
-
-
-def _refusal(error: Exception, address: str | None) -> UsageError:
-    """Return the exception for a cluster that refuses this process or its working directory."""
-    if "Version mismatch" in str(error):
-        return UsageError(
-            "the Ray cluster has another version of Ray or Python than this process",
-            where=address,
-            why=all_lines(error).removeprefix("Version mismatch: "),
-            remedy="start tutti with the versions of the cluster",
-        )
-    if "Package size" in str(error):
-        return UsageError(
-            "the working directory is too large for Ray to upload",
-            where=os.getcwd(),
-            why=first_line(error).split(". ")[0],
-            remedy="name data and results in .gitignore or .rayignore, or write ray:code=shared, which uploads nothing",
-        )
-    return UsageError("Ray refuses to run here", where=address, why=first_line(error))
 
 
 def _name(node: Mapping[str, Any]) -> str:

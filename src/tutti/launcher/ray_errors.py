@@ -66,6 +66,37 @@ def failure_of(error: Exception, node: str | None = None) -> Exception:
     return error
 
 
+def refusal_of(error: Exception, address: str | None, folder: str) -> UsageError:
+    """Return the exception for one with which Ray refuses to connect this process to a cluster.
+
+    Args:
+        error: the exception of ``ray.init``.
+        address: address of the cluster, if one was given.
+        folder: the working directory, which Ray uploads.
+
+    Returns:
+        The reason and a remedy: another version of Ray or Python there, a working directory that is too large to be
+        uploaded, or Ray's own words.
+    """
+    if "Version mismatch" in str(error):
+        return UsageError(
+            "the Ray cluster has another version of Ray or Python than this process",
+            where=address,
+            why=all_lines(error).removeprefix("Version mismatch: "),
+            remedy="start tutti with the versions of the cluster",
+        )
+    _, found, size = str(error).partition("Package size ")
+    if found:
+        return UsageError(
+            "the working directory is too large for Ray to upload",
+            where=folder,
+            why=size.split(". ")[0].replace("(", "").replace(")", ""),
+            remedy="name data and results in .gitignore or .rayignore, or write ray:code=shared, which uploads nothing",
+        )
+    why = all_lines(error) if isinstance(error, ray.exceptions.RuntimeEnvSetupError) else first_line(error)
+    return UsageError("Ray refuses to run here", where=address, why=why)
+
+
 def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
     """Return how a rank has ended whose actor answers a call with an exception, or raise what ends the whole run.
 
