@@ -48,8 +48,9 @@ LISTED = {
 
 OWN_PROCESS = """
     cli.chaos_command cli.run_command cli.train_command compare.runs launcher.agent launcher.child
-    launcher.elastic_driver launcher.launch launcher.supervisor train.main workload.bench_device workload.bench_ranks
-    data.loader parallel.parameter_server.server parallel.parameter_server.server_session
+    launcher.elastic_driver launcher.launch launcher.ray_engine launcher.supervisor train.main
+    workload.bench_device workload.bench_ranks data.loader parallel.parameter_server.server
+    parallel.parameter_server.server_session
 """
 """Modules that do so in processes of tutti alone: its commands, the ranks it starts, loader processes and servers."""
 

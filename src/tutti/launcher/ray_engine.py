@@ -33,6 +33,7 @@ from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
 from tutti.launcher.hosts import Host, passed_variables, plan_processes
 from tutti.launcher.ray_errors import SILENT, end_of_rank, failure_of, first_line, lost_rank, refusal_of
 from tutti.launcher.ray_supervisor import RankSupervisor
+from tutti.launcher.special_files import special_files
 
 T = TypeVar("T")
 
@@ -246,7 +247,9 @@ class RayEngine:
         if path := os.environ.get("PYTHONPATH"):
             environment["env_vars"] = {"PYTHONPATH": path}
         if self._upload:
-            environment |= {"working_dir": os.getcwd(), "excludes": _EXCLUDED}
+            folder = os.getcwd()
+            excludes = [*_EXCLUDED, *special_files(folder, _EXCLUDED)]
+            environment |= {"working_dir": folder, "excludes": excludes}
         # In a job of ray job submit, Ray refuses fields that the job's own runtime environment has too.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         options: dict[str, Any] = {"include_dashboard": False} if own else {}
@@ -263,7 +266,7 @@ class RayEngine:
             raise _no_cluster(address, first_line(error)) from error
         except ray.exceptions.AuthenticationError as error:
             raise failure_of(error) from error
-        except (ValueError, RuntimeError, ray.exceptions.RuntimeEnvSetupError) as error:
+        except (ValueError, RuntimeError, OSError, ray.exceptions.RuntimeEnvSetupError) as error:
             raise refusal_of(error, address, os.getcwd()) from error
 
     def _room(self, resources: Mapping[str, float]) -> int:
