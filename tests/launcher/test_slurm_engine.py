@@ -157,6 +157,8 @@ def test_a_command_that_names_its_run_directory_gets_no_other(
     [
         (["slurm:nodes=0", "train", "linear", "--devices", "2"], "nodes=0"),
         (["slurm:time=soon", "train", "linear", "--devices", "2"], "time=soon"),
+        (["slurm:time=2m", "train", "linear", "--devices", "2"], "time=2m, and asks the run to save 120 s before"),
+        (["slurm:time=0-01:00,notice=3600", "train", "linear", "--devices", "2"], "save 3600 s before"),
         (["slurm:partition=a b", "train", "linear", "--devices", "2"], "partition=a b"),
         (["slurm:nodes=2", "train", "linear", "--devices", "3"], "shared out equally over 2 nodes"),
         (["slurm", "train", "linear"], "needs --devices"),
@@ -169,6 +171,11 @@ def test_a_command_that_names_its_run_directory_gets_no_other(
 def test_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", ["3m", "02:01", "00:02:01", "0-00:03", "0-00:02:01", "1-00:00"])
+def test_a_limit_above_the_notice_is_fine(time: str) -> None:
+    assert SlurmEngineConfig(time=time).limit is not None
 
 
 def test_options_within_an_allocation_are_refused(

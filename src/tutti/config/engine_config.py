@@ -97,7 +97,12 @@ class SlurmEngineConfig:
         for name in ("partition", "account", "qos", "constraint", "memory"):
             if (value := getattr(self, name)) is not None and not _WORD.fullmatch(value):
                 raise UsageError(f"--on slurm has {name}={value}", remedy="give one word, without blanks and quotes")
-        _ = self.limit
+        if self.limit is not None and _slurm_seconds(self.limit) <= self.notice:
+            raise UsageError(
+                f"--on slurm has time={self.time}, and asks the run to save {self.notice} s before",
+                why="each start of the job would be asked at once, and save nothing",
+                remedy="give more time or a shorter notice",
+            )
 
     @property
     def limit(self) -> str | None:
@@ -116,6 +121,16 @@ class SlurmEngineConfig:
             raise UsageError(f"--on slurm has time={self.time}", remedy="write 4h, 90m, 2d or 1-12:00:00")
         minutes = int(match[1]) * {"m": 1, "h": 60, "d": 24 * 60}[match[2]]
         return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def _slurm_seconds(limit: str) -> int:
+    """Return the seconds of ``minutes:seconds``, ``hours:minutes:seconds``, or ``days-hours:minutes`` with or without
+    seconds.
+    """
+    days, dash, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 EngineConfig = LocalEngineConfig | SshEngineConfig | RayEngineConfig | SlurmEngineConfig
