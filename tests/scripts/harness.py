@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,10 @@ from tutti.errors import ExitCode, TuttiError
 from tutti.nn.swap import parameters
 
 TOLERANCE = 1e-10
-SECONDS = 8.0
-"""How long ranks wait for a rank that was refused."""
+SECONDS = float(os.environ.get("SCRIPTS_SECONDS", "8"))
+"""How long ranks wait for each other, a rank that was refused included; more (``SCRIPTS_SECONDS=60``) on a machine that
+other work keeps busy, where ranks need longer than the default to start or to compile.
+"""
 Arrays = dict[str, NDArray[Any]]
 
 
