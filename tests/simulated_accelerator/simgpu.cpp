@@ -4,7 +4,8 @@
 // that forgets where its tensors are, or that a copy has not arrived yet, fails or gives garbage:
 //  - Device memory has addresses that the host cannot dereference, and is filled with 0xff (NaN, or -1) when allocated.
 //  - Operators refuse CPU tensors among device tensors, as CUDA's do, but for scalars and indices.
-//  - A non_blocking copy from or to pinned memory happens only once a stream, an event or a kernel orders it.
+//  - A non_blocking copy from or to pinned memory happens only once a stream, an event or a kernel orders it. Until then
+//    its target is filled with 0xff.
 //  - A collective's result is in its tensor only after Work.wait().
 //  - Every wait of the host for the device is counted.
 #include <ATen/CPUGeneratorImpl.h>
@@ -66,8 +67,13 @@ void* to_host_address(const void* device) { return (void*)((uintptr_t)device & ~
 
 // --- streams: deferred copies, in order, until something orders them -----------------------------------------------------
 
+struct Waiting {
+  std::function<void()> copy;
+  const void* source;  // the memory that it reads
+};
+
 struct Queue {
-  std::deque<std::function<void()>> waiting;
+  std::deque<Waiting> waiting;
   uint64_t pushed = 0, done = 0;
 };
 
@@ -87,7 +93,7 @@ void run_until(StreamKey stream, uint64_t number) {
   Lock lock(mutex);
   auto& queue = queues()[stream];
   while (queue.done < number && !queue.waiting.empty()) {
-    auto copy = std::move(queue.waiting.front());
+    auto copy = std::move(queue.waiting.front().copy);
     queue.waiting.pop_front();
     queue.done++;
     copy();
@@ -102,10 +108,19 @@ void finish_device(int device) {
     if (stream.first == device) finish_stream(stream);
 }
 
-void defer(int device, std::function<void()> copy) {
+// Whether a copy that has not run yet reads this memory.
+bool is_awaited(const void* memory) {
+  Lock lock(mutex);
+  for (auto& [stream, queue] : queues())
+    for (auto& each : queue.waiting)
+      if (each.source == memory) return true;
+  return false;
+}
+
+void defer(int device, std::function<void()> copy, const void* source) {
   Lock lock(mutex);
   auto& queue = queues()[{device, current_stream(device)}];
-  queue.waiting.push_back(std::move(copy));
+  queue.waiting.push_back({std::move(copy), source});
   queue.pushed++;
   deferred_count++;
 }
@@ -196,6 +211,7 @@ struct PinnedAllocator final : c10::Allocator {
     void* data = nullptr;
     size = std::max<size_t>(size, 1);
     TORCH_CHECK(!posix_memalign(&data, 64, size), "out of memory");
+    std::memset(data, 0xff, size);
     Lock lock(mutex);
     blocks[(uintptr_t)data] = size;
     return {data, data, release, Device(kCPU)};
@@ -571,8 +587,11 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   kernel_count++;
   const void* host_memory = upload ? self.storage().data() : download ? to.storage().data() : nullptr;
   if (non_blocking && host_memory && PinnedAllocator::get()->holds(host_memory)) {
+    // What the target held before is lost now, unless a copy before this one has yet to read it.
+    if (target.is_contiguous() && !is_awaited(target.storage().data()))
+      std::memset(target.data_ptr(), 0xff, target.nbytes());
     // The device's tensors live until the copy is done; the host's must be kept by the program, as on a GPU.
-    defer(device, [target, source, self, to] { copy_bytes(target, source); });
+    defer(device, [target, source, self, to] { copy_bytes(target, source); }, source.storage().data());
     return to;
   }
   if (upload || download) sync_count++;

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -72,8 +73,38 @@ def wrong_generator() -> AbstractContextManager[Any]:
     return patch("tutti.nn.rng_streams.default_generator", lambda device: torch.default_generator)
 
 
+def pinned_again() -> AbstractContextManager[Any]:
+    """The next batch is pinned in the memory of the batch before, whose copy may be under way."""
+    kept, pin = dict[Any, Tensor](), Tensor.pin_memory
+
+    def reused(tensor: Tensor) -> Tensor:
+        key = tensor.shape, tensor.dtype
+        kept[key] = kept[key].copy_(tensor) if key in kept else pin(tensor)
+        return kept[key]
+
+    return patch.object(Tensor, "pin_memory", reused)
+
+
+def unawaited(method: str) -> AbstractContextManager[Any]:
+    """What a transfer between devices gives is used before the wait for it, which is that of the next transfer."""
+    real, begun = getattr(Communicator, method), []
+
+    def start(self: Communicator, tensor: Tensor, *arguments: Any) -> Any:
+        if tensor.device.type == "cpu" or not tensor.is_floating_point():
+            return real(self, tensor, *arguments)
+        while begun:
+            begun.pop().wait()
+        begun.append(real(self, tensor, *arguments))
+        return MagicMock(done=True)
+
+    return patch.object(Communicator, method, start)
+
+
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
+    "pinned again": pinned_again,
+    "no wait for gradients": partial(unawaited, "start_all_reduce"),
+    "no wait for activations": partial(unawaited, "start_receive"),
     "no wait": no_wait,
     "host group": host_group,
     "host batch": host_batch,
@@ -83,9 +114,10 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("mistake", [name for name in MISTAKES if name])
 def test_a_planted_mistake_is_caught(mistake: str) -> None:
-    want = worlds.run_on("cpu", 2, train)
-    assert worlds.run_on(DEVICE, 2, train) == want
-    got = worlds.run_on(DEVICE, 2, train, mistake=mistake)
+    strategy = "pipeline" if mistake == "no wait for activations" else "mirrored"
+    want = worlds.run_on("cpu", 2, train, strategy=strategy)
+    assert worlds.run_on(DEVICE, 2, train, strategy=strategy) == want
+    got = worlds.run_on(DEVICE, 2, train, mistake=mistake, strategy=strategy)
     assert all(one != other for one, other in zip(got, want, strict=True)), got
 
 
