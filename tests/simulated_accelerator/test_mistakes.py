@@ -87,7 +87,7 @@ def pinned_again() -> AbstractContextManager[Any]:
 
 def unawaited(method: str) -> AbstractContextManager[Any]:
     """What a transfer between devices gives is used before the wait for it, which is that of the next transfer."""
-    real, begun = getattr(Communicator, method), []
+    real, begun = getattr(Communicator, method), list[Any]()
 
     def start(self: Communicator, tensor: Tensor, *arguments: Any) -> Any:
         if tensor.device.type == "cpu" or not tensor.is_floating_point():

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import select
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch.distributed as dist
 
 import tutti
 from tests import worlds
+from tests.simulated_accelerator import build
 from tests.simulated_accelerator.build import DEVICE
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
@@ -181,3 +186,18 @@ def collectives() -> list[Any]:
 def test_collectives_give_their_result_to_who_waits() -> None:
     for rank, answer in enumerate(worlds.run_on(DEVICE, 2, collectives)):
         assert answer == [True, [3.0, 3.0], 0.5, [0.0, 1.0], 2.0 * rank, [float(rank), 10.0 + rank], True]
+
+
+def test_a_build_that_takes_too_long_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, told = tmp_path / "compiler", tmp_path / "child"
+    os.mkfifo(told)
+    # The child keeps the pipe open for as long as it lives, as g++ starts a compiler proper.
+    compiler.write_text(f"#!/bin/sh\nsleep 60 > {told} &\nwait\n", encoding="utf-8")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(build, "_SECONDS", 0.5)
+    reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(subprocess.TimeoutExpired):
+        build._build(str(compiler), tmp_path / "made")
+    [ended, *_], *_ = select.select([reader], [], [], 20.0)
+    assert os.read(ended, 1) == b""
+    os.close(reader)
