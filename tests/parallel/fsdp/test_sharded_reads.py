@@ -218,7 +218,7 @@ def listed_before(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["sharded:stage=1", "sharded:stage=2", "sharded"])
 def test_a_list_of_parameters_from_before_is_refused_in_the_loss(strategy: str) -> None:
     for said in worlds.run(3, listed_before, strategy=strategy):
-        assert said.startswith("the loss reads the object that was the parameter ") and "model.parameters()" in said
+        assert "that was a parameter of the model before tutti.prepare" in said and "model.parameters()" in said
     [alone] = worlds.run(1, listed_before, strategy=strategy)
     assert [alone] == worlds.run(1, listed_before, strategy="mirrored")
     worlds.forget(3)
@@ -287,4 +287,89 @@ def clamped(model: nn.Sequential, run: Any, x: Tensor) -> None:
 def test_a_write_between_forward_and_backward_is_refused() -> None:
     for said in worlds.run(2, told, strategy="sharded", body=clamped):
         assert "the script writes the parameter 0.weight" in said and "(clamp_)" in said
+    worlds.forget(2)
+
+
+def of_groups(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def halved_rows(optimizer: Any) -> None:
+    for p in of_groups(optimizer):
+        p.data.mul_(0.5)
+
+
+def assigned_rows(optimizer: Any) -> None:
+    for p in of_groups(optimizer):
+        p.data = p.data.add(p.data, alpha=-0.3)
+
+
+def pulled_rows(optimizer: Any) -> None:
+    with torch.no_grad():
+        for p in of_groups(optimizer):
+            p.lerp_(p.clone().sign(), 0.1)
+
+
+def normalised_rows(optimizer: Any) -> None:
+    with torch.no_grad():
+        for p in of_groups(optimizer):
+            p.div_(p.norm())
+
+
+def norm_of_rows(optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] /= float(torch.stack([p.detach().norm() for p in of_groups(optimizer)]).norm())
+
+
+def noise_in_rows(optimizer: Any) -> None:
+    for p in of_groups(optimizer):
+        p.data.normal_()
+
+
+def with_rows(strategy: str, change: Any, place: str) -> Any:
+    """Train with ``change`` of the optimizer's groups, between epochs, after (later) updates or before the forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(12, 4), strategy=strategy, batch_size=6, precision="fp64")
+    try:
+        for epoch in range(3):
+            for batch in run.microbatches(epoch):
+                optimizer.zero_grad()
+                if place == "before":
+                    change(optimizer)
+                run.backward(model(batch).square().mean())
+                optimizer.step()
+                # Later bodies are not watched any more, after a first one without such writes.
+                if place in ("after", "later") and run.stepped and run.updates > 2 * (place == "later"):
+                    change(optimizer)
+            if place == "between":
+                change(optimizer)
+    except tutti.errors.UsageError as error:
+        return f"{error} {run.updates}"
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "place"), [(halved_rows, "between"), (assigned_rows, "after"), (pulled_rows, "later")]
+)
+def test_elementwise_writes_to_rows_in_the_groups_equal_one_device(change: Any, place: str) -> None:
+    want = worlds.alone(with_rows, strategy="single", change=change, place=place)
+    for strategy in ("sharded:stage=1", "sharded:stage=2", "sharded"):
+        for got in worlds.run(2, with_rows, strategy=strategy, change=change, place=place):
+            assert largest_difference(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize("change", [normalised_rows, norm_of_rows, noise_in_rows])
+def test_numbers_of_a_rank_s_rows_in_the_groups_are_refused(change: Any) -> None:
+    for strategy in ("sharded:stage=1", "sharded"):
+        for said in worlds.run(2, with_rows, strategy=strategy, change=change, place="between"):
+            assert "as optimizer.param_groups has it" in said and "model.parameters()" in said
+            assert "test_sharded_reads.py:" in said and said.endswith(" 2")
+    worlds.forget(2)
+
+
+def test_a_write_to_rows_in_the_groups_that_a_forward_would_not_see_is_refused() -> None:
+    for strategy in ("sharded:stage=1", "sharded:stage=2"):
+        for said in worlds.run(2, with_rows, strategy=strategy, change=halved_rows, place="before"):
+            assert "in an optimizer's groups" in said and said.endswith(" 0")
     worlds.forget(2)

@@ -407,6 +407,10 @@ class FullySharded:
         for unit in self._units:
             unit.reshard()
 
+    def rows_written(self) -> bool:
+        """Return False: rows may share their version with the model's ``DTensor``s, which the script may write."""
+        return False
+
     def clear(self) -> None:
         """Set the ``.grad`` of the model's parameters (DTensors) and of the optimizer's (this rank's rows) to None."""
         for each, gathered in self._pairs:

@@ -106,6 +106,7 @@ class ShardedSync:
             self._offloaded = OffloadedUpdate(self._shards.device)
         self._uncut: list[tuple[str, nn.Parameter]] = []
         self._reads: ShardedReads | None = None
+        self._begun_step = -1
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, shard its parameters and build the optimizer over this rank's rows.
@@ -180,7 +181,7 @@ class ShardedSync:
         self._rows = [rows for engine in self._engines for rows in engine.rows]
         self._trained = [rows for engine in self._engines for rows in engine.trained]
         if self._reads is not None:
-            self._reads.cover(self._rows)
+            self._reads.cover(self._rows, self._zero_parameters())
         cut = {rows.name for rows in self._rows}
         self._fixed = {name: p for name, p in parameters(self._replica.parts) if name not in cut}
         leaves = {rows.name: rows.parameter for rows in self._rows}
@@ -336,6 +337,9 @@ class ShardedSync:
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
         """
+        if self._begun_step != step_context.global_step:
+            self._begun_step = step_context.global_step
+            self._gather_written()
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
@@ -366,7 +370,10 @@ class ShardedSync:
 
         Raises:
             MismatchError: ranks are in different steps.
+            UsageError: the script has written rows in the optimizer's groups since the step began.
         """
+        if self._rows_written():
+            _refuse_rows_written(step_context)
         if self._uncut:
             new, self._uncut = self._uncut, []
             self._cut(new)
@@ -416,12 +423,32 @@ class ShardedSync:
             with self._updating():
                 for optimizer in self.optimizers:
                     optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
-            for engine in self._engines:
-                engine.all_gather_parameters()
+            self._gather()
         else:
             trained = [(rows.name, rows.parameter) for rows in self._trained]
             nonfinite = tuple(dict.fromkeys(culprits(self._run_context.comms.world, trained)))
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
+    def _zero_parameters(self) -> list[nn.Parameter]:
+        """Return the full parameters of the model that other rows than this rank's are gathered into (ZeRO stage 1)."""
+        return [p for engine in self._engines if isinstance(engine, ZeroSharding) for p in engine.script_parameters()]
+
+    def _rows_written(self) -> bool:
+        """Return whether the script has written rows in the optimizer's groups since the parameters were gathered."""
+        seen = self._reads is not None and self._reads.written
+        return seen or any(engine.rows_written() for engine in self._engines)
+
+    def _gather_written(self) -> None:
+        """All-gather parameters whose rows the script has written in the optimizer's groups, as on every rank."""
+        if self._rows_written():
+            self._gather()
+
+    def _gather(self) -> None:
+        """Make the next forward use the rows' values. Collective in stage 1."""
+        for engine in self._engines:
+            engine.all_gather_parameters()
+        if self._reads is not None:
+            self._reads.written = False
 
     def clear(self) -> None:
         """Set the ``.grad`` of this rank's rows and of the model's parameters to None."""
@@ -434,15 +461,19 @@ class ShardedSync:
         Logical workers are N fixed shares of the global batch, each with its own buffers. Parameters that FSDP2 shards
         are this rank's rows as plain tensors; all others are full.
         """
+        self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors that should be bitwise equal on all ranks with the same shard (HSDP copies), by name.
 
+        Collective if the script has written rows in the optimizer's groups.
+
         These are unsharded parameters, this rank's rows of parameters that FSDP2 shards, and, in a run of one logical
         worker (share of the global batch with its own buffers), buffers.
         """
+        self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.replicated()}
 
@@ -479,8 +510,7 @@ class ShardedSync:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
         for name, parameter in self._fixed.items():
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
-        for engine in self._engines:
-            engine.all_gather_parameters()
+        self._gather()
         self._buffers.load(saved)
         if self._optimizer:
             whole = self._whole
@@ -863,6 +893,19 @@ def _refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
         why="since tutti.prepare that object holds the rows of this rank alone, so that each rank adds another term",
         remedy="read the parameters from the model each time (model.parameters(), or model.named_parameters()), or take"
         " --strategy mirrored",
+    )
+
+
+def _refuse_rows_written(step_context: StepContext) -> NoReturn:
+    """Raise UsageError: other ranks' forwards have not seen what the script has written to this rank's rows."""
+    raise UsageError(
+        "the script writes the rows of a parameter in an optimizer's groups between the beginning of a step and its"
+        " backward",
+        where=f"step {step_context.global_step + 1}, {script_line()}",
+        why="since tutti.prepare the groups hold the rows of this rank, and the forwards of this step have the values"
+        " from before",
+        remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take --strategy"
+        " mirrored",
     )
 
 

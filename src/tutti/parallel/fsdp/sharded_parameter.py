@@ -17,7 +17,7 @@ from tutti.nn.gradient_hooks import share_gradient_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
 from tutti.parallel.ddp.buckets import plan_buckets
 from tutti.parallel.whole_tensors import GatheredTensor, Region
-from tutti.torch_compat import chunk_cat, module_parameters
+from tutti.torch_compat import chunk_cat, module_parameters, tensor_version
 from tutti.types import SavedState, ShardSpec, TensorSlice
 
 _BUCKET_BYTES = 25 << 20
@@ -122,6 +122,12 @@ class ShardingEngine(Protocol):
         """Make the next forward use the values that the optimizer has written to the rows. Called on all ranks.
 
         ZeRO stage 1 all-gathers the full parameters now; FSDP2 marks them stale and all-gathers in that forward.
+        """
+
+    def rows_written(self) -> bool:
+        """Return whether the optimizer's rows have been written since ``all_gather_parameters``, by their versions.
+
+        Writes through ``.data`` have no version. Always False with FSDP2, where rows may share it with ``DTensor``s.
         """
 
     def clear(self) -> None:
@@ -281,6 +287,7 @@ class ZeroSharding:
         self._places = [whole.data_ptr() for whole in self._whole]
         self._aside: dict[nn.Parameter, Tensor] = {}
         self._buckets = plan_buckets([(whole.nbytes, str(whole.dtype)) for whole in self._whole], _BUCKET_BYTES)
+        self._versions = self._versions_now()
 
     @property
     def replaced(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -340,6 +347,14 @@ class ZeroSharding:
                 self._places[index] = whole.data_ptr()
                 rows.parameter.data = _block(whole.data, self._comm.size, self._comm.rank)
 
+    def _follow_assigned_rows(self) -> None:
+        """Copy rows whose ``.data`` the script has assigned into the full parameters, and make them views again."""
+        for index, (whole, rows) in enumerate(zip(self._whole, self.rows, strict=True)):
+            own = _block(whole.data, self._comm.size, self._comm.rank)
+            if own.numel() and own.data_ptr() != rows.parameter.data_ptr():
+                own.copy_(rows.parameter.data)
+                rows.parameter.data, self._places[index] = own, whole.data_ptr()
+
     def all_gather_parameters(self) -> None:
         """All-gather the rows that the optimizer has updated into the model's full parameters, bucket by bucket.
 
@@ -347,6 +362,7 @@ class ZeroSharding:
         """
         if self._comm.size == 1:
             return
+        self._follow_assigned_rows()
         for members in self._buckets:
             whole = [self._whole[i] for i in members]
             widths = [self._width(p) for p in whole]
@@ -361,6 +377,21 @@ class ZeroSharding:
                     for parameter, piece in zip(whole, table[rank].split(widths), strict=True):
                         target = _block(parameter.data, self._comm.size, rank)
                         target.copy_(piece[: target.numel()].view_as(target))
+        self._versions = self._versions_now()
+
+    def rows_written(self) -> bool:
+        """Return whether the optimizer's rows have been written since ``all_gather_parameters``, by their versions.
+
+        Writes through ``.data`` have no version. Rows follow full parameters whose ``.data`` the script has assigned.
+        False with one rank, whose rows are the full parameters.
+        """
+        if self._comm.size == 1:
+            return False
+        self._follow_data()
+        return self._versions_now() != self._versions
+
+    def _versions_now(self) -> list[int]:
+        return [tensor_version(rows.parameter) for rows in self.rows]
 
     def clear(self) -> None:
         """Set the ``.grad`` of the model's full parameters and of this rank's rows to None."""
@@ -457,9 +488,12 @@ class ZeroSharding:
         """Clear the gradients of this rank's rows where the script has cleared the full parameter's ``.grad``.
 
         To None or to zeros, as the script did, before the update; it can make no other edits. With one rank the rows
-        are the full parameters, and nothing is to do.
+        are the full parameters, and nothing is to do. Rows follow full parameters whose ``.data`` the script has
+        assigned since backward.
         """
         self._reveal()
+        if self._comm.size > 1:
+            self._follow_data()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
             if whole is not rows.parameter and gradient is not None:

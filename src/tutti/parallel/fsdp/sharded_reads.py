@@ -15,7 +15,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import SIZES, QuietMode, ScriptMode, asked_by_script, size_of_whole
+from tutti.nn.script_mode import (
+    SIZES,
+    QuietMode,
+    ScriptMode,
+    asked_by_script,
+    size_of_whole,
+    tensors_among,
+    tutti_caller,
+)
 from tutti.nn.written_tensors import DATA, may_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
@@ -29,6 +37,19 @@ _DRAWS = frozenset(
     )
 )
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
+_ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "copy"),
+        *("data", "detach", "div", "double", "empty_like", "exp", "fill", "float", "full_like", "lerp", "masked_fill"),
+        *("maximum", "minimum", "mul", "nan_to_num", "neg", "ones_like", "pow", "rdiv", "reciprocal", "rmul", "round"),
+        *("rsqrt", "rsub", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "to", "truediv", "type", "zero"),
+        *("zeros_like", "iadd", "isub", "imul", "itruediv", "ipow", "radd", "rtruediv", "float_power", "sgn"),
+    )
+)
+"""Functions, without the underscores around their names, that compute each element from elements at the same place."""
+_ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+"""The function that ``tensor.data = other`` calls."""
+_DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
 _REMEDY = (
     "write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank, or take"
     " --strategy sharded:stage=1 or mirrored"
@@ -42,6 +63,8 @@ class ShardedReads(ScriptMode):
     do errors of PyTorch about a ``DTensor`` that meets plain tensors. Rows in an optimizer's groups have the sizes of
     the whole parameter where the script asks. The mode is active in the script's code between steps, and up to the
     first update also in the loss function and the body of a custom training loop; longer in a script that asks there.
+    Norms, draws and other functions of such rows that mix elements raise ``UsageError``, too; elementwise writes to
+    rows are recorded.
 
     Args:
         distributed: whether the model has ``DTensor`` parameters (FSDP2), about which PyTorch's errors are explained.
@@ -60,33 +83,47 @@ class ShardedReads(ScriptMode):
         """
         self._shards.engine = ref(engine)
 
-    def cover(self, rows: Iterable[ShardedParameter]) -> None:
+    def cover(self, rows: Iterable[ShardedParameter], full: Iterable[Tensor]) -> None:
         """Give the script the sizes of the whole parameter where it asks for those of this rank's rows, from now on.
 
         Args:
             rows: this rank's rows of each parameter, as the optimizer's groups have them.
+            full: parameters of the model that hold all rows, also those of other ranks (ZeRO stage 1).
         """
         for each in rows:
             self._shards.wholes[each.parameter] = each.local
+        for parameter in full:
+            self._shards.full[parameter] = True
+
+    @property
+    def written(self) -> bool:
+        """Whether the script has written rows in an optimizer's groups since this was last set to False."""
+        return self._shards.written
+
+    @written.setter
+    def written(self, value: bool) -> None:
+        self._shards.written = value
 
     def end(self) -> None:
         """Stop checking losses and loop bodies from now on: the first update is being made.
 
-        Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of rows.
+        Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of rows or
+        used their values.
         """
-        self._over = not self._shards.asked
+        self._over = True
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
         """Return a context around the script's code in which reads and writes of sharded parameters are checked.
 
-        After ``end`` it does nothing.
+        After ``end`` it does nothing, unless the script has asked for sizes of rows or used their values.
 
         Raises:
             UsageError: within the context, an operation cannot take the parameters as they are outside of the model's
                 forward (a ``DTensor``), or would give each rank another result.
         """
-        if self._over:
+        # The script may ask after the first update in the same body.
+        if self._over and not self._shards.asked:
             yield
             return
         with super().script_code():
@@ -100,8 +137,10 @@ class _ShardMode(QuietMode):
         distributed: whether to explain errors about a ``DTensor``.
 
     Attributes:
-        wholes: shape of the whole parameter by rows of it.
-        asked: whether the script has asked for sizes of rows.
+        wholes: shape of the whole parameter by rows of it, and by tensors that the script has made of such rows.
+        full: the model's parameters that hold all rows, also those of other ranks (ZeRO stage 1), as keys.
+        asked: whether the script has asked for sizes of rows, or read or written their values.
+        written: whether the script has written rows; who reads it may set it to False.
         engine: weak reference to the object that gathers parameters for a forward (FSDP2).
     """
 
@@ -109,7 +148,8 @@ class _ShardMode(QuietMode):
         super().__init__()
         self._distributed = distributed
         self.wholes: Any = WeakIdKeyDictionary()
-        self.asked = False
+        self.full: Any = WeakIdKeyDictionary()
+        self.asked = self.written = False
         # Weak: PyTorch's stack of modes holds this object, which must not keep the model in memory.
         self.engine: Callable[[], FullySharded | None] = _no_engine
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
@@ -130,6 +170,10 @@ class _ShardMode(QuietMode):
             return size_of_whole(func, shape, args, kwargs)
         if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
             _check(name, first)
+        if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
+            return self._elementwise(func, args, kwargs, rows)
+        if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):
+            self._check_current()
         try:
             return func(*args, **kwargs)
         except TuttiError:
@@ -158,6 +202,56 @@ class _ShardMode(QuietMode):
                 if written is not None:
                     return written
         return None
+
+    def _rows(self, args: Any, kwargs: Any) -> Tensor | None:
+        """Return the first rows of an optimizer's groups among the arguments of a call by the script; None for none."""
+        rows = next((each for each in tensors_among(args, kwargs) if each in self.wholes), None)
+        return None if rows is None or tutti_caller(__name__) is not None else rows
+
+    def _check_current(self) -> None:
+        """Raise UsageError if the script reads a parameter whose rows it has written, before they are gathered."""
+        if tutti_caller(__name__) is None:
+            raise UsageError(
+                "the script computes with parameters after it has written their rows in an optimizer's groups",
+                where=script_line(),
+                why="since tutti.prepare the groups hold the rows of this rank, and other ranks' rows reach the model"
+                " only at the beginning of the next step",
+                remedy="write model.parameters() in place of group['params'], or take --strategy mirrored",
+            )
+
+    def _elementwise(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:
+        """Call a function of rows that acts element by element, and record a write; raise UsageError for others."""
+        name = getattr(func, "__name__", "")
+        name = "data" if func in (DATA, _ASSIGN) else name
+        if name in _DESCRIBED:
+            return func(*args, **kwargs)
+        tensors = list(tensors_among(args, kwargs))
+        plain = name.removeprefix("_foreach").strip("_")
+        single = not name.startswith("_foreach")
+        if plain not in _ELEMENTWISE or (single and any(each.dim() and each.shape != rows.shape for each in tensors)):
+            raise UsageError(
+                "the script reads or writes an object that was a parameter of the model before tutti.prepare, as"
+                f" optimizer.param_groups has it ({name.strip('_')})",
+                where=script_line(),
+                why="since tutti.prepare that object holds the rows of this rank alone, so that each rank computes"
+                " another number, or has another shape",
+                remedy="read the parameters from the model each time (model.parameters()), write only element by"
+                " element (mul_, add_ of a number), or take --strategy mirrored",
+            )
+        self.asked = True
+        if func == _ASSIGN:
+            # The model has the rows at their present place.
+            self.written = True
+            DATA(rows).copy_(args[1])
+            return None
+        result = func(*args, **kwargs)
+        if name.endswith("_") or plain in ("iadd", "isub", "imul", "itruediv", "ipow"):
+            self.written = True
+        made = result if isinstance(result, tuple | list) else (result,)
+        for old, new in zip(tensors, made, strict=False) if not single else ((rows, each) for each in made):
+            if isinstance(new, Tensor) and old in self.wholes:
+                self.wholes[new] = self.wholes[old]
+        return result
 
 
 def _no_engine() -> None:
