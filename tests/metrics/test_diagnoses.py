@@ -314,6 +314,26 @@ def standardised(net: Any, batch: Any) -> Any:
     return (net(batch) - (batch[:, 1:2] - 0.1) / 1.1).square().mean()
 
 
+def hardest(net: Any, batch: Any) -> Any:
+    return (net(batch) - batch[:, :1]).square().flatten().topk(max(1, len(batch) // 2)).values.mean()
+
+
+def trimmed(net: Any, batch: Any) -> Any:
+    losses = (net(batch) - batch[:, :1]).square().flatten()
+    return losses[losses <= losses.detach().quantile(0.8)].sum() / len(batch)
+
+
+def middle(net: Any, batch: Any) -> Any:
+    return (net(batch) - batch[:, :1]).abs().median()
+
+
+def clipped(net: Any, batch: Any) -> Any:
+    """Each sample's own loss, whatever those of others."""
+    return (
+        nn.functional.smooth_l1_loss(net(batch), batch[:, :1]) + nn.functional.softplus(net(batch)).clamp(max=3).mean()
+    )
+
+
 AVERAGE = torch.zeros(())
 
 
@@ -324,9 +344,11 @@ def with_average(net: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "sharded", "sharded:stage=1"])
-@pytest.mark.parametrize("loss", [advantages, by_frequency, standardised, with_average, drawn])
+@pytest.mark.parametrize(
+    "loss", [advantages, by_frequency, hardest, trimmed, middle, standardised, with_average, drawn, clipped]
+)
 def test_the_loss_of_a_body_that_mixes_samples_by_its_targets(loss: Any, strategy: str) -> None:
-    fires = loss in (advantages, by_frequency)
+    fires = loss in (advantages, by_frequency, hardest, trimmed, middle)
     assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * fires
     if strategy == "mirrored":
         assert names(1, partial(by_hand, loss, workers=1)) == []

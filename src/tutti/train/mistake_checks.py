@@ -362,9 +362,9 @@ class Checks:
         return look
 
     def _told(self, probe: MixingProbe, targets: TargetProbe | None, loss: Any) -> None:
-        by_targets = loss is not None and targets is not None and targets.mixes(loss)
+        by_targets = targets.mixes(loss) if loss is not None and targets is not None else ""
         if probe.mixes(loss) or by_targets:
-            what = "targets of" if by_targets else "model's outputs for"
+            what = by_targets or "model's outputs for"
             finding = f"the loss mixes samples: the gradient of one depends on the {what} others"
             self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
 

@@ -1,4 +1,4 @@
-"""Find losses that mix the samples of a batch by their targets, such as targets less their mean over the batch."""
+"""Find losses that mix the samples of a batch by their targets or their ranks, such as top-k and quantiles."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _MOST = 1_000_000
 """Largest number of elements of the model's outputs; they are computed with twice more."""
 _CALLS = 2_000
 """Largest number of calls between the model and the loss that are computed again."""
+_FAR = 30.0
+"""Distance by which outputs move, more than usual losses of a batch differ by (a guess)."""
 _SMALL = 1e-4
 """Relative difference of gradients that counts as rounding."""
 
 
 class TargetProbe(TorchFunctionMode):
-    """Looks once whether one sample's gradient depends on targets, or other data, of other samples.
+    """Looks once whether one sample's gradient depends on targets, other data or the outputs of other samples.
 
     The probe notes what a loss function, or a loop's body, computes from its batch and from the model's outputs. It
-    then computes the loss twice more from the same outputs: for the batch, and for a batch in which all other samples
-    equal the first. A mean over samples gives the first sample's outputs the same gradient both times. The probe
-    changes nothing: calls that write to tensors of the script, or draw, end it. Not collective. Call ``close`` at the
-    end of the loss function or body.
+    then computes the loss twice more from the same outputs: for the batch, and for a batch in which all other
+    samples equal the first. A mean over samples gives the first sample's outputs the same gradient both times. A
+    selection of samples (top-k, quantile, hard negatives) is seen where the outputs of all samples but one move far
+    up, far down, or to that sample's: its gradient then changes. The probe changes nothing: calls that write to tensors
+    of the script, or draw, end it. Not collective. Call ``close`` at the end of the loss function or body.
 
     Args:
         model: the model; it gets hooks, which only look, until ``mixes``.
@@ -89,10 +92,11 @@ class TargetProbe(TorchFunctionMode):
                 self._known.update(map(id, made))
         return result
 
-    def mixes(self, loss: Any) -> bool:
-        """Return whether one sample's gradient depends on targets, or other data, of the batch's other samples.
+    def mixes(self, loss: Any) -> str:
+        """Return on what of the batch's other samples one sample's gradient depends; empty for nothing.
 
-        False where that cannot be told, such as after a random draw. Ends the probe.
+        ``"targets of"`` stands for targets and other data, ``"model's outputs for"`` for a selection by the outputs.
+        Empty where that cannot be told, such as after a random draw. Ends the probe.
 
         Args:
             loss: what the loss function returned, or what ``run.backward`` was given.
@@ -105,22 +109,62 @@ class TargetProbe(TorchFunctionMode):
         drawn = states[0] != self._states[0] or not all(map(np.array_equal, states[1], self._states[1]))
         size = sum(output.numel() for output in outputs)
         if not calls or not outputs or size > _MOST or drawn:
-            return False
+            return ""
         with suppress(Exception), own_generators():
-            value, own = self._again(calls, loss, {key: leaf.clone() for key, leaf in self._before.items()})
+            value, whole = self._again(calls, loss, self._batch_of(None), self._outputs)
             told = read_loss(loss, self._micro_batch)[0]
-            if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False):
-                return False
-            alike = {key: leaf[:1].expand_as(leaf).clone() for key, leaf in self._before.items()}
-            _, other = self._again(calls, loss, alike)
+            if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False) or not whole.isfinite().all():
+                return ""
+            _, other = self._again(calls, loss, self._batch_of(0), self._outputs)
             # A deviation of equal targets is 0, and may have made the second gradient one that is not finite.
-            most = _SMALL * torch.maximum(own.abs().max(), other.abs().max())
-            return bool(own.isfinite().all()) and not bool((own - other).abs().max() <= most)
+            if not _alike(whole[0], other[0]):
+                return "targets of"
+            if self._selects(calls, loss, whole):
+                return "model's outputs for"
+        return ""
+
+    def _selects(self, calls: list[_Call], loss: Any, whole: Tensor) -> bool:
+        """Return whether a sample's gradient changes where other samples' outputs move.
+
+        Examines the samples with the largest and the smallest gradient: a selection has left out the latter.
+
+        Args:
+            calls: the calls of the loss function or body.
+            loss: what the loss function returned, or what ``run.backward`` was given.
+            whole: gradient of the outputs, a row a sample.
+        """
+        sizes = whole.abs().sum(1)
+        for row in {int(sizes.argmax()), int(sizes.argmin())}:
+            for distance in (0.0, _FAR, -_FAR):
+                batch = self._batch_of(None if distance else row)
+                with suppress(Exception):
+                    _, other = self._again(calls, loss, batch, self._moved(row, distance))
+                    if other[row].isfinite().all() and not _alike(whole[row], other[row]):
+                        return True
         return False
 
-    def _again(self, calls: list[_Call], loss: Any, values: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the gradient of the first sample's outputs, for other values of the batch."""
-        leaves = {key: output.detach().clone().requires_grad_() for key, output in self._outputs.items()}
+    def _batch_of(self, row: int | None) -> dict[int, Tensor]:
+        """Return copies of the batch's tensors; with ``row`` all samples equal that one."""
+        return {
+            key: (leaf if row is None else leaf[row : row + 1].expand_as(leaf)).clone()
+            for key, leaf in self._before.items()
+        }
+
+    def _moved(self, row: int, distance: float) -> dict[int, Tensor]:
+        """Return the outputs with those of all samples but ``row`` moved by ``distance``; 0: equal to that sample's."""
+        found = {}
+        for key, output in self._outputs.items():
+            own = output.detach()[row : row + 1]
+            moved = output.detach() + distance if distance else own.expand_as(output).clone()
+            moved[row] = own[0]
+            found[key] = moved
+        return found
+
+    def _again(
+        self, calls: list[_Call], loss: Any, values: dict[int, Tensor], outputs: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the gradient of the outputs, a row a sample, for other values of batch and outputs."""
+        leaves = {key: output.detach().clone().requires_grad_() for key, output in outputs.items()}
         # A view: the script may have written into the outputs in place.
         values = values | {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
 
@@ -137,7 +181,7 @@ class TargetProbe(TorchFunctionMode):
         with torch.enable_grad():
             objective, start, _ = read_loss(tree_unflatten([new(value) for value in flat], tree), self._micro_batch)
             found = torch.autograd.grad(objective, list(leaves.values()), start, allow_unused=True)
-        return objective.detach(), torch.cat([each[0].flatten() for each in found if each is not None])
+        return objective.detach(), torch.cat([each.reshape(len(each), -1) for each in found if each is not None], 1)
 
     def close(self) -> None:
         """End the probe: remove its hooks from the model, and pop it off PyTorch's stack of torch-function modes.
@@ -151,6 +195,12 @@ class TargetProbe(TorchFunctionMode):
         if self._open:
             self._open = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two gradients are equal but for rounding; False where the second is not finite."""
+    most = _SMALL * torch.maximum(one.abs().max(), other.abs().max())
+    return bool((one - other).abs().max() <= most)
 
 
 class _Call(NamedTuple):
