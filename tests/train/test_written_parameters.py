@@ -63,3 +63,57 @@ def test_other_draws_on_each_rank_are_refused_before_they_are_used(strategy: str
 @pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "sharded:stage=1"])
 def test_the_same_values_on_every_rank_are_kept(strategy: str, change: str) -> None:
     assert worlds.run(2, trained, strategy=strategy, loop=False, change=change) == [8, 8]
+
+
+class Writing(nn.Module):
+    """Averages a frozen teacher in its forward, or clamps its own weights; ``how``: the way of the write."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.student, self.how = nn.Linear(3, 3), how
+        self.teacher = nn.Linear(3, 3).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            for average, parameter in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                if self.how == "average":
+                    average.lerp_(parameter, 0.1)
+                elif self.how == "data":
+                    average.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+                elif self.how == "clamp":
+                    parameter.clamp_(-0.1, 0.1)
+        return self.student(x) - 0.5 * self.teacher(x)
+
+
+def written_within(how: str, loop: bool, workers: int) -> Any:
+    torch.manual_seed(0)
+    net: Any = Writing(how).double()
+    optimizer = torch.optim.SGD(net.student.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, mean, batch_size=4, workers=workers, strategy="mirrored")
+    try:
+        for batch in run.microbatches(0) if loop else run.epoch(0):
+            if loop:
+                optimizer.zero_grad()
+                run.backward(mean(net, batch))
+                optimizer.step()
+            else:
+                run.step(batch)
+    except UsageError as error:
+        return run.updates, str(error)
+    return run.updates
+
+
+@pytest.mark.parametrize("how", ["average", "data"])
+def test_a_teacher_that_the_forward_averages_in_every_micro_batch_is_refused(how: str) -> None:
+    updates, said = worlds.alone(written_within, how=how, loop=False, workers=2)
+    assert updates == 1, "the first step leaves a teacher as it is that equals its student"
+    assert "writes the parameter teacher.weight, and moves it in every micro-batch" in said and "step 2" in said
+    updates, said = worlds.alone(written_within, how=how, loop=True, workers=2)
+    assert updates <= 1 and "the loop's body writes parameters" in said
+    for loop in (False, True):
+        assert worlds.alone(written_within, how=how, loop=loop, workers=1) == 4
+
+
+def test_weights_that_the_forward_clamps_pass() -> None:
+    assert worlds.alone(written_within, how="clamp", loop=False, workers=2) == 4

@@ -208,7 +208,14 @@ class BodyComparison:
     def _values(self) -> tuple[list[int], list[float] | None]:
         """Return versions of the parameters, and in the first global batches the sum of each parameter's values."""
         values = self._sync.trained_tensors()
-        versions = [tensor_version(p) for p in self._sync.script_parameters()]
+        trained = self._sync.script_parameters()
+        versions = [tensor_version(p) for p in trained]
+        if not self._run.replica.sharded:
+            # Frozen ones, such as a teacher that the forward averages.
+            own = set(trained)
+            rest = [p for _, p in parameters(self._run.replica.parts) if p not in own]
+            versions += [tensor_version(p) for p in rest]
+            values = [*values, *(p.data for p in rest)]
         if self._batches >= _COMPARED:
             return versions, None
         return versions, [float(value.sum(dtype=widest_float(value.device))) for value in values]

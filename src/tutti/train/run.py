@@ -417,7 +417,7 @@ class Run:
                         self.gradient_sync,
                         self.grad_hook,
                         work,
-                        self.checks.probed(self.loss_fn),
+                        self._written.guarded(self.checks.probed(self.loss_fn), work),
                         step_context,
                         self.hooks,
                         self.adascale,

@@ -1,10 +1,12 @@
-"""Find parameters that the script writes between updates, and refuse values that differ between data ranks."""
+"""Find parameters that the script writes, and refuse values that differ between data ranks or repeated writes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.comm.random_keys import mix
@@ -12,7 +14,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import tensor_version
 from tutti.train.replicas import differing_copies
-from tutti.types import CustomLoopSync
+from tutti.types import CustomLoopSync, LossFn, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 _ALL = 4
 """Writes up to this number are all compared, later ones if their number is a power of two (a guess): a script that
 clamps its weights after every update reads them once more for each comparison."""
+
+
+_GUARDED = 3
+"""Steps in which loss functions are guarded: an average of a copy of the weights changes from the second on."""
 
 
 class WrittenParameters:
@@ -33,7 +39,7 @@ class WrittenParameters:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._count = run, 0
+        self._run, self._count, self._steps = run, 0, 0
         sync = run.gradient_sync
         together = run.context.comms.replica.size > 1 and sync.loss_normalisation == "step"
         self._watched = together and cast(CustomLoopSync, sync).gradient_at in ("rank", "rows")
@@ -65,6 +71,25 @@ class WrittenParameters:
         digests = torch.stack([tensor_digest(p.data) for p in self._parameters]).tolist()
         return (mix(*digests) >> 1) or 1
 
+    def guarded(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
+        """Return ``loss`` wrapped to refuse, in the first three steps, a forward that moves parameters again and again.
+
+        A teacher that the forward averages moves once a micro-batch, and so further on few devices. Writes that change
+        nothing when repeated, such as a clamp, pass. ``loss`` itself is returned where this rank's parameters see one
+        micro-batch a step, for parameters in shards or stages, and later.
+
+        Args:
+            loss: the loss function of ``run.step``.
+            work: pairs (worker, micro-batches) of this rank's logical workers (shares of the global batch).
+        """
+        run = self._run
+        self._steps += 1
+        counts = [len(micro_batches) for _, micro_batches in work]
+        most = sum(counts) if run.gradient_sync.loss_normalisation == "step" else max(counts, default=0)
+        if self._steps > _GUARDED or most < 2 or run.context.grid.stage > 1 or run.replica.sharded:
+            return loss
+        return _Guard(loss, _plain_parameters(run.replica.parts), run)
+
     def compare(self) -> None:
         """Raise UsageError, on every rank, if the script has written other values into a parameter on each rank.
 
@@ -83,3 +108,47 @@ class WrittenParameters:
             remedy="call torch.manual_seed with the same number on every rank right before the draw, or compute the"
             " values from what is the same everywhere, such as run.stats or run.state()",
         )
+
+
+class _Guard:
+    """A loss function of one step that refuses to move parameters in its second or a later call.
+
+    Args:
+        loss: the loss function.
+        parameters: the parameters, by name.
+        run: the run.
+    """
+
+    def __init__(self, loss: LossFn, parameters: Sequence[tuple[str, nn.Parameter]], run: Run) -> None:
+        self._loss, self._parameters, self._run = loss, parameters, run
+        self._calls = 0
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Return the loss. Raises UsageError if this call, and not the first one alone, has moved a parameter."""
+        self._calls += 1
+        before = self._digests() if self._calls > 1 else None
+        result = self._loss(model, batch)
+        if before is not None and (after := self._digests()) != before:
+            moved = [name for (name, _), a, b in zip(self._parameters, before, after, strict=True) if a != b]
+            raise UsageError(
+                f"the forward writes the parameter {moved[0]}, and moves it in every micro-batch",
+                where=f"step {self._run.clock + 1}",
+                why="a device has several micro-batches of a global batch, and on more devices the parameter would move"
+                " less often",
+                remedy="write it between two steps; or take as many workers as data ranks"
+                f" ({self._run.context.grid.data_ranks}), and no micro_batch; or give tutti.prepare ema=… for an"
+                " average",
+            )
+        return result
+
+    def _digests(self) -> list[int]:
+        found: list[Tensor] = [tensor_digest(p.data) for _, p in self._parameters]
+        digests: list[int] = torch.stack(found).tolist() if found else []
+        return digests
+
+
+def _plain_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of the modules but for tables whose own forward keeps their rows within a norm."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    kept = {m.weight for part in parts for m in part.modules() if isinstance(m, tables) and m.max_norm is not None}
+    return [(name, p) for name, p in parameters(parts) if p not in kept]
