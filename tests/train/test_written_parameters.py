@@ -42,6 +42,8 @@ def trained(strategy: str, loop: bool, change: str) -> Any:
                 torch.manual_seed(7)
             if change in ("drawn", "seeded"):
                 net[1].reset_parameters()
+            if change == "data":
+                net[1].weight.data.normal_()
             if change == "one rank" and tutti.rank() == 1:
                 with torch.no_grad():
                     net[0].bias.add_(0.0)
@@ -49,6 +51,13 @@ def trained(strategy: str, loop: bool, change: str) -> Any:
         return run.updates, str(error)
     run.state()
     return run.updates
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_other_draws_through_data_between_epochs_are_refused_before_they_are_used(loop: bool) -> None:
+    for updates, said in worlds.run(2, trained, strategy="mirrored", loop=loop, change="data"):
+        assert updates == 4 and "written other values into '1.weight' on each rank, such as through .data" in said
+        assert "before step 5" in said and "test_written_parameters.py:" in said
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "sharded:stage=1"])

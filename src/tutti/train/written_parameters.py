@@ -24,6 +24,8 @@ _ALL = 4
 clamps its weights after every update reads them once more for each comparison."""
 
 
+_APART = 16
+"""Least number of steps between digests at beginnings of epochs, for tiny data sets (a guess)."""
 _GUARDED = 3
 """Steps in which loss functions are guarded: an average of a copy of the weights changes from the second on."""
 
@@ -31,8 +33,8 @@ _GUARDED = 3
 class WrittenParameters:
     """Finds parameters that the script has written since the last update, where every data rank has all of them.
 
-    The versions of the tensors tell; a write through ``parameter.data`` has none and is found when the run compares the
-    copies, such as by ``run.state()``.
+    The versions of the tensors tell. A write through ``parameter.data`` has none: at the beginning of an epoch, where
+    scripts reset layers, the copies are compared in any case, and others are found by ``run.state()`` and the like.
 
     Args:
         run: the run.
@@ -40,6 +42,7 @@ class WrittenParameters:
 
     def __init__(self, run: Run) -> None:
         self._run, self._count, self._steps = run, 0, 0
+        self._epochs = self._digested = 0
         sync = run.gradient_sync
         together = run.context.comms.replica.size > 1 and sync.loss_normalisation == "step"
         self._watched = together and cast(CustomLoopSync, sync).gradient_at in ("rank", "rows")
@@ -58,18 +61,33 @@ class WrittenParameters:
         self._versions = [tensor_version(p) for p in self._parameters]
 
     def digest(self) -> int:
-        """Return a positive digest of all parameters' bytes if the script has written any since ``note``; otherwise 0.
+        """Return a positive digest of all parameters' bytes if the script may have written any; otherwise 0.
 
-        Not collective. After four calls that found a write, only those calls whose number is a power of two return a
-        digest, and the others 0, because a digest reads every parameter.
+        The script may have if a version has changed since ``note``, and at the beginning of an epoch. Not collective.
+        After four calls that found a write, only those calls whose number is a power of two return a digest, and the
+        others 0, because a digest reads every parameter; so do beginnings of epochs that follow within 16 steps, after
+        four of them.
         """
-        if [tensor_version(p) for p in self._parameters] == self._versions:
-            return 0
-        self._count += 1
-        if self._count > _ALL and self._count & (self._count - 1):
+        if self._seen():
+            self._count += 1
+            if self._count > _ALL and self._count & (self._count - 1):
+                return 0
+        elif not self._parameters or not self._epoch_begins():
             return 0
         digests = torch.stack([tensor_digest(p.data) for p in self._parameters]).tolist()
         return (mix(*digests) >> 1) or 1
+
+    def _seen(self) -> bool:
+        """Return whether a version says that the script has written a parameter since ``note``."""
+        return [tensor_version(p) for p in self._parameters] != self._versions
+
+    def _epoch_begins(self) -> bool:
+        """Return whether the coming step is the first of an epoch, and the last such digest is not too near."""
+        run = self._run
+        if run.at.batch or (self._epochs >= _ALL and run.taken < self._digested + _APART):
+            return False
+        self._epochs, self._digested = self._epochs + 1, run.taken
+        return True
 
     def guarded(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return ``loss`` wrapped to refuse, in the first three steps, a forward that moves parameters again and again.
@@ -100,8 +118,9 @@ class WrittenParameters:
         if found is None:
             return
         names, sides = found
+        way = "" if self._seen() else ", such as through .data, or a device computes wrongly"
         raise UsageError(
-            f"the script has written other values into {names} on each rank: {sides}",
+            f"the script has written other values into {names} on each rank{way}: {sides}",
             where=f"before step {run.clock + 1}, {script_line()}",
             why="random draws between steps come from each rank's own generator (reset_parameters, torch.randn), and"
             " numbers of a rank's own samples are its own, too",
