@@ -126,3 +126,33 @@ def test_a_teacher_that_the_forward_averages_in_every_micro_batch_is_refused(how
 
 def test_weights_that_the_forward_clamps_pass() -> None:
     assert worlds.alone(written_within, how="clamp", loop=False, workers=2) == 4
+
+
+def decayed(strategy: str, how: str) -> Any:
+    """Weight decay by hand between backward and update, as scripts write it."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, batch_size=4, strategy=strategy)
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(mean(net, batch))
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if how == "assigned":
+                        p.data = p.data.add(p.data, alpha=-0.01)
+                    else:
+                        p.data.mul_(0.99)
+            optimizer.step()
+    except UsageError as error:
+        return run.updates, str(error)
+    return run.updates
+
+
+@pytest.mark.parametrize("strategy", ["central_storage", "parameter_server"])
+def test_writes_between_backward_and_update_are_refused_where_they_would_be_lost(strategy: str) -> None:
+    for how in ("assigned", "in place"):
+        for updates, said in worlds.run(2, decayed, strategy=strategy, how=how):
+            assert updates == 0 and "outside of optimizer.step() (step 1)" in said
+    worlds.forget(2)

@@ -164,7 +164,12 @@ class CentralStorageSync(AllReduceSync):
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 if the gradient was not finite; then ``skipped`` is True, and
             ``nonfinite`` has the names of parameters whose gradient is not finite (at most three from each rank).
+
+        Raises:
+            UsageError: the script has written parameters since its backward, on several ranks.
         """
+        if self._custom and self._run_context.comms.replica.size > 1:
+            self._guard.check_update(self._guarded, f"step {step_context.global_step + 1}")
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
             self._guard.note(self._guarded)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from tutti.device import widest_float
 from tutti.errors import UsageError
-from tutti.torch_compat import foreach_norm
+from tutti.torch_compat import foreach_norm, tensor_version
+
+_BY_NORM = 2
+"""Updates before which norms are compared, too, in a custom training loop."""
 
 
 class WriteGuard:
@@ -24,6 +28,8 @@ class WriteGuard:
     def __init__(self, why: str) -> None:
         self._why = why
         self._norms: list[float] | None = None
+        self._marks: list[tuple[int, int]] = []
+        self._updates = 0
 
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Record the norm of each parameter, for ``check`` to find later writes by the script.
@@ -34,6 +40,7 @@ class WriteGuard:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
         """
         self._norms = _norms([p.data for _, p in named])
+        self._marks = _marks(named)
 
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
         """Raise UsageError if the norm of a parameter differs from the one that ``note`` recorded.
@@ -49,12 +56,37 @@ class WriteGuard:
             return
         for (name, _), before, now in zip(named, self._norms, _norms([p.data for _, p in named]), strict=True):
             if before != now and not (before != before and now != now):
-                raise UsageError(
-                    f"the script has written the parameter {name} outside of optimizer.step()",
-                    where=where,
-                    why=self._why,
-                    remedy="put the term into the loss or the optimizer, or take --strategy mirrored",
-                )
+                self._refuse(name, where)
+        self._marks = _marks(named)
+
+    def check_update(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
+        """Raise UsageError if the script has written a parameter since ``check``, between backward and the update.
+
+        Versions and addresses tell; in the first two updates the norms, too, for writes through ``parameter.data``.
+
+        Args:
+            named: (name, parameter) pairs, the same as for ``check``.
+            where: place in the run for the error message, such as the step.
+        """
+        for (name, _), before, now in zip(named, self._marks, _marks(named), strict=False):
+            if before != now:
+                self._refuse(name, where)
+        self._updates += 1
+        if self._updates <= _BY_NORM:
+            self.check(named, where)
+
+    def _refuse(self, name: str, where: str) -> NoReturn:
+        raise UsageError(
+            f"the script has written the parameter {name} outside of optimizer.step()",
+            where=where,
+            why=self._why,
+            remedy="put the term into the loss or the optimizer, or take --strategy mirrored",
+        )
+
+
+def _marks(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:
+    """Return version and address of each parameter."""
+    return [(tensor_version(p), p.data_ptr()) for _, p in named]
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[float]:

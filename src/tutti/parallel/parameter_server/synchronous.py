@@ -294,7 +294,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 if the gradient was not finite; then ``skipped`` is True, and
             ``nonfinite`` has the names of parameters whose gradient is not finite.
+
+        Raises:
+            UsageError: the script has written parameters since its backward.
         """
+        self._guard.check_update(self._trained, f"step {step_context.global_step + 1}")
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
         numbers = [factor, norm, *settings] if stats.finite else [0.0] * (2 + len(settings))
