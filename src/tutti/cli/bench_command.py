@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +15,12 @@ from tutti.device import check_device, usable_cores
 from tutti.errors import ExitCode, UsageError, did_you_mean
 from tutti.launcher.encoding import json_text
 from tutti.workload.bench import PARTS, bench_machine
+from tutti.workload.bench_scaling import refuse_own_flags, scaling_rows
 from tutti.workload.machine_figure import write_machine_figure
 from tutti.workload.machine_file import machine_json, write_machine
 
 if TYPE_CHECKING:
-    from tutti.workload.machine_file import Machine
+    from tutti.workload.machine_file import Figure, Machine
 
 
 def bench(
@@ -33,9 +35,12 @@ def bench(
     """Measure devices, links, collectives, data, disk and optimizers here.
 
     Example: tutti bench device links -o machine.json
+    Example: tutti bench scaling digits --ranks 1,2 -- --batch-size 512
 
     Takes one or several parts: device, links, collectives, data, disk,
-    optimizer; all of them without. Nothing else should run meanwhile.
+    optimizer; all of them without. The last part may be scaling TASK, the
+    samples a second of a task on 1, 2 and more devices, with flags of tutti
+    train after --. Nothing else should run meanwhile.
 
     Parameters
     ----------
@@ -44,7 +49,7 @@ def bench(
     svg:
         draw all curves into this file
     ranks:
-        ranks of links and collectives, such as 2,4; default: 2 and the cores
+        ranks of links, collectives and scaling, such as 2,4 [2 and the cores]
     device:
         auto, cpu or an accelerator such as cuda
     disk:
@@ -58,11 +63,13 @@ def bench(
         Exit code. 0: the measurements are printed, and written to ``output``. A wrong part or option raises
         UsageError, which ``tutti`` turns into exit code 2.
     """
-    for part in parts:
+    words, scaling = _cut(parts)
+    for part in words:
         if part not in PARTS:
-            raise UsageError(f"there is no part '{part}' to measure", remedy=did_you_mean(part, PARTS))
+            raise UsageError(f"there is no part '{part}' to measure", remedy=did_you_mean(part, (*PARTS, "scaling")))
     check_device(device)
-    chosen = [part for part in PARTS if part in parts or not parts]
+    chosen = [part for part in PARTS if part in words or not parts]
+    counts = _ranks(ranks, 1 if scaling else 2)
     if not disk.is_dir():
         raise UsageError("there is no such folder", where=f"--disk {disk}", remedy="give a folder that exists")
     for flag, path in (("--output", output), ("--svg", svg)):
@@ -70,7 +77,8 @@ def bench(
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise UsageError("the result cannot be written", where=f"{flag} {path}", why=why, remedy="give a file")
-    found = bench_machine(chosen, _ranks(ranks), device, disk)
+    several = [count for count in counts if count > 1]
+    found = bench_machine(chosen, several, device, disk, scaling, counts if ranks else [1, *counts])
     write_machine(found, output)
     if svg is not None:
         write_machine_figure(found, svg)
@@ -82,24 +90,36 @@ def bench(
     return ExitCode.DONE
 
 
-def _ranks(text: str | None) -> list[int]:
+def _cut(parts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the parts before ``scaling``, and the task with its flags behind ``scaling``."""
+    if "scaling" not in parts:
+        return list(parts), []
+    place = parts.index("scaling")
+    if place + 1 == len(parts):
+        raise UsageError("there is no task to measure the scaling of", remedy="name one: tutti bench scaling digits")
+    refuse_own_flags(parts[place + 2 :])
+    return list(parts[:place]), list(parts[place + 1 :])
+
+
+def _ranks(text: str | None, least: int) -> list[int]:
     if text is None:
         return sorted({2, max(2, usable_cores())})
     try:
         found = sorted({int(word) for word in text.split(",")})
     except ValueError:
         found = []
-    if not found or found[0] < 2:
-        raise UsageError(f"--ranks is '{text}'", remedy="give numbers of at least 2, such as 2,4")
+    if not found or found[0] < least:
+        raise UsageError(f"--ranks is '{text}'", remedy=f"give numbers of at least {least}, such as 2,4")
     return found
 
 
 def show_machine(found: Machine) -> None:
-    """Print what ``tutti bench`` has measured as two tables: cost curves, and single numbers such as rates.
+    """Print what ``tutti bench`` has measured as tables: cost curves, throughputs of tasks, and other single numbers.
 
     A curve's row has the rate of large calls, the time of an empty call, the size at which half the rate is reached,
     the largest relative error of the fitted line, and the number of measurements. A number's row has median,
-    interquartile range in per cent of it, number of measurements, and basis, such as ``measured``.
+    interquartile range in per cent of it, number of measurements, and basis, such as ``measured``. A task's row has the
+    samples a second on a number of devices, and the share of linear scaling from the fewest devices.
 
     Args:
         found: the measured machine.
@@ -119,18 +139,31 @@ def show_machine(found: Machine) -> None:
         ]
         print_table(["curve", "rate of large calls", "an empty call", "half of it at", "largest error", "n"], rows)
         print()
-    if found.figures:
+    for task, measured in scaling_rows(found.figures).items():
         rows = [
             [
-                name,
+                str(count),
                 _measure(one.value, one.unit),
-                "" if one.spread is None else f"{one.spread / one.value:.1%}" if one.value else "0",
-                str(one.n),
-                one.basis,
+                _spread(one),
+                _measure(one.value / count, one.unit),
+                f"{efficiency:.0%}",
             ]
-            for name, one in found.figures.items()
+            for count, one, efficiency in measured
         ]
+        print_table([f"devices, {task}", "throughput", "spread", "a device", "of linear"], rows)
+        print()
+    rows = [
+        [name, _measure(one.value, one.unit), _spread(one), str(one.n), one.basis]
+        for name, one in found.figures.items()
+        if not name.startswith("scaling/")
+    ]
+    if rows:
         print_table(["figure", "median", "spread", "n", "basis"], rows)
+
+
+def _spread(one: Figure) -> str:
+    """Return a figure's interquartile range in per cent of the figure."""
+    return "" if one.spread is None else f"{one.spread / one.value:.1%}" if one.value else "0"
 
 
 def _measure(value: float, unit: str) -> str:

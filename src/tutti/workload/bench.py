@@ -18,6 +18,7 @@ from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
 from tutti.launcher.launch import launch
+from tutti.workload.bench_scaling import bench_scaling
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
 
 PARTS = ("device", "links", "collectives", "data", "disk", "optimizer")
@@ -27,7 +28,14 @@ _BUSY = 0.3
 """Load a core above which other processes disturb the measurement: a guess."""
 
 
-def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folder: Path) -> Machine:
+def bench_machine(
+    parts: Sequence[str],
+    ranks: Sequence[int],
+    device: str,
+    folder: Path,
+    scaling: Sequence[str] = (),
+    counts: Sequence[int] = (),
+) -> Machine:
     """Measure parts of this machine, in processes that the launcher starts; blocks until all are measured.
 
     Args:
@@ -35,6 +43,8 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
         ranks: numbers of ranks to measure links and collectives with, one after the other.
         device: ``auto``, ``cpu`` or the name of an accelerator.
         folder: a folder on the disk to measure.
+        scaling: a task and further flags of ``tutti train``, whose throughput is measured; empty for none.
+        counts: numbers of devices to measure that throughput on.
 
     Returns:
         ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``, ``device``, ``parts``
@@ -53,12 +63,16 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
     figures: dict[str, Figure] = {}
     curves: dict[str, Curve] = {}
     facts: Mapping[str, Any] = {}
+    if scaling:
+        figures |= bench_scaling(scaling[0], scaling[1:], counts, device)
     together = [part for part in parts if part not in _ALONE]
     jobs: list[tuple[tuple[str, ...], int]] = [((part,), 1) for part in parts if part in _ALONE]
     jobs += [(tuple(together), count) for count in ranks if together]
+    # A rank that measures nothing tells which device it has.
+    jobs = jobs or [((), 1)]
     for number, (names, count) in enumerate(jobs, 1):
         where = f", {count} ranks" if count > 1 else ""
-        if not is_quiet(os.environ):
+        if names and not is_quiet(os.environ):
             print(f"[{number}/{len(jobs)}] {' and '.join(names)}{where}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="tutti-bench-") as scratch:
             directory = Path(scratch)
@@ -80,7 +94,8 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
         "versions": {"tutti": VERSION, "python": platform.python_version(), "torch": facts.get("torch")},
     }
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return Machine(host, facts, tuple(parts), figures, curves, date, round(time.perf_counter() - begin, 1))
+    named = (*parts, " ".join(("scaling", *scaling))) if scaling else tuple(parts)
+    return Machine(host, facts, named, figures, curves, date, round(time.perf_counter() - begin, 1))
 
 
 class _Failed(TuttiError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError
+from tutti.workload.bench_scaling import scaling_rows
 
 if TYPE_CHECKING:
     from tutti.workload.machine_file import Machine
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 def write_machine_figure(machine: Machine, path: Path) -> None:
     """Draw the measured curves of a machine as an SVG: rate (size ÷ seconds) over size, a panel for each group.
+
+    Throughputs of tasks over the number of devices are drawn beside the linear line through the fewest devices.
 
     Args:
         machine: a measured machine.
@@ -32,8 +35,10 @@ def write_machine_figure(machine: Machine, path: Path) -> None:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, curve in machine.curves.items():
         groups.setdefault((name.partition("/")[0], curve.unit), []).append(name)
-    columns = min(2, max(len(groups), 1))
-    rows = max(math.ceil(len(groups) / columns), 1)
+    scaling = scaling_rows(machine.figures)
+    panels = len(groups) + len(scaling)
+    columns = min(2, max(panels, 1))
+    rows = max(math.ceil(panels / columns), 1)
     canvas = Canvas(figsize=(6.5 * columns, 4.2 * rows), layout="constrained")
     canvas.suptitle(f"{machine.device.get('name', '')} · {machine.measured}")
     for place, ((group, unit), names) in enumerate(groups.items(), 1):
@@ -45,6 +50,16 @@ def write_machine_figure(machine: Machine, path: Path) -> None:
             label = name.partition("/")[2] or name
             panel.plot(sizes, [size / curve.seconds(size) for size in sizes], color=drawn.get_color(), label=label)
         panel.set(title=group, xscale="log", yscale="log", xlabel=f"{unit} of a call", ylabel=f"{unit}/s")
+        panel.legend(fontsize="small")
+    for place, (task, measured) in enumerate(scaling.items(), len(groups) + 1):
+        panel = canvas.add_subplot(rows, columns, place)
+        counts = [count for count, *_ in measured]
+        spreads = [(figure.spread or 0.0) / 2 for _, figure, _ in measured]
+        panel.errorbar(counts, [figure.value for _, figure, _ in measured], spreads, fmt="o-", label="measured")
+        linear = [figure.value / efficiency for _, figure, efficiency in measured]
+        panel.plot(counts, linear, "--", color="grey", label="linear")
+        panel.set(title=f"scaling of {task}", xlabel="devices", ylabel="sample/s", xticks=counts)
+        panel.set_ylim(bottom=0)
         panel.legend(fontsize="small")
     try:
         canvas.savefig(path, format="svg")
