@@ -136,6 +136,9 @@ class Passes(Protocol):
             params: parameters (w).
             grads: gradients (g).
             options: the coefficients ``gradient`` and ``decay`` of each tensor.
+
+        Returns:
+            For each tensor (‖w‖², ‖d‖²) as two Python floats, in the order of ``params``.
         """
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
@@ -163,6 +166,9 @@ class Passes(Protocol):
             firsts: first moments (m), updated in place.
             seconds: second moments (v), updated in place.
             options: coefficients of each tensor, named as in the formula.
+
+        Returns:
+            For each tensor the squared L2 norms (‖w‖², ‖u‖²) as two Python floats, in the order of ``params``.
         """
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
@@ -207,6 +213,9 @@ class Foreach:
             params: parameters (w).
             grads: gradients (g).
             options: the coefficients ``gradient`` and ``decay`` of each tensor.
+
+        Returns:
+            For each tensor (‖w‖², ‖d‖²) as two Python floats, in the order of ``params``.
         """
         decayed = (
             (rows, _added((g, [o.gradient for o in own]), (w, [o.decay for o in own])))
@@ -247,6 +256,9 @@ class Foreach:
             firsts: first moments (m), updated in place.
             seconds: second moments (v), updated in place.
             options: coefficients of each tensor, named as in the formula.
+
+        Returns:
+            For each tensor the squared L2 norms (‖w‖², ‖u‖²) as two Python floats, in the order of ``params``.
         """
 
         def directions() -> Iterator[tuple[Sequence[int], Tensors]]:

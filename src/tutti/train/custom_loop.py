@@ -529,11 +529,15 @@ class CustomLoop:
                 ) from error
 
     def reduce_gradients(self) -> None:
-        """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch's samples.
+        """Average the gradients that the script has assigned to ``.grad`` over the samples of the global batch.
 
-        In earlier micro-batches of a global batch the gradients are kept; in the rank's last one they are reduced,
-        which is collective, and ``.grad`` becomes the gradient of the global batch. Raises UsageError outside of a loop
-        over ``run.microbatches()``.
+        To be called once in each micro-batch. Each assigned gradient is a mean over the micro-batch's samples. Before
+        this rank's last micro-batch of a global batch the loop adds a copy to a sum of its own, weighted by the number
+        of samples, and the script may assign ``.grad`` anew. In the last one the sums are all-reduced, which is
+        collective over the data ranks, and ``.grad`` becomes the gradient of the global batch.
+
+        Raises:
+            UsageError: called outside of a loop over ``run.microbatches()``.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:

@@ -59,11 +59,13 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         micro_batch: of at least one sample.
 
     Returns:
-        () The divisor of the only cross-entropy in the loss; None for any other loss, which is a mean over samples.
+        () The divisor, where the loss is one cross-entropy alone; None for any other loss, which the caller then takes
+        for a mean over samples.
 
     Raises:
-        UsageError: the micro-batch is a part of the batch, and the loss adds other terms to a mean over some of its
-            targets, or is the sum of a cross-entropy, or no mean at all (``loss_shape``).
+        UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up: the loss
+            adds other terms to a cross-entropy that is a mean over a part of the micro-batch's targets; or it is a sum
+            and no mean of a cross-entropy; or its terms do not add up over samples, as a root or a ratio of means.
     """
     if not micro_batch.whole:
         check_adds_up(objective.grad_fn, micro_batch)

@@ -109,7 +109,11 @@ class ShardingEngine(Protocol):
         """
 
     def used(self) -> list[bool]:
-        """Return for each parameter of ``trained`` whether backward gave it a gradient on this rank in this step."""
+        """Return whether backward gave each trained parameter a gradient on this rank in this step.
+
+        Returns:
+            One entry for each parameter of which the optimizer updates rows, in the order of the attribute ``trained``.
+        """
 
     def reduce_scatter_gradients(self, step: int) -> None:
         """Set the ``.grad`` of all trained rows to the sum over the ranks that share one copy of the model. Collective.
@@ -311,7 +315,11 @@ class ZeroSharding:
         return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
 
     def used(self) -> list[bool]:
-        """Return for each parameter of ``trained`` whether its full ``.grad`` is not None on this rank."""
+        """Return whether the full ``.grad`` of each sharded parameter is not None on this rank.
+
+        Returns:
+            One entry for each parameter, in the order of the attributes ``rows`` and ``trained``.
+        """
         return [whole.grad is not None for whole in self._whole]
 
     def reduce_scatter_gradients(self, step: int) -> None:

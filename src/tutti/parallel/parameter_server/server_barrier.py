@@ -131,7 +131,7 @@ class ServerBarrier:
         self.clock += 1
 
     def result(self, clock: int) -> list[float] | None:
-        """Return the statistics that ``finish`` was given for an earlier step.
+        """Return the statistics of an earlier step (loss sums, digests, sums of squares), as given to ``finish``.
 
         Args:
             clock: number of the step.
