@@ -161,8 +161,10 @@ def test_every_strategy_has_a_bound() -> None:
 
 @pytest.mark.parametrize("strategy", BOUNDS)
 def test_waits_of_the_host_are_bounded_in_each_step(strategy: str) -> None:
-    for found in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
-        assert max(found) <= BOUNDS[strategy], found
+    for first, *others in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
+        assert max(others) <= BOUNDS[strategy], others
+        # The first step of an epoch also reads a digest of the copies of the parameters.
+        assert first <= BOUNDS[strategy] + 1, first
 
 
 def waits_of_edits(edit: bool) -> list[int]:
