@@ -96,7 +96,7 @@ class SyncBatchNorm(TakenOver):
             none = torch.zeros(channels, dtype=wide, device=input.device)
             # Wide running statistics make it compute in that dtype; momentum 0 leaves them unchanged.
             torch.cat(torch.batch_norm_update_stats(input, none, none, 0.0), out=mine[2:])
-        table = self.peers.line.gather_slices(mine, "statistics of batch norms")
+        table = self.peers.line.gather_slices(mine, f"statistics of batch norm {self.number}")
         table = table.view(-1, len(mine))
         heads = table[:, :2].tolist()
         self._compare([int(number) for _, number in heads])
