@@ -51,6 +51,7 @@ LISTED: Mapping[str, Mapping[str, str]] = {
         "every block of 4 MiB and more": SETTING,
         "asks for it, from 1 MB on": SETTING,
     },
+    "docs/tensor.md": {"up to 1 MiB: one of 32 KiB over two ranks": SETTING},
     "docs/survival.md": {"It takes some 4 MB of memory": "benchmarks/watchdog.py prints it and keeps nothing"},
     "docs/studies/large-batch.md": {
         "one GPU 71 %, eight GPUs 44 %": PUBLISHED,
