@@ -38,6 +38,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tutti.errors import ExitCode
+from tutti.torch_compat import FunctionModesDisabled
 
 
 def through_tutti(strategy: str, replicas: int, data: TensorDataset) -> Contestant:
@@ -113,7 +114,9 @@ def measure(rank: int, folder: str, way: str, rounds: int, launch: int) -> None:
     gc.freeze()
     work = Workload(**{**vars(WORK), "rounds": rounds})
     times = race(team, batches, work, 0, launch)
-    far = torch.tensor([distance(contestant, team[0]) for contestant in team])
+    # Outside of the model a script is not to compute with slices, which a function mode of the run refuses.
+    with FunctionModesDisabled():
+        far = torch.tensor([distance(contestant, team[0]) for contestant in team])
     dist.all_reduce(far, dist.ReduceOp.MAX)
     if rank == 0:
         size = sum(p.numel() for p in WORK.build().parameters())
