@@ -733,7 +733,7 @@ def mark_stepped(optimizer: Any) -> None:
 def fused_optimizer_devices() -> list[str]:
     """Return the device types for which PyTorch's optimizers accept ``fused=True``, such as ``cuda`` and ``cpu``.
 
-    The optimizers ask the same function; no public one does.
+    PyTorch's optimizers call the same private function; there is no public one.
     """
     import torch.utils._foreach_utils
 

@@ -60,10 +60,12 @@ class Follower:
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:
-        """Read the lines that the run has added to ``metrics.jsonl`` and update the attributes. Does not wait.
+        """Read what the followed training run has added to its ``metrics.jsonl`` since the last call. Does not wait.
 
-        A last line without its end is left for the next call: on a full disk half a line may be written and taken back.
-        A replaced or truncated file is read anew; a missing file is no error.
+        Updates ``step`` (last step made), ``made`` (steps since the last restart), ``resumes`` and ``warnings``. A last
+        line without its end is left for the next call: on a full disk the run may write half a line and truncate it. A
+        replaced or truncated file is read from its start, and the attributes begin anew; a missing file changes
+        nothing.
         """
         try:
             with self._path.open("rb") as file:

@@ -104,7 +104,8 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient: by AdamW in groups with ``adam`` True, else by orthogonal steps.
 
-        Collective if ``wholes`` is set, over the ranks that hold slices of a matrix: each matrix is gathered from them.
+        Collective where ranks hold slices of a matrix (the attribute ``wholes`` gathers such matrices): parameter,
+        gradient and momentum are gathered from these ranks, the whole matrix is updated, and each rank keeps its slice.
 
         Args:
             closure: called first, with gradients enabled; None for none.

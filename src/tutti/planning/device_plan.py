@@ -400,17 +400,18 @@ def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
 
 
 def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None) -> bool:
-    """Return whether a plan meets a deadline and a budget even at the slow end of its 90 % band.
+    """Return whether a plan meets a deadline and a budget even at the slow end of its predicted training time.
 
-    A plan without a band is judged by its predicted time.
+    The slow end is that of the band which holds the true time with 90 % probability; the cost is that of this time.
+    A plan without a band is judged by its predicted time. A limit that is met exactly is met.
 
     Args:
         plan: the plan.
         deadline: seconds of training; None for none.
-        budget: largest cost, in the currency of the price; None for none.
+        budget: largest cost, in the currency of the plan's price of a device for an hour; None for none.
 
     Raises:
-        UsageError: a budget without a price.
+        UsageError: a budget is given, and the plan has no price.
     """
     if deadline is not None and plan.slow_end() > deadline:
         return False

@@ -326,16 +326,19 @@ def memory_rows(memory: Memory) -> Mapping[str, float]:
 
 
 def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | None:
-    """Search the run nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
+    """Find a run that fits into the memory of a device and differs little from ``config``.
+
+    Tried are first smaller micro-batches, of which the largest that fits is taken, then ``--strategy sharded`` on the
+    fewest devices, a power of two up to 1,024, with the lowest ZeRO stage.
 
     Args:
-        found: sizes of the model (``model_facts``).
-        config: configuration of the run, which does not fit.
-        room: bytes of a device.
+        found: bytes of the model's parameters and activations, as ``model_facts`` measures them.
+        config: configuration of a run that does not fit.
+        room: bytes of memory of one device that the run may use.
 
     Returns:
-        A copy of ``config`` with smaller micro-batches, or with ``--strategy sharded`` on as many or more devices (and
-        as many workers and samples in a global batch, at least). None if no plan with up to 1,024 devices fits.
+        A copy of ``config`` with a smaller ``micro_batch``, or sharded, with at least as many logical workers (shares
+        of the global batch) and samples in a global batch as devices. None if no such run fits.
     """
     own = plan_memory(found, config)
     each = own.activations / _largest(config)

@@ -134,18 +134,21 @@ def check_run(
     loss_fn: LossFn | None,
     options: RunOptions,
 ) -> CheckedRun:
-    """Check all arguments of ``tutti.prepare`` on this rank; no collective but those of ``tutti.init``.
+    """Check all arguments of ``tutti.prepare`` on this rank.
+
+    Not collective, but for ``tutti.init``, which is called where the script has not done so.
 
     Args:
         model: a module, or several in a list or dict.
-        optimizer: an optimizer, several, or options.
-        dataset: the training samples, as ``tutti.prepare`` takes them.
+        optimizer: an optimizer; several in a list or dict; or a choice such as ``adam:lr=0.01``, as text or parsed.
+        dataset: the training samples: a map-style or iterable data set, tensors, or a ``DataLoader``.
         loss_fn: the loss function; None for custom training loops.
         options: all other arguments of ``tutti.prepare``.
 
     Returns:
         The checked arguments in the forms that the next stages of the preparation take: model as one module, lists of
-        optimizers and schedulers, parsed strategy, device mesh, data set, and division of the global batch.
+        optimizers and schedulers, parsed strategy, device mesh, data set, and the global batch's division into
+        the shares of logical workers and micro-batches.
 
     Raises:
         UsageError, DataError: arguments that do not go together or cannot be trained.
