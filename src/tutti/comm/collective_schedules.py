@@ -255,6 +255,9 @@ def schedule_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> Schedul
         algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
         nodes: ranks of each node; together they are 0 … N-1. Only ``hierarchical`` distinguishes nodes; the other
             algorithms use the number of ranks.
+
+    Returns:
+        The rounds in order, each with the messages of all ranks in it: sender, receiver and chunk of the vector.
     """
     if algorithm == "hierarchical":
         return hierarchical_schedule(nodes)

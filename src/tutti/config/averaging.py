@@ -61,7 +61,8 @@ class Averaging:
         """Return 1 - d, the share of the present weights in the next update of their moving average of decay d.
 
         Args:
-            updates: updates of the average so far; with ``warmup`` the decay d depends on it, else it has no effect.
+            updates: updates of the average so far, n; with ``warmup`` d is min(decay, (1 + n) ÷ (10 + n)), else n has
+                no effect.
 
         >>> Averaging(0.75).share(0), Averaging(0.75, warmup=True).share(0), Averaging(0.75, warmup=True).share(26)
         (0.25, 0.9, 0.25)

@@ -75,9 +75,9 @@ class InitMap:
         """Parse ``--init-map``, how another model's weights are loaded: ``rename=transformer.:model.,new=head.*``.
 
         Args:
-            text: ``key=value,…``; several items of one key are joined by ``+``. ``rename``: ``OLD:NEW``, beginnings of
-                names. Name patterns of tensors: ``new``, that the weights may lack; ``unused``, that the model may
-                lack; ``reshaped``, whose shapes may differ.
+            text: ``key=value,…``; several items of one key are joined by ``+``. ``rename``: ``OLD:NEW``, the beginning
+                of names in the weights and in the model. Shell patterns of tensor names: ``new``, that the weights may
+                lack; ``unused``, that the model may lack; ``reshaped``, whose shapes may differ.
             option: name of the option, for the error.
 
         Returns:

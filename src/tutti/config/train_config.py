@@ -266,9 +266,10 @@ class TrainConfig:
 
     @cached_property
     def optimizer_choice(self) -> OptimizerChoice:
-        """The optimizer from ``--optimizer``: its text, ``name:key=value,…``, and the options parsed from it.
+        """The optimizer from ``--optimizer``, or its default: the attributes ``text`` and ``options``.
 
-        ``options`` is a dataclass such as ``AdamWConfig``. Raises UsageError if the text is malformed.
+        ``text`` is ``name:key=value,…``; ``options`` is parsed from it, a dataclass such as ``AdamWConfig``. Raises
+        UsageError if the text is malformed.
         """
         return OptimizerChoice.parse(self.optimizer)
 

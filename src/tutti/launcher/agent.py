@@ -172,7 +172,7 @@ class Agent:
     def failures(self) -> list[Failure]:
         """Return the failures of the ranks of this node that ended by themselves with a non-zero exit code.
 
-        Only the ranks of the last start count. Ranks that were killed while the run goes on without them are left out.
+        Only the ranks of the last start count. Ranks without which the run goes on after they were lost are left out.
 
         Returns:
             One record for each such rank, in the order in which their ends were noticed: rank, time (seconds since the

@@ -130,10 +130,10 @@ class Listener(Protocol):
         """
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Receive the held-out loss and metrics of one evaluation.
+        """Receive the held-out loss and metrics of one evaluation; does nothing unless overridden.
 
         Args:
-            record: means over all held-out samples, and the step after which they were evaluated.
+            record: loss and metrics as means over all held-out samples, and the step after which they were computed.
         """
 
     def warned(self, text: str) -> None:

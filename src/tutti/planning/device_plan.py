@@ -375,7 +375,8 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
         best: the fastest plan for each number of devices, sorted by number of devices.
 
     Returns:
-        One of ``best``; None for fewer than two numbers of devices, which say nothing about doublings.
+        The last of ``best`` that gained so much over the one before, even if a smaller doubling gained less; None for
+        fewer than two numbers of devices, which say nothing about doublings.
     """
     if len(best) < 2:
         return None

@@ -111,7 +111,7 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
 
 
 def alone(config: PlannedRun) -> PlannedRun:
-    """Change the configuration of a pipeline run to one device, for measuring the seconds of its modules.
+    """Return a copy of a pipeline run's configuration for one device, to measure the seconds of the model's modules.
 
     ``time_modules`` measures with this configuration.
 
@@ -119,8 +119,8 @@ def alone(config: PlannedRun) -> PlannedRun:
         config: configuration of the pipeline run, with a number of devices.
 
     Returns:
-        ``config`` with ``--strategy single`` on one device, as many logical workers (fixed shares of the global batch)
-        as the pipeline run has, and micro-batches as large as its first.
+        A copy with ``--strategy single`` on one device, as many logical workers (fixed shares of the global batch) as
+        the pipeline run has, and micro-batches as large as the first micro-batch of the pipeline run.
     """
     workers = config.workers or config.data_ranks
     micro = MicroBatchSizes.of(config).samples

@@ -231,7 +231,7 @@ def observe_blocks(
     Args:
         plain: the whole model.
         found: partition of the model into stages, whose graph is run.
-        took: seconds of the forward of each module, by name; empty where unknown.
+        took: seconds of the forward of each module, by name, which give the blocks' weights; empty where unknown.
         run: function that calls the loss function on the model it is given, with one micro-batch, and runs backward.
         counter: counts the bytes of live tensors during the run.
         samples: number of samples in the micro-batch that ``run`` uses.
