@@ -67,8 +67,9 @@ class BacktestResult:
         cells: one dictionary for each cell, with the keys ``cell``, ``series`` (number of independent series), ``sets``
             (number of published sources), ``coverage90``, and where the cell has enough series ``low`` and ``high``
             (95 % interval expected for the coverage), ``holds`` and ``median_band_width``.
-        refused: one dictionary for each group and protocol without a prediction, and for each unused table, with the
-            keys ``table``, ``group``, ``protocol`` and ``reason``.
+        refused: one dictionary for each group and protocol in which something was not predicted or was guessed, and
+            for each table of which all or some rows are unused, with the keys ``table``, ``group``, ``protocol`` and
+            ``reason``.
         checked: every prediction with its measurement, and the group and protocol that it belongs to.
         residuals: scores from which the bands are made, of this back-test and of the package, by cell and source.
     """
@@ -80,9 +81,10 @@ class BacktestResult:
     residuals: Residuals = field(default_factory=dict)
 
     def left_out(self) -> list[JsonRow]:
-        """Compare, for each published source, the errors of its predictions with the bands that other sources give.
+        """Compare, for each published source of this back-test, its errors with the bands that other sources give.
 
-        A class of predictions (key ``cell``) has one basis and a similar extrapolation distance.
+        An error is that of a predicted time, or amount of data, against the published measurement. A class of
+        predictions (key ``cell``) has one basis, such as one measured row, and a similar extrapolation distance.
 
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
@@ -114,7 +116,7 @@ class BacktestResult:
         return found
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return the errors of all predictions, each divided by a unit that grows with its stated uncertainty.
+        """Return the errors of all predictions of this back-test, each over a unit that grows with its uncertainty.
 
         The error is |ln(measured ÷ predicted)|, and the quotient is called a score. The unit is
         ``conformal_band.band_unit`` of the standard deviation that the prediction states for its logarithm. Quantiles
@@ -132,6 +134,9 @@ class BacktestResult:
 def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResult:
     """Predict one part of each published table of measurements from the rest of it, and score the predictions.
 
+    A protocol says which rows of a table a prediction may see: ``zero-shot`` none, ``anchored`` those of the smallest
+    size, ``extrapolated`` those of several smaller sizes.
+
     Args:
         folder: CSV and TSV files, also in subfolders; the kind of a table is recognised by its columns.
         shipped: scores of earlier predictions, by class (predictions of one basis and a similar extrapolation distance)
@@ -139,9 +144,11 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
             package.
 
     Returns:
-        ``checked`` (every prediction with its measurement), ``rows`` (errors by table, group of its rows and protocol,
-        and the fraction of measurements inside the 90 % bands), ``cells`` (the same by class of prediction) and
-        ``refused``: a table that cannot be used, with the reason; nothing is raised for one.
+        The result, with the attributes ``checked`` (every prediction with its measurement), ``rows`` (errors by kind
+        of table, group of its rows and protocol, and the fraction of measurements inside the 90 % bands), ``cells``
+        (that fraction by class of prediction), ``residuals`` (the scores behind the bands) and ``refused`` (reasons why
+        a table or a part of it is not used, or why a group and protocol has no or only guessed predictions). A table
+        that cannot be used raises nothing.
     """
     result = BacktestResult()
     tables = read_tables(folder)

@@ -25,19 +25,19 @@ _LEVELS = (0.5, 0.75, 0.95)
 def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict how much data training with a larger batch needs to a target metric, from runs with smaller batches.
 
-    The law E(B) = E_min(1 + B/B_crit) is fitted to the smallest batch of a benchmark round (*anchored*), or to all
-    batches of at most half, or an eighth, of the predicted one (*extrapolated*). Rounds are separate series, because
-    target and unit change between them. Values more than 20 times from a round's median are in another unit (epochs,
-    samples) and are left out.
+    The law E(B) = E_min(1 + B/B_crit), with the data E_min that small batches need and the critical batch size B_crit,
+    is fitted to the smallest batch of a benchmark round (*anchored*), or to all batches of at most half, or an eighth,
+    of the predicted one (*extrapolated*). Rounds are separate series, because target and unit change between them.
+    Values more than 20 times from a round's median are in another unit (epochs, samples) and are left out.
 
     Args:
         rows: one row for each training run, with benchmark, round, global batch, and data until the target was reached
             (``last_eval``), as tables of the kind ``data to target`` have them.
 
     Yields:
-        For each benchmark and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
-        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
-        says why.
+        For each benchmark and protocol (zero-shot: from no row of the table; anchored; extrapolated at least 2 × and at
+        least 8 ×) one record with ``group`` (the benchmark), ``protocol``, ``predictions`` (each with its measurement)
+        and ``reason``: why the list is empty, as always for zero-shot, or how many rows were left out of it.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
@@ -111,7 +111,7 @@ class _Curve:
         self.ratio = np.array([row.number("grad_var") / row.number("grad_sqr") for row in ordered])
 
     def best(self) -> Array:
-        """Return the best metric until each epoch, where two of three neighbouring epochs have to be as good.
+        """Return the best metric of a training run until each epoch, where two of three neighbours must be as good.
 
         The metric of an epoch is replaced by the median of it and of its neighbours; that of the first by the worst of
         the first three, that of the last by the worse of it and the better one of the two before. So a single epoch,
@@ -125,9 +125,10 @@ class _Curve:
         return np.maximum.accumulate(np.array([first, *middle, last]))
 
     def reached(self, level: float) -> float:
-        """Return after how many training samples the best metric so far passes a level; NaN where it never does.
+        """Return after how many training samples (or epochs, as the run counts) the best metric so far reaches a level.
 
-        Between two epochs it is interpolated linearly.
+        The number is interpolated linearly between two epochs. It is NaN where the run never reaches the level, and
+        where the first epoch is already above it.
         """
         best = self.best()
         place = int(np.searchsorted(best, level))
@@ -142,8 +143,12 @@ class _Curve:
         """Return the samples of each epoch up to a point of training, and the gradient noise scale B_simple of each.
 
         Args:
-            samples: where the last epoch is cut off.
+            samples: training samples (or epochs, as the run counts) after which the last epoch is cut off.
             factor: batch size, by which the measured ratio of gradient variance to squared norm is multiplied.
+
+        Returns:
+            Two arrays with one number for each epoch that starts before ``samples``: its length, and ``factor`` times
+            its ratio. An epoch without a measured ratio has the median of the others; all are NaN where there is none.
         """
         ends = np.minimum(self.samples, samples)
         spent = np.diff(ends, prepend=0.0)
@@ -166,9 +171,9 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
             tables of the kind ``metric by epoch`` have them.
 
     Yields:
-        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
-        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
-        says why.
+        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one record with
+        ``group`` (the workload), ``protocol``, ``predictions`` (in samples or epochs, each with its measurement) and
+        ``reason``: why the list is empty, as always for zero-shot.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)

@@ -83,8 +83,8 @@ def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
             data until the target was reached and minutes, as tables of the kind ``data to target`` have them.
 
     Yields:
-        For each benchmark one ``Asked``: a list of predictions, in minutes, each with its measurement. Where the list
-        is empty, ``reason`` says why.
+        For each benchmark one record with ``group`` (the benchmark), ``protocol``, ``predictions`` (in minutes, each
+        with its measurement) and ``reason``: why that list is empty, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         asked = Asked(group, QUARTER)

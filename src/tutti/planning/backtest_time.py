@@ -123,9 +123,9 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
             kind ``all-reduce`` have them.
 
     Yields:
-        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
-        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
-        says why.
+        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × and
+        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, each with its
+        measurement) and ``reason``: why that list is empty, as always for zero-shot, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
@@ -163,9 +163,10 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
             nodes and local batch, as tables of the kind ``small cluster`` have them.
 
     Yields:
-        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
-        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
-        says why.
+        For each workload on its hardware and each protocol (zero-shot: from no row of the table; the two anchored ones;
+        extrapolated to at most 4 × and further) one record with ``group``, ``protocol``, ``predictions`` (in seconds,
+        each with its measurement) and ``reason``: why that list is empty, as always for zero-shot, or what the
+        predictions guess because the table does not state it.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -236,9 +237,9 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
             tables of the kind ``iteration by grid`` have them.
 
     Yields:
-        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated) one ``Asked``: a
-        list of predictions, each with its measurement. Where the list is empty, as always for zero-shot, ``reason``
-        says why.
+        For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × and
+        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, each with its
+        measurement) and ``reason``: why that list is empty, as always for zero-shot, else an empty text.
     """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
@@ -335,10 +336,17 @@ class _Job:
         return shape if math.isfinite(shape) else self.row.number("tflops_per_device") * 1e12
 
     def columns(self, shaped: bool = True) -> dict[str, float]:
-        """Return a published job as inputs of the law ``ANCHORED_LAW`` of its time, by name of the input.
+        """Return a published training job as inputs of ``ANCHORED_LAW``, the law of a job's device-seconds a sample.
 
         Args:
             shaped: count FLOP from the model's shape; False: let computing be proportional to the tokens.
+
+        Returns:
+            One number for each input: ``devices``, ``per_node``, ``split`` (tensor × pipeline degree), ``tensor``,
+            ``sharded``, ``recompute`` (0 or 1), ``parameters``, ``layers``, ``hidden``, ``tokens`` (of a sample),
+            ``passes`` (micro-batches of a step), ``call`` (tokens of a micro-batch), ``global_batch`` (samples),
+            ``flops`` (of a sample, with the pipeline's bubble), ``word`` (bytes of an element), ``wire`` and ``local``
+            (bytes/s of a device between and within nodes).
         """
         number, text = self.row.number, self.row.text
         hardware, per_node = self.row.label("hardware"), number("per_node", 8.0)
@@ -423,17 +431,19 @@ def _middle(same: Sequence[_Job]) -> _Job:
 def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the throughput of published training jobs, as device-seconds for each sample.
 
-    *Zero-shot* predicts from other sources' utilisation of the same chip; *anchored* from the job of the same model and
-    sequence length on the fewest devices, or of another sequence length; *extrapolated* from a job on at most half the
-    devices. The scaling law is fitted to the other sources.
+    *Zero-shot* predicts from other sources' utilisation (FLOP/s over the chip's peak) of the same chip. *Anchored*
+    predicts from the job of the same model and sequence length on the fewest devices; *anchored, other sequence
+    lengths* from a job of another length. *Extrapolated* predicts from a job on at most half the devices. The scaling
+    law is fitted to the other sources.
 
     Args:
         rows: one row for each job: source, model, hardware, number of devices and throughput, as tables of the kind
             ``published jobs`` have them.
 
     Yields:
-        For each pair of source and hardware, and each protocol, one ``Asked``: a list of predictions, each with its
-        measurement. Where the list is empty, ``reason`` says why; elsewhere ``reason`` may name what was guessed.
+        For each pair of source and hardware, and each protocol, one record with ``group`` (the pair), ``protocol``,
+        ``predictions`` (each with its measurement) and ``reason``: why some or all jobs could not be predicted, or what
+        the predictions guess because the table does not state it.
     """
     every = list(map(_Job, rows))
     jobs = [job for job in every if math.isfinite(job.seconds)]
@@ -571,7 +581,8 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
 def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the final loss of the tenth of the training runs with most training FLOP from the other runs.
 
-    The law L = E + A/N^α + B/D^β is fitted to the smaller runs. At least 20 runs are needed.
+    The law L = E + A/N^α + B/D^β, for N parameters and D = FLOP/(6 N) tokens, is fitted to the smaller runs. At least
+    20 runs are needed.
 
     Args:
         rows: one row for each training run: model size, training FLOP and final loss, as tables of the kind ``scaling
@@ -579,8 +590,8 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each protocol (zero-shot: from no run; anchored: from one run; extrapolated: from the smaller runs) one
-        ``Asked``: a list of predictions, each with its measurement. Where the list is empty, as always for the first
-        two, ``reason`` says why.
+        record with ``group`` (``loss``), ``protocol``, ``predictions`` (each with its measurement) and ``reason``: why
+        that list is empty, as always for the first two, else an empty text.
     """
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}

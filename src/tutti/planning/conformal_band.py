@@ -73,18 +73,19 @@ class CheckedPrediction:
     def cell(self) -> str:
         """Name of the class of similar predictions with which this prediction is scored.
 
-        For example ``one measured row, at most 2 ×``. It joins the basis of the prediction and the class of its
-        extrapolation distance with a comma. The errors of some predictions of a class tell how far the others may be
-        off.
+        For example ``one measured row, at most 2 ×``. The name joins the basis of the prediction (what it rests on)
+        and the class of its extrapolation distance (``distance_class``) with a comma. The errors of some predictions of
+        a class tell how far other predictions of the class may be off.
         """
         near = self.basis in FEW_POINTS and self.distance < 4
         return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"
 
     @property
     def width(self) -> float:
-        """Unit in which the error of this prediction's logarithm is scored: (σ² + 0.05²)^¼.
+        """Unit by which the error |ln(measured ÷ predicted)| of this prediction is divided: (σ² + 0.05²)^¼.
 
-        σ is the standard deviation of the predicted value's natural logarithm.
+        σ is the standard deviation of the predicted value's natural logarithm. So a prediction that states a large
+        uncertainty has a large unit.
         """
         return band_unit(self.sigma)
 

@@ -90,7 +90,8 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         not).
 
     Raises:
-        UsageError: ``path`` is not the directory of a finished run, or the run diverged.
+        UsageError: ``summary.json`` or ``metrics.jsonl`` cannot be read, as before the end of a run; the run has made
+            no step; or the run diverged (its last step has no finite loss or was skipped).
     """
     summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
     lines = _lines(path / "metrics.jsonl")
@@ -130,10 +131,14 @@ def critical_batch(
     Returns:
         ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis`` in words; ``ways``, the estimate
         by each way of measuring alone; ``recipe``, the posterior of E_min and B_crit (None without a run that reached a
-        target); and the data: ``noise``, ``scaled``, ``batches`` and ``branches``.
+        target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's preconditioned gradient with
+        their bands (None where not measured); ``batches``, triples of batch, samples to the target and number of runs;
+        and ``branches`` as given.
 
     Raises:
-        UsageError: no run has noise or enough batch sizes with a target, targets differ, or a run missed its target.
+        UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a
+            target is all that is known; noise or branches bound the critical batch on neither side; the runs have
+            different targets; a run missed its target; or ``optimizer_noise`` is set and no run has that noise scale.
     """
     noise = _band([estimate for run in runs for estimate in run.estimates])
     scaled = _band([estimate for run in runs for estimate in run.scaled])

@@ -109,8 +109,9 @@ class TargetData:
     def critical_batch(self) -> tuple[float, float, float] | None:
         """Critical batch size B_crit: the global batch at which training to the target needs twice the least data.
 
-        In samples: the median, then the 5 % and 95 % quantile, over Monte Carlo draws. None where one batch alone was
-        measured, which says nothing of B_crit.
+        A tuple of three floats in samples: the median, the 5 % quantile and the 95 % quantile over Monte Carlo draws of
+        the law E(B) = E_min(1 + B/B_crit) of the samples to the target. None where one batch alone was measured and no
+        recipe was given, which says nothing of B_crit.
         """
         if not len(self._critical):
             return None
@@ -205,8 +206,8 @@ class PlannedStep:
     def choice(self) -> Choice:
         """Parallel strategy of the planned training step, with its options, parsed from the text ``strategy``.
 
-        It has the name of the strategy, its options of the model layout and of gradient synchronisation, and gives the
-        shape of the device mesh. Raises UsageError for an unknown strategy or option.
+        The parsed strategy has its name, the options of the model layout and of gradient synchronisation, and gives the
+        shape of the device mesh. The property raises UsageError for an unknown strategy or option.
         """
         return parse_strategy(self.strategy)
 
@@ -253,12 +254,15 @@ class DevicePlan:
 
     @property
     def devices(self) -> int:
-        """Number of devices that the plan trains on."""
+        """Number of devices on which this plan, a choice of devices, batch size and strategy, trains to the target."""
         return self.step.devices
 
     @property
     def band_text(self) -> str:
-        """Explanation, in words, of what the 90 % band of the plan's training time rests on, or why it has none."""
+        """Text for people that says what the 90 % band of the plan's training time rests on, or why it has none.
+
+        A plan has a band only where such predictions of the data to the target were tested and the step was measured.
+        """
         if self.band is not None:
             return "90 % band of the data to the target; the step was measured"
         if self.data.band is not None:
@@ -269,7 +273,8 @@ class DevicePlan:
     def cost_band(self) -> tuple[float, float] | None:
         """Low and high end of a 90 % band of the plan's cost of training to the target, in the currency of the price.
 
-        None without a price, or where the training time has no band.
+        A plan is a choice of devices, batch size and strategy; the price is that of a device for an hour. The band is
+        that of the training time, scaled. None without a price, or where the training time has no band.
         """
         if self.cost is None or self.band is None:
             return None
@@ -280,7 +285,8 @@ class DevicePlan:
     def cost_ends(self) -> tuple[float, float] | None:
         """5 % and 95 % quantile of the plan's cost of training over Monte Carlo draws, in the currency of the price.
 
-        None without a price.
+        A plan is a choice of devices, batch size and strategy; the price is that of a device for an hour. The draws are
+        those of the training time to the target. None without a price.
         """
         if self.cost is None:
             return None
@@ -290,14 +296,16 @@ class DevicePlan:
     def slow_end(self) -> float:
         """Return the seconds of training to compare with a deadline: the high end of the plan's 90 % band.
 
-        For a plan without a band, return its predicted seconds.
+        The seconds are those of training to the target. A plan is a choice of devices, batch size and strategy. For a
+        plan without a band, return its predicted seconds.
         """
         return self.seconds if self.band is None else self.band[1]
 
     def high_cost(self) -> float | None:
-        """Return the plan's cost if training takes as long as the high end of its band, in the currency of the price.
+        """Return the plan's cost of training to the target at the high end of its 90 % band of seconds.
 
-        Without a band, return the cost of the predicted time. None where no price was given.
+        The cost is in the currency of the price of a device for an hour. Without a band, return the cost of the
+        predicted seconds. None where no price was given.
         """
         return None if self.cost is None else self.cost * self.slow_end() / self.seconds
 
@@ -391,7 +399,8 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
 def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
     """Return how many times faster a plan trains than the fastest plan on fewer devices; None for the first plan.
 
-    The ratio of the training times is above 1 where the plan is faster.
+    The number is the time of the fastest plan on fewer devices over the time of this plan: above 1 where this plan is
+    faster, below 1 where it is slower.
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
@@ -457,8 +466,9 @@ class LostReason:
     def tie(self) -> bool:
         """Whether the training times of the two compared plans are too close to tell apart, so that no cause is named.
 
-        They are if they differ by at most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo
-        draws.
+        A plan is a choice of devices, batch size and strategy. True if the loser takes at most 1 % longer than the
+        winner, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. Then ``term`` is empty and
+        ``closes`` is 0.
         """
         return not self.term
 
@@ -466,8 +476,9 @@ class LostReason:
 def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
     """Return whether the training times of two plans are too close to tell the plans apart.
 
-    True if ``loser`` takes at most 1 % longer, or if it is at least as fast as ``winner`` in at least 5 % of their
-    paired Monte Carlo draws.
+    A plan is a choice of devices, batch size and strategy, with its training time to a target. True if ``loser`` takes
+    at most 1 % longer than ``winner``, or if ``loser`` is at least as fast in at least 5 % of the paired Monte Carlo
+    draws of both times.
     """
     if loser.seconds - winner.seconds <= _EVEN * winner.seconds:
         return True
@@ -479,7 +490,12 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
 
     The loser's terms (samples to the target; compute, communication and so on for each sample) are replaced by the
     winner's, one at a time; the cause is the term that closes most of the gap. Two plans are a tie if they differ by at
-    most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws.
+    most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. A loser whose seconds are only
+    a lower bound is never a tie.
+
+    Args:
+        loser: the plan (a choice of devices, batch size and strategy, with its training time) that takes longer.
+        winner: the plan with which it is compared, for the same target.
 
     Returns:
         ``gap`` in seconds; ``term``, the cause, such as ``communication`` (empty for a tie); ``closes``, the seconds of

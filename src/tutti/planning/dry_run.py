@@ -32,7 +32,8 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
     """Print the predicted memory of a device; if the run fits, train two steps and print the measured memory too.
 
     The steps run on all devices of the configuration, in processes of this host; printed is the memory of the device
-    that takes most. No step runs where this host has too little free memory.
+    that takes most. No step runs where this host has too little free memory, which a printed line says. For a pipeline
+    the stage partition is printed too.
 
     Args:
         task: name of the task.
@@ -41,7 +42,8 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
         preload: names of modules that every rank's process imports at its start.
 
     Returns:
-        The process exit code: 0 where all went well, otherwise that of the failed launch.
+        The process exit code: 0 if the steps ran, or if none ran for lack of free memory on this host; otherwise that
+        of the failed launch.
 
     Raises:
         UsageError: the run does not fit; the message names the nearest plan that does.

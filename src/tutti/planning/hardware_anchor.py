@@ -179,13 +179,19 @@ ONE_SOURCE = 0.25
 def matching_anchors(
     hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str = ""
 ) -> list[HardwareAnchor]:
-    """Return the anchors of a chip in a class of precision: those with the same memory, or else with any memory.
+    """Return the utilisations that published training jobs reached on a chip in a class of precision.
+
+    A utilisation (``HardwareAnchor``) is the hardware FLOP/s over the chip's dense peak.
 
     Args:
         hardware: name of the hardware as people write it, such as ``A100-80GB``.
         precision: name of the precision, such as ``bf16``.
         anchors: utilisations, one for each chip, memory, precision and published source.
-        without: name of a source whose anchors must not be used; empty to use all.
+        without: name of a source whose utilisations must not be used; empty to use all.
+
+    Returns:
+        Those of ``anchors`` with this chip and class of precision (8, 16, tf32 or 32 bits), in their order. Where
+        ``hardware`` states the memory and some of them have it, these alone. Empty for an unknown chip.
     """
     chip, memory = chip_of(hardware)
     kind = precision_class(precision)

@@ -38,9 +38,10 @@ class HostPrices:
 
     @property
     def apart(self) -> bool:
-        """Whether the machine's devices have memory of their own, as accelerators have.
+        """Whether the machine's devices have memory of their own, as accelerators have, but not CPUs.
 
-        If so, gradients are copied to host memory and parameters back. If not, ``moved`` returns zeros.
+        If true, gradients are copied to host memory and parameters back, and the seconds of these copies and of sums
+        and updates in host memory are guesses. If false, such copies take no time, and the other seconds are measured.
         """
         return self._apart
 
@@ -74,7 +75,8 @@ class HostPrices:
         """Predict the seconds of an optimizer step on parameters in host memory.
 
         Args:
-            optimizer: text of ``--optimizer``.
+            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``; beside accelerators every optimizer takes the
+                memory traffic of Adam in float32.
             elements: number of parameters that the step updates.
 
         Returns:

@@ -49,7 +49,10 @@ def landscape_rank(
     """Measure the loss around a checkpoint, as one of the launched ranks: lines, plane, sharpness, Hessian spectrum.
 
     Collective: it is the main function of every rank of the launch; it initialises and ends the process group. Rank 0
-    directs the measurement and writes ``landscape.json`` into ``folder``.
+    directs the measurement and writes ``landscape.json`` into ``folder``. Its keys are ``parameters``, ``samples`` (by
+    data set), ``training`` and ``held-out`` (loss and metrics at the checkpoint), ``gradient_norm``, ``devices``,
+    ``weights_sha256``, ``passes`` (number of passes by kind), and for the measured parts ``eigenvalues``, ``trace``,
+    ``density``, ``sharpness``, ``line``, ``plane`` and ``between`` (the line to a second checkpoint).
 
     Args:
         task: name of a built-in task, ``file.py:function``, or path of a script that calls ``tutti.prepare``.
@@ -240,7 +243,7 @@ def contour_levels(loss: NDArray[np.float64], count: int = 10) -> NDArray[np.flo
     """Choose the losses at which a contour plot has lines, evenly spaced in the logarithm of the rise above the lowest.
 
     Args:
-        loss: losses of any shape; values that are not finite are ignored.
+        loss: losses of any shape, at least one of them finite; values that are not finite are ignored.
         count: number of levels.
 
     Returns:

@@ -21,11 +21,12 @@ def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
     """Draw an SVG with a panel for each measured part of a loss landscape: Hessian spectrum, lines, and a plane.
 
     Args:
-        found: the content of ``landscape.json``; parts that it lacks have no panel.
+        found: the content of ``landscape.json``: ``run``, ``step``, ``samples`` for the title, and a panel for each of
+            ``density`` (with ``eigenvalues``), ``line``, ``plane`` and ``between`` (with ``to``) that it holds.
         path: the SVG to write.
 
     Raises:
-        UsageError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
         DiskError: the file cannot be written.
     """
     from matplotlib.figure import Figure as Canvas

@@ -57,9 +57,11 @@ class FittedLaw:
         return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
 
     def constants(self) -> dict[str, float]:
-        """Return the fitted constants of the scaling law: name of the constant, such as ``latency_s``, → value.
+        """Return the constants of the scaling law of time, as fitted to measurements.
 
-        Values are those at the optimum of the fit, in SI units (seconds, bytes a second, FLOP a second).
+        Returns:
+            Name of the constant, such as ``latency_s``, → its value at the optimum of the fit, a Python float in SI
+            units (seconds, bytes a second, FLOP a second).
         """
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 

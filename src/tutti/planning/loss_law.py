@@ -75,6 +75,9 @@ class FittedLoss:
         Args:
             name: ``irreducible`` (E), ``size_factor`` (A), ``size_exponent`` (α), ``data_factor`` (B) or
                 ``data_exponent`` (β).
+
+        Returns:
+            The two quantiles, as Python floats; (0, 0) for A and α where all runs have one model size.
         """
         low, high = np.quantile([getattr(draw, name) for draw in self.draws], [0.05, 0.95])
         return float(low), float(high)

@@ -157,15 +157,16 @@ class LossSurface:
         Other tensors are frozen parameters and buffers. Not collective.
 
         Returns:
-            (length,) a new vector in the dtype and on the device of the first trainable parameter; its first ``size``
-            elements are the trainable parameters, in the order of ``named_parameters``.
+            A new vector with an element for each number of all these tensors, in the dtype and on the device of the
+            first trainable parameter. The trainable parameters are in the order of ``named_parameters``.
         """
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self._tensors])
 
     def value(self, point: Tensor, of: str | None = None) -> SurfaceValue:
         """Set the model to a point in parameter space, and return mean loss and metrics over a set of samples there.
 
-        Collective: call it on rank 0, while the other data ranks are in ``serve``. The model stays at the point.
+        Collective: call it on rank 0, while the other data ranks compute their shares in ``serve``. The model stays at
+        the point.
 
         Args:
             point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
@@ -184,15 +185,15 @@ class LossSurface:
     def gradient(self, point: Tensor) -> tuple[SurfaceValue, Tensor]:
         """Set the model to a point in parameter space, and return mean loss, metrics and the loss's gradient there.
 
-        All are over all data ranks' samples of the first set. Collective: call it on rank 0, while the other data ranks
-        are in ``serve``. The model stays at the point.
+        All are over all data ranks' samples of the first set of samples, such as ``training``. Collective: call it on
+        rank 0, while the other data ranks compute their shares in ``serve``. The model stays at the point.
 
         Args:
             point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
 
         Returns:
-            Mean ``loss`` and ``metrics`` (by name) over all samples, and the gradient of the mean loss as a flat vector
-            (size,) over the trainable parameters, complete on rank 0.
+            A pair: the means over all samples (``loss``, and ``metrics`` by name), and the gradient of the mean loss,
+            a flat vector over the trainable parameters in the order of ``named_parameters``, complete on rank 0.
         """
         self._ask(_GRADIENT, 0, point)
         self._move(point)
@@ -203,7 +204,8 @@ class LossSurface:
         """Return H·v for the Hessian H of the mean loss over the first set of samples, at the model's current point.
 
         The point is that of the last ``value`` or ``gradient``. Reverse mode twice (Pearlmutter 1994): the gradient of
-        g·v, where g is the gradient. Collective: call it on rank 0, while the other data ranks are in ``serve``.
+        g·v, where g is the gradient. Collective: call it on rank 0, while the other data ranks compute their shares in
+        ``serve``.
 
         Args:
             vector: v, a flat vector over the trainable parameters.
@@ -219,9 +221,11 @@ class LossSurface:
         return self._product(vector)
 
     def serve(self) -> None:
-        """Compute this rank's share of every loss, gradient and Hessian product that rank 0 asks for.
+        """Compute this rank's share of every loss, gradient and Hessian product of the model that rank 0 asks for.
 
-        Call it on all data ranks but rank 0, whose broadcasts it awaits. Blocks until rank 0 calls ``close``.
+        Call it on all data ranks but rank 0, while rank 0 calls ``value``, ``gradient`` or ``hessian_product``. Each
+        pass starts with broadcasts from rank 0 (kind of the pass; point or direction), and the results are summed over
+        the data ranks. Blocks until rank 0 calls ``close``.
         """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)
@@ -238,7 +242,7 @@ class LossSurface:
             self._value(number) if what == _VALUE else self._gradient()
 
     def close(self) -> None:
-        """End the measurement on rank 0: make ``serve`` return on all other data ranks.
+        """End the measurement of a model's loss on rank 0: make ``serve`` return on all other data ranks.
 
         Collective: a broadcast from rank 0, which the other ranks receive in ``serve``.
         """
@@ -326,12 +330,14 @@ def for_landscape(model: nn.Module, batch_statistics: bool) -> nn.Module:
     """Set a model to evaluation mode, in place, for measuring its loss landscape: without dropout.
 
     Batch norms take their running statistics, or those of each block of samples; running statistics do not change.
-    Return the model.
 
     Args:
         model: the model, which is returned.
         batch_statistics: let batch norms take the statistics of each block of samples (a batch that is computed at
-            once).
+            once); False: their running statistics.
+
+    Returns:
+        ``model`` itself.
     """
     model.eval()
     for module in model.modules():

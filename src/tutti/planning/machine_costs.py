@@ -126,7 +126,8 @@ class StepCosts(Protocol):
         """Return the seconds of forward or backward work on one device of the machine.
 
         Args:
-            works: work of one or more passes by class of operator, for example a backward and its recomputation.
+            works: work of one or more passes, for example a backward and its recomputation: FLOP, bytes and number of
+                calls by class of operator, such as ``matmul``.
             samples: number of samples in the micro-batch.
 
         Returns:
@@ -215,8 +216,9 @@ def schedule_seconds(
         algorithm: ``ring``, ``tree``, ``halving``, ``central`` or ``hierarchical``.
         ranks: number of ranks N; 0 s for fewer than 2.
         size: bytes of the vector.
-        network: cost of a message between nodes: latency, and bytes a second; or its seconds by bytes.
-        node: cost of a transfer within a node, for ``hierarchical``; None: as the network.
+        network: cost of a message between nodes: latency in seconds and bytes a second, or a function that returns the
+            seconds of a message from its bytes.
+        node: cost of a transfer within a node, for ``hierarchical``; None: as between nodes.
         per_node: ranks of a node, for ``hierarchical``.
 
     >>> round(schedule_seconds("ring", 8, 1e8, LinkCost(2e-5, 1e10)), 6)
@@ -286,15 +288,19 @@ class MeasuredCosts:
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
         """Return the seconds of forward or backward work on one device, from the machine's measured curves.
 
+        Operators with FLOP take the longer of computing and of moving their bytes, all others the seconds of their
+        bytes; each call adds the fixed seconds of an operator.
+
         Args:
-            works: work of one or more passes, by class of operator.
+            works: work of one or more passes: FLOP, bytes and number of calls by class of operator, such as ``matmul``.
             samples: number of samples in the micro-batch.
 
         Returns:
             (256,) seconds, one for each Monte Carlo draw of the measurement errors.
 
         Raises:
-            UsageError: the machine file has no curve of a class of operators.
+            UsageError: the machine file has no curve of a class of operators with FLOP in the run's precision, no curve
+                of copies, or no seconds of an operator.
         """
         total = np.zeros(SAMPLES)
         operation = self.machine.figure("device/operation/seconds").value
@@ -430,7 +436,10 @@ class MeasuredCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
+            (256,) seconds, one for each Monte Carlo draw of the measurement errors; all equal between nodes.
+
+        Raises:
+            UsageError: links were not measured, or the cost of a link between nodes is not stated.
         """
         if self.network.nodes(ranks) > 1:
             return np.full(SAMPLES, self.transfer(size, ranks))
@@ -513,7 +522,8 @@ class MeasuredCosts:
     def share_node(self, devices: int) -> None:
         """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
 
-        The factor comes from the measurement of ranks that compute at once, otherwise from the division of CPU threads.
+        The factors of matrix products and of memory traffic come from the measurement of ranks that compute at once on
+        this machine, otherwise from the division of CPU threads, which ``guesses`` says.
 
         Args:
             devices: number of devices of the run, on all nodes.
@@ -628,7 +638,11 @@ class PublishedCosts:
             self.note(f"the rate is known from one source; others would differ by {100 * ONE_SOURCE:g} %")
 
     def share_node(self, devices: int) -> None:
-        """Do nothing, because accelerators of a node share no threads; ``devices`` is ignored."""
+        """Do nothing: accelerators of a node share no threads, so that durations do not depend on their number.
+
+        Args:
+            devices: ignored.
+        """
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
         """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
@@ -636,7 +650,7 @@ class PublishedCosts:
         The seconds are at least the number of operators times 5 µs, a guess at the launch of one.
 
         Args:
-            works: work of one or more passes, by class of operator.
+            works: work of one or more passes: FLOP, bytes and number of calls by class of operator, such as ``matmul``.
             samples: number of samples in the micro-batch.
 
         Returns:
@@ -652,8 +666,11 @@ class PublishedCosts:
         """Return zeros, (256,), as the seconds of an optimizer step: the rates of published jobs include their updates.
 
         Args:
-            optimizer: text of ``--optimizer``, which is checked.
+            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: ignored.
+
+        Raises:
+            UsageError: there is no such optimizer, or it has no such option.
         """
         check_optimizer(optimizer)
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
@@ -776,10 +793,12 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
             raises UsageError.
 
     Returns:
-        An object whose methods give the seconds of passes, optimizer steps, collectives and messages.
+        An object whose methods give the seconds of passes, optimizer steps, collectives and messages:
+        ``MeasuredCosts`` for a file, ``PublishedCosts`` for a chip.
 
     Raises:
-        UsageError: no such file, no such hardware, or a file of another version or without links.
+        UsageError: there is no such file or chip; no published job ran on the chip in this precision; a file has
+            another format or version; or the file ``between`` has no links.
     """
     match = _PUBLISHED.fullmatch(text)
     if match is not None and not Path(text).exists() and chip_of(match[1])[0]:
@@ -822,8 +841,9 @@ def measured_network(path: Path, per_node: int) -> Network:
         per_node: devices of a node of the cluster; stated, because the file does not say it.
 
     Returns:
-        ``per_node``; latency and bytes a second of the slowest measured link, and its curve of seconds over bytes; and
-        the measured curves of collectives with one rank a node, by ``KIND/NODES``.
+        The network, with ``per_node`` as given; ``between``, latency and bytes a second of the slowest measured link;
+        ``messages``, the curve of this link's seconds over bytes; and ``collectives``, measured curves of collectives
+        with one rank a node, by ``KIND/NODES`` such as ``all_reduce/4``.
 
     Raises:
         UsageError: no such file, of another format or version, or without links.
@@ -934,8 +954,11 @@ def _ring_seconds(kind: str, ranks: int, size: float, cost: LinkCost) -> float:
 def costs_json(costs: StepCosts) -> dict[str, Any]:
     """Return name, basis, sources and guesses of a machine's predicted durations as a JSON object, for reports.
 
+    Args:
+        costs: the object that predicts the durations, from ``open_machine``.
+
     Returns:
-        The keys ``machine``, ``basis`` (``measured`` or ``published``), and the lists of lines ``rests_on`` and
+        The keys ``machine`` (name), ``basis`` (``measured`` or ``published``), and the lists of lines ``rests_on`` and
         ``guesses``.
     """
     return {"machine": costs.name, "basis": costs.basis, "rests_on": costs.rests, "guesses": costs.guesses}

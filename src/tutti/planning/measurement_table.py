@@ -338,8 +338,10 @@ def recognise_table(
         lines: line of the file in which each row ends, for messages; None: one line a row, after the header's.
 
     Returns:
-        The table with its kind, such as ``all-reduce`` or ``published jobs``; without a kind and rows, its reason says
-        which columns or numbers the nearest kind would have needed.
+        The table with its ``kind`` (``all-reduce``, ``metric by epoch``, ``data to target``, ``published jobs``,
+        ``iteration by grid``, ``small cluster`` or ``scaling law``), its complete ``rows`` in SI units, and ``reason``,
+        which counts the incomplete rows. Where no kind is recognised, ``kind`` and ``rows`` are empty, and ``reason``
+        says which columns or numbers the nearest kind would have needed.
     """
     roles = {column: column_role(column) for column in header if column_role(column)[0]}
     named = {role for role, _ in roles.values()}
@@ -391,10 +393,14 @@ def _decode(content: bytes) -> str:
 def read_tables(folder: Path) -> list[MeasurementTable]:
     """Read every CSV or TSV file in a folder and its subfolders as a table of measurements, and recognise its kind.
 
-    Nothing is raised: a file that cannot be read or recognised becomes a table without rows, with the reason.
+    Nothing is raised: a file that cannot be read or recognised becomes a table without rows, whose ``reason`` says why.
+
+    Args:
+        folder: folder that is searched for names that end in ``.csv`` or ``.tsv``.
 
     Returns:
-        One table for each file, sorted by path, with its kind, such as ``all-reduce``, and its rows in SI units.
+        One table for each file, sorted by path, with its ``kind``, such as ``all-reduce``, and its ``rows`` in SI
+        units.
     """
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):

@@ -123,8 +123,9 @@ def plan_memory(found: Facts, config: PlannedRun) -> Memory:
         config: configuration of the run.
 
     Returns:
-        The bytes by kind: parameters, gradients, optimizer state, communication buffers (``messages``), the averaged
-        weights (``average``), activations and buffers.
+        The bytes by kind, as numbers with the attributes ``parameters``, ``gradients``, ``optimizer`` (state),
+        ``messages`` (communication buffers), ``average`` (averaged weights), ``activations`` and ``buffers``, and their
+        sum ``total``.
     """
     split, ranks = _split(config), config.data_ranks
     each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))
@@ -230,9 +231,10 @@ def _peak(model: nn.Module, task: Task, config: PlannedRun, sample: Any, samples
 
 
 def first_sample(task: Task) -> Any:
-    """Return a batch that holds the first sample of the task's training data.
+    """Return a batch of one, the first sample of the task's training data without augmentation.
 
-    None for a stream, which must not be read before the run.
+    The batch has the nesting of tensors that the task's data give, each with a first dimension of 1. None where the
+    training data are a stream, which must not be read before the run.
     """
     data = adapt_training(task.train)
     return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
@@ -244,7 +246,10 @@ def batch_of(sample: Any, samples: int, config: PlannedRun) -> Any:
     Args:
         sample: batch of one sample, of any nesting of tensors.
         samples: number of samples of the new batch.
-        config: configuration of the run.
+        config: configuration of the run, for its precision.
+
+    Returns:
+        New tensors in the nesting of ``sample``, each with a first dimension of ``samples``.
     """
 
     def more(tensor: Tensor) -> Tensor:
