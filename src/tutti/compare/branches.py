@@ -71,7 +71,8 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
 
     Raises:
         UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, or the
-            run's batch or rate depends on the run itself.
+            run adapts its batch size or learning rate during training (``--batch-growth``, ``--regime-batch``,
+            ``--lr-scale adascale``).
     """
     from tutti.checkpoint.folder import scan
 
@@ -161,10 +162,11 @@ def branch_trials(
         multiples: multiples of the checkpoint's batch; one times the batch is added.
         seeds: number of branches of each multiple, each with an order of samples of its own.
         window: epochs of each branch.
-        rule: rule for the learning rate where the run has none; None: ``linear`` for SGD, else ``sqrt``.
+        rule: how the learning rate grows with the batch: ``linear``, ``sqrt`` or ``none``; read only if the run has no
+            rule of its own (``--lr-scale``). None: ``linear`` for SGD, else ``sqrt``.
 
     Returns:
-        One trial (configuration, seed and run directory) for each branch.
+        One trial (configuration, seed and run directory) for each branch, ordered by seed and then by multiple.
 
     Raises:
         UsageError: a multiple is below 1, or its batch makes fewer than two steps in the window.

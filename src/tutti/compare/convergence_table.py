@@ -83,11 +83,11 @@ def _to_target(row: RungResult) -> tuple[str, ...]:
 def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> str:
     """Return the results of a ladder as a text table, a line for each of its configurations (rungs).
 
-    The column ``range`` is half the distance between the best and the worst seed.
+    Numbers are means over the seeds. The column ``range`` is half the distance between the best and the worst seed.
 
     Args:
         ladder: the ladder, a series of training configurations.
-        rows: results by rung name, of rungs with finished runs.
+        rows: results by rung name; a rung without finished runs is shown as dashes.
         metric: the metric that is compared.
 
     Returns:
@@ -111,7 +111,7 @@ def markdown(
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name; a rung without finished runs is shown as dashes.
-        sentences: the verdict, of ``tutti.compare.verdict.verdict``.
+        sentences: sentences that judge the results, from ``tutti.compare.verdict.verdict``; shown as a list.
         command: command line that repeats the comparison.
         metric: the metric that is compared.
     """
@@ -129,12 +129,13 @@ def markdown(
 def as_csv(ladder: Ladder, rows: Mapping[str, RungResult]) -> str:
     """Return the results of a ladder as CSV: a heading, and a line for each finished run.
 
-    A line has the run's rung (configuration), seed and results. The column ``from`` names the rung from which the
-    configuration was changed.
+    Columns: ``rung`` (configuration), ``from`` (rung whose configuration it changes), ``seed``, ``held_out``,
+    ``training``, ``updates``, ``samples``, ``seconds``, ``samples_per_second`` and ``weights_sha256``. If a rung has a
+    target (``--until``), four more: ``reached``, ``steps_to_target``, ``samples_to_target`` and ``seconds_to_target``.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
-        rows: results by rung name.
+        rows: results by rung name; a rung without finished runs has no line.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -25,9 +25,10 @@ def available() -> bool:
 
 
 def draw_curves(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, caption: str, path: Path) -> None:
-    """Draw each rung's held-out metric by epoch, and write it as SVG; equal data give equal bytes. Needs matplotlib.
+    """Draw each training configuration's held-out metric by epoch, and write it as SVG. Needs matplotlib.
 
-    A thick line shows the mean over the seeds, thin lines the seeds.
+    A thin line shows each seed, a thick line the mean over the seeds at the epochs at which all of them were evaluated.
+    Equal data give equal bytes.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).

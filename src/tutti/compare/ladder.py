@@ -62,9 +62,14 @@ class Ladder:
     def rung(self, name: str) -> Rung:
         """Return the training configuration (rung) of the ladder that is called ``name``.
 
+        A ladder is a series of training configurations to compare.
+
         Returns:
-            Its name, the rung that it changes (``parent``), the changed options, what they stand for (``cause``), and
-            the whole configuration. StopIteration is raised if no rung has this name.
+            The rung with its ``name``, the name of the rung that it changes (``parent``), the changed options
+            (``changes``), what they stand for in words (``cause``), and the whole configuration (``config``).
+
+        Raises:
+            StopIteration: no rung has this name.
         """
         return next(rung for rung in self.rungs if rung.name == name)
 
@@ -82,15 +87,19 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
 
     Args:
         text: name of a shipped ladder, or path of a TOML file.
-        variables: values of the placeholders ``workers``, ``batch_size`` and ``epochs``.
-        options: fields of TrainConfig for every rung; they take precedence over the file's ``[base]``.
+        variables: numbers that replace the placeholders ``{workers}``, ``{batch_size}`` and ``{epochs}`` in the file;
+            a fourth placeholder, ``{worker_batch}``, is computed as batch size ÷ workers.
+        options: fields of ``TrainConfig`` for all rungs. They take precedence over the file's ``[base]``, but not over
+            the options that a rung states.
 
     Returns:
-        The ladder, with the full configuration of each rung.
+        The ladder: ``name``, ``summary``, ``naive`` (name of the rung that loses accuracy against the first) and
+        ``rungs``, each with its full configuration.
 
     Raises:
-        UsageError: there is no such ladder, the file is not TOML, a key is unknown, a rung has no name of its own,
-            changes nothing or comes from an unknown rung, or there are fewer than two rungs.
+        UsageError: there is no such ladder, the file is not TOML, a key or placeholder is unknown, there are fewer than
+            two rungs, ``naive`` names no rung, or a rung has no unique name, changes nothing or names as its origin
+            (``from``) a rung that does not precede it.
     """
     path = _SHIPPED / f"{text}.toml" if text in shipped() else Path(text)
     if not path.is_file():

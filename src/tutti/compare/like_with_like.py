@@ -45,7 +45,7 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
 
     Such rungs have the first rung's workers and batch size, and otherwise the options of the compared rung. The
     learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at the
-    first rung's scale is the first rung, if the two differ in one option.
+    first rung's scale is the first rung, if the two differ in at most one option besides the learning rate.
 
     Args:
         ladder: the ladder, a series of rungs.

@@ -22,7 +22,9 @@ _QUIET_SECONDS = 30.0
 
 
 class Board:
-    """Display of a comparison's current run and of the results of its finished runs.
+    """Display of a comparison's current run and of the results of its finished runs, as a context manager.
+
+    In a terminal a table is redrawn while the ``with`` block runs; elsewhere lines are printed.
 
     Args:
         stream: stream to write to.

@@ -84,9 +84,10 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
 
 
 def finished(trial: Trial) -> bool:
-    """Return whether the run directory of a trial (one rung with one seed) holds a finished run.
+    """Return whether the run directory of a trial (one training configuration with one seed) holds a finished run.
 
-    It does if ``summary.json`` has an exit code in ``FINISHED``.
+    True if the exit code in its ``summary.json`` says that the run ended as planned, with or without reaching the
+    target of ``--until``. False for a run that failed, is under way or was not started.
     """
     return read_summary(trial.directory).get("exit_code") in FINISHED
 
@@ -97,7 +98,7 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
     Args:
         trial: the run, one rung (configuration) with one seed.
         task: name of a built-in task, or path and function of the user's task.
-        watch: called with the progress every ``POLL`` seconds.
+        watch: called every 0.25 s, while the run is trained, with its newest training and evaluation records.
 
     Raises:
         Preempted: a signal asked to stop, and the run has ended; the same command resumes it.
@@ -206,8 +207,9 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
 
     Returns:
         ``held_out`` and ``training`` value of the metric (NaN if not finite), ``updates``, ``samples``, ``seconds``,
-        ``samples_per_second``, ``curve`` (epoch and held-out value of each evaluation), hash of the weights, and steps,
-        samples and seconds to the target of ``--until`` (None without one).
+        ``samples_per_second``, ``curve`` (epoch and held-out value of each evaluation), ``weights_sha256``, and for the
+        target of ``--until`` ``reached``, ``steps_to_target``, ``samples_to_target`` and ``seconds_to_target`` (None
+        without a target).
 
     Raises:
         UsageError: the task does not report the metric.

@@ -107,7 +107,8 @@ class RungResult:
     def to_target(self, name: str) -> float:
         """Return the median over a configuration's seeds of what it took to reach the target of ``--until``.
 
-        A seed that misses the target counts as infinite: the median is infinite if half of them do.
+        A seed that misses the target counts as infinite, so that the median is infinite if at least half of the seeds
+        miss the target.
 
         Args:
             name: ``steps``, ``samples`` or ``seconds``.
@@ -158,8 +159,10 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         metric: the metric that is compared.
 
     Returns:
-        For each rung the gain (positive if better), the noise (larger of the two rungs' ranges over seeds), and the
-        gain as a share of the naive rung's drop from the first; None where that does not apply.
+        One element for each rung, in the ladder's order, with ``name``, ``cause``, ``parent``, ``gain`` (positive if
+        better than the parent), ``noise`` (larger of the two rungs' ranges over seeds) and ``share``: the gain divided
+        by the drop of the metric from the first to the naive rung, which loses accuracy. ``share`` is None if there is
+        no drop, and for rungs that do not explain it.
     """
     drop = _drop(ladder, rows, metric)
     asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}
@@ -178,8 +181,9 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
     """Return the verdict on a ladder in sentences: the drop of the metric, its causes by share, and the best recipe.
 
     The drop is that from the first rung to the naive one, which loses accuracy. A recipe is a rung at another scale
-    (workers, batch size) than the first. It holds only against a baseline at the first rung's scale with otherwise
-    equal options (``like_with_like.baselines``), never across two causes.
+    (workers, batch size) than the first, or any rung but the first if all have one scale. It is judged only against a
+    baseline at the first rung's scale with otherwise equal options (``like_with_like.baselines``), so that a difference
+    has one cause.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -221,8 +225,8 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
         rows: results by rung name, of rungs with finished runs.
 
     Returns:
-        One sentence for each rung with a target and finished runs, in the ladder's order; it says so if fewer than half
-        of the seeds reached the target.
+        One sentence for each rung with a target and finished runs, in the ladder's order. If so many seeds missed the
+        target that the median is infinite, the sentence says how many reached it, and gives no numbers.
     """
     sentences = []
     first = rows.get(ladder.rungs[0].name)
@@ -254,7 +258,9 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
     """Return whether some recipe (``like_with_like.recipes``) is as good as its baseline and as the first rung.
 
     A recipe is a rung at another scale (workers, batch size) than the first; its baseline has otherwise equal options
-    at the first rung's scale.
+    at the first rung's scale. If all rungs have one scale, recipes are all rungs but the first, and the first is the
+    baseline of those that differ from it in at most one option. As good means that the mean of the metric over the
+    seeds is not worse. False if no recipe has a baseline with finished runs.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -376,8 +382,11 @@ def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> d
         metric: the metric that is compared.
 
     Returns:
-        Ladder, metric, rungs with their runs, effects, verdict, and whether a rung at another scale is as good as its
-        baseline and the first rung (``held``), as JSON values.
+        ``ladder`` (its name), ``summary``, ``metric`` (its name), ``better`` (``lower`` or ``higher``); ``rungs``, each
+        with ``name``, ``from`` (its parent), ``cause``, ``changes``, ``baselines`` and ``runs`` (the fields of
+        ``RunOutcome``); ``effects`` (gain of each rung over its parent, without rungs with a non-finite value);
+        ``verdict``, a list of sentences; and ``held``, the result of ``recipe_holds``: whether a rung at another number
+        of workers or batch size is as good as its baseline and the first rung.
     """
     _, finite = _without_numbers(ladder, rows)
     return {

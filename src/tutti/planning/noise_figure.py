@@ -19,15 +19,16 @@ _NAMES = {"noise": "gradient noise", "branches": "branches", "target": "samples 
 
 
 def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path: Path) -> None:
-    """Draw an SVG with a panel for each way to the critical batch size that was measured, and one with all of them.
+    """Draw an SVG with one panel for each method that estimated the critical batch size, and one that compares them.
 
-    Panels: runs' gradient noise scale over their measured steps; losses of branches over multiples of the batch;
-    samples to the target over the batch size, measured and fitted; and, of two or more ways, the estimates with their
-    bands.
+    Panels: the gradient noise scale of each run over its measured steps; the held-out losses of branches, which are
+    short trainings from one checkpoint with different batch sizes, over multiples of the batch size; samples to reach a
+    target metric over the batch size, measured and fitted. A last panel shows each method's estimate with its 90 %
+    band; it is drawn if there are two or more methods, or no other panel.
 
     Args:
-        runs: the runs, each a line of its noise scale.
-        found: the critical batch over these runs, with its band.
+        runs: training runs with their estimates of the gradient noise scale; each is drawn as one line.
+        found: the critical batch size in samples that these runs give, with its 90 % band and each method's estimate.
         path: the SVG file to write.
 
     Raises:

@@ -45,10 +45,11 @@ class PassCounter:
     def count(self, kind: str) -> None:
         """Count one pass over the samples, and write progress where the last report is old enough.
 
-        Old enough is 0.1 s on a terminal, where the line is rewritten, and 10 s elsewhere.
+        Old enough is 0.1 s on a terminal, where the line is rewritten, and 10 s elsewhere. The counter's attribute
+        ``passes`` holds the number of passes by kind.
 
         Args:
-            kind: key under which ``passes`` counts the pass, such as ``gradient``.
+            kind: kind of the pass, such as ``gradient``, under which it is counted.
         """
         self.passes[kind] += 1
         if time.monotonic() - self._said >= (_REFRESH if self._live else _QUIET):

@@ -36,6 +36,8 @@ class PassPrices:
     def group(self, group: GroupWork, passed: Pass, samples: int, checkpointing: str) -> Array:
         """Predict the seconds of one module group's forward or backward over a micro-batch, on a typical device.
 
+        A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
         Args:
             group: work and sizes of the module group.
             passed: ``forward`` or ``backward``; backward includes recomputation.
@@ -72,11 +74,17 @@ class PassPrices:
         return self.once(("total", passed, samples, checkpointing), add)
 
     def once(self, key: tuple[object, ...], price: Callable[[], Array]) -> Array:
-        """Return the value cached under a key; where there is none, call ``price`` and cache its result.
+        """Return the seconds cached under a key; where there are none, call ``price`` and cache its result.
+
+        The cache belongs to this object, and so to one model, one machine and one number of devices.
 
         Args:
-            key: all that the value depends on, besides model and machine, which are fixed.
-            price: computes the value, (256,) seconds.
+            key: all that the seconds depend on, besides the model and the machine.
+            price: computes the array of predicted seconds; called without arguments, and only if the key is new.
+
+        Returns:
+            The array that ``price`` returned for this key, whose last dimension holds 256 Monte Carlo draws. All
+            callers share one array.
         """
         if key not in self._known:
             self._known[key] = price()
@@ -85,6 +93,8 @@ class PassPrices:
 
 def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
     """Return the work of a module group's backward: the pass itself, and what activation checkpointing computes again.
+
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Args:
         group: work and sizes of the module group.

@@ -33,7 +33,8 @@ def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
         virtual: index of the virtual stage.
 
     Returns:
-        The stage's own groups, in the model's order; for the last stage ``REST`` and ``LOSS`` follow.
+        Names of the stage's own groups, in the model's order; for the last stage the names ``REST`` and ``LOSS``
+        follow.
     """
     last = virtual == len(facts.groups) - 1
     return (*facts.groups[virtual], REST, LOSS) if last else facts.groups[virtual]
@@ -42,11 +43,12 @@ def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
 def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
     """Predict the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
 
-    Work outside of the stages' modules is spread evenly over the stages; the loss belongs to the last stage.
+    Work outside of the stages' modules is spread evenly over the stages; the loss belongs to the last stage. A module
+    group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Args:
         prices: seconds of the passes of the model's module groups.
-        facts: module groups of each virtual stage.
+        facts: names of the module groups of each virtual stage.
         passed: ``forward`` or ``backward``.
         samples: number of samples in the micro-batch.
         checkpointing: choice of activation checkpointing, such as ``none``.
@@ -72,13 +74,17 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int) -> float:
     """Return the bytes of activations that a micro-batch sends over a cut between two virtual pipeline stages.
 
-    The gradients that are sent back have as many.
+    The gradients that the backward sends over the same cut have the same size. A module group is a module that is
+    sharded as a unit, the rest of the model, or the loss.
 
     Args:
         prices: passes of the model's module groups, of which only the sizes of their outputs are read.
         facts: names of the module groups whose outputs cross each cut.
         cut: index of the cut, which is between the virtual stages ``cut`` and ``cut + 1``.
         samples: number of samples in the micro-batch.
+
+    Returns:
+        Bytes in one direction, for one micro-batch.
     """
     sizes = {group.name: group.output_bytes for group in prices.workload.groups}
     return sum(sizes[name].at(samples) for name in facts.crossing[cut])
@@ -106,7 +112,7 @@ class PipelineBuilder(ReplicaBuilder):
             messages.
 
         Raises:
-            UsageError: the stages are not known.
+            UsageError: the facts about the model that this builder was given hold no partition into stages.
         """
         stages, replicas, layout = self.shape["stage"], self.shape["replica"], choice.layout
         facts = self.facts.stages

@@ -200,11 +200,12 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
 
 
 def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> StagePlan | None:
-    """Find the most even partition of a model into pipeline stages of which each fits into a device's memory.
+    """Find the most even partition of a model into pipeline stages each of which fits into a device's memory.
 
     Args:
         found: sizes of the model.
-        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
+        ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
+            from ``observe_stages``.
         config: configuration of the run.
         room: bytes of a device.
 
@@ -245,7 +246,8 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
 
     Args:
         found: sizes of the model.
-        ahead: memory of the model's blocks and their partition into stages, from ``observe_stages``.
+        ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
+            from ``observe_stages``.
         config: configuration of the run.
         room: bytes of a device.
 

@@ -45,8 +45,10 @@ class PlanCandidates:
     def lack(self, strategy: str, lacking: float) -> None:
         """Count a plan that the search leaves out because it does not fit into the memory of a device.
 
+        Updates ``lacking``, which holds for each strategy the fewest bytes that a device lacks and the number of plans.
+
         Args:
-            strategy: name of its strategy, under which it is counted.
+            strategy: name of the plan's strategy, under which it is counted.
             lacking: bytes that the fullest device lacks.
         """
         least, number = self.lacking.get(strategy, (lacking, 0))
@@ -68,8 +70,10 @@ class PlanCandidates:
     def refuse(self, strategy: str, why: str) -> None:
         """Count a plan that the search leaves out because its strategy or options cannot be carried out or simulated.
 
+        Adds 1 to the entry of ``refused`` whose key is the text ``STRATEGY: WHY``.
+
         Args:
-            strategy: name of its strategy.
+            strategy: name of the plan's strategy.
             why: the reason; plans of one strategy and reason are counted together.
         """
         text = f"{strategy}: {why}"

@@ -100,8 +100,12 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
         target: metric and value to which the plans train.
-        chosen: the plan within deadline and budget; None for the one with the most devices whose last doubling still
-            made training 1.5 × as fast.
+        chosen: the plan within deadline and budget. None: of ``best``, the plan with the most devices whose last
+            doubling still made training 1.5 × as fast; the first plan of ``best`` if there is none.
+
+    Returns:
+        One line of text without a full stop. Where ``best`` has an entry after the plan, the line ends with that
+        entry's speedup over the plan.
     """
     knee = find_knee(best)
     answer = chosen or knee or best[0]
@@ -134,8 +138,11 @@ def plan_json(
         marks: words such as ``knee`` and ``cheapest``, by index in ``plans``.
 
     Returns:
-        One object for each plan: its choice, seconds of a step and of the training (``seconds``), samples, cost, their
-        bands and quantiles 0.05 and 0.95 over draws, and the reason; numbers that are unknown are null.
+        One object for each plan. Its choice: ``devices``, ``batch`` (samples), ``strategy``, ``options``; ``marks``;
+        ``evaluated`` (False if ``step_seconds`` is only a lower bound). Then ``step_seconds``, ``samples`` and
+        ``steps`` to the target, ``seconds`` of the training and ``cost``; with 90 % bands (``samples_band``, ``band``,
+        ``cost_band``), quantiles 0.05 and 0.95 over Monte Carlo draws (``step_draws``, ``draws``, ``cost_draws``), and
+        words on their sources. ``lost`` is an object with the reason, or None. Unknown numbers are None.
     """
     found = []
     for place, plan in enumerate(plans):

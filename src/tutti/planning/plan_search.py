@@ -45,7 +45,8 @@ def plan_choices(
 ) -> Iterator[PlannedStep]:
     """Yield every combination of devices, batch, strategy, micro-batch and checkpointing that a search may choose.
 
-    Combinations that make no sense are left out, such as a batch of fewer samples than data ranks.
+    Micro-batches are 1, 1/2, 1/4, … 1/64 of a data rank's samples, unless the strategy fixes their number. Combinations
+    that make no sense are left out, such as a batch of fewer samples than data ranks.
 
     Args:
         counts: numbers of devices.
@@ -83,12 +84,13 @@ def open_options(text: str, devices: int) -> list[str]:
     """Return texts of ``--strategy`` with every combination of the options to search that ``text`` leaves open.
 
     Searched are the ZeRO stage of ``sharded``; the number of stages and the schedule of ``pipeline``; the number of
-    tensor ranks of ``tensor``; and of ``hybrid`` the numbers of stages and of tensor ranks, both above 1, and the
-    schedule.
+    tensor ranks of ``tensor``; and of ``hybrid`` the numbers of stages and of tensor ranks, and the schedule. Numbers
+    are powers of two from 2 that divide the number of devices, up to 64 stages and 8 tensor ranks; 1 if there is none.
+    For ``hybrid``, stages × tensor ranks must divide the number of devices too.
 
     Args:
         text: as given to ``--strategy``; options in it are kept.
-        devices: number of devices, a multiple of stages × tensor ranks.
+        devices: number of devices of the plan.
 
     Returns:
         One text for each combination; ``[text]``, with its options in normal form, where nothing is to be searched.
@@ -212,8 +214,8 @@ class StepPricer:
         """Return the choices of activation checkpointing that find anything to recompute in the task's model.
 
         Returns:
-            ``none`` first, then those of the choices tried by ``sizes`` that apply, such as ``blocks`` and
-            ``selective``.
+            ``none`` first, then the other choices with something to recompute, such as ``blocks`` and ``selective``.
+            Only choices that ``sizes``, the traces of the model, were created for are tried.
 
         Raises:
             UsageError: the model cannot be traced.
@@ -305,7 +307,7 @@ def search_plans(
     few runners-up.
 
     Args:
-        choices: plans, as from ``plan_choices``.
+        choices: plans to search, without seconds: devices, batch, strategy and options, as from ``plan_choices``.
         measured: steps that runs have measured, which replace predictions of the same plan.
         pricer: predicts all other steps.
         data: number of training samples to the target at any batch size.

@@ -110,6 +110,8 @@ def pass_messages(
 ) -> list[PeriodicCollective]:
     """Return the collectives that tensor parallelism makes in a forward or backward of a micro-batch, in order.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         checkpointing: choice of activation checkpointing, such as ``none``.
@@ -118,7 +120,8 @@ def pass_messages(
         groups: names of the module groups whose collectives are wanted; None for all.
 
     Returns:
-        Kind and bytes of the whole tensor of each collective; empty where no layer is split.
+        One element for each collective, with ``kind``, such as ``all_reduce``, and ``bytes`` of the whole tensor; empty
+        where no layer is split over tensor ranks.
     """
     return [
         PeriodicCollective(each.kind, round(each.bytes.at(samples)), axis="tensor")
@@ -128,7 +131,7 @@ def pass_messages(
 
 
 def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = None) -> Array:
-    """Predict the seconds in which the devices of one model replica agree on the gradient norm, by one all-reduce.
+    """Predict the seconds of the all-reduce by which the devices of one model replica agree on the gradient norm.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
@@ -149,7 +152,7 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
     """Predict the seconds of collectives over the tensor ranks of a replica, which are neighbouring devices.
 
     Args:
-        prices: seconds of the model's passes, with the durations on the machine.
+        prices: cache of predicted seconds, whose ``costs`` predict those of a collective on the machine.
         sent: the collectives, as ``pass_messages`` returns them.
         ranks: number of tensor ranks.
 
@@ -174,7 +177,8 @@ class ReplicaBuilder:
     """Builds the simulated training step of one configuration: computations and messages with their dependences.
 
     A step is a ``StepProgram``. Its actions (computations and messages) belong to one device, which stands for all
-    devices with the same work, or to one device of each pipeline stage.
+    devices with the same work, or to one device of each pipeline stage. A module group is a module that is sharded as a
+    unit, the rest of the model, or the loss.
 
     Attributes:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -351,7 +355,8 @@ class ReplicaBuilder:
     ) -> dict[str, int]:
         """Append the forwards and backwards of a rank's micro-batches to a simulated step, and delays of ``--slow``.
 
-        The collectives that tensor parallelism makes in these passes are included.
+        The collectives that tensor parallelism makes in these passes are included. A module group is a module that is
+        sharded as a unit, the rest of the model, or the loss.
 
         Args:
             program: the simulated step, to which actions (computations and messages) are added.
@@ -396,7 +401,7 @@ class ReplicaBuilder:
     def delays(self, parts: Sequence[Sequence[int]]) -> list[Array]:
         """Return the seconds by which ``--slow`` delays the logical workers of the data rank that is delayed most.
 
-        A logical worker is a fixed share of the global batch.
+        The option ``--slow`` delays ranks or workers on purpose. A logical worker is a fixed share of the global batch.
 
         Args:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers.
@@ -417,7 +422,7 @@ class ReplicaBuilder:
     ) -> int:
         """Append delays of a device to a simulated step as one action in which the device idles.
 
-        Nothing is appended if all delays are zero.
+        The option ``--slow`` asks for such delays. Nothing is appended if all delays are zero.
 
         Args:
             program: the simulated step.
@@ -446,7 +451,8 @@ class ReplicaBuilder:
     ) -> int:
         """Append the collectives that tensor parallelism makes in a forward or backward to a simulated step.
 
-        All of them are one action. They block: what follows on the device waits for them.
+        All of them are one action. They block: what follows on the device waits for them. A module group is a module
+        that is sharded as a unit, the rest of the model, or the loss.
 
         Args:
             program: the step, to which the action is added.
@@ -589,8 +595,13 @@ class ReplicaBuilder:
     def undelayed(program: StepProgram) -> int:
         """Return the index of the last action of a simulated step, not counting a delay (``--slow``) at its end.
 
+        Actions are the computations, messages and delays of the step.
+
         Args:
             program: the step up to the end of a rank's passes.
+
+        Returns:
+            Index in ``program.actions``; -1 if there is no such action.
         """
         last = len(program.actions) - 1
         return last - (last >= 0 and program.actions[last].phase == IDLE)
@@ -611,7 +622,10 @@ class ReplicaBuilder:
 
     @property
     def apart(self) -> int:
-        """Number of devices of one model replica, which is the stride in devices from one data rank to the next."""
+        """Number of devices of one model replica: pipeline stages × tensor ranks of the configuration.
+
+        Consecutive devices belong to one replica, so data rank r + 1 begins this number of devices after data rank r.
+        """
         return self.shape["stage"] * self.shape["tensor"]
 
     def _totals(self, program: StepProgram, tensors: Sequence[TensorFacts], last: int) -> int:

@@ -66,7 +66,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         The run directories, in the order of ``paths`` and within a folder sorted by name.
 
     Raises:
-        UsageError: a path is neither.
+        UsageError: a path is no run directory, and none of its subfolders is one.
     """
     found: list[Path] = []
     for path in paths:
@@ -161,7 +161,7 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
     Runs whose batch size or learning rate adapts during training are left out.
 
     Args:
-        found: the runs; the first kept run sets model and data.
+        found: the runs; all kept runs must have the model and data options of the first kept one.
         task: name of the task.
 
     Returns:
@@ -205,16 +205,19 @@ def measured_targets(
 
     Args:
         runs: runs of one task, model and data, with synchronous strategies.
-        target: metric and level; None for the one target of the runs.
+        target: metric, direction and level to reach; None: the target that all runs with ``--until`` were trained to.
         task: name of the task, for the command in messages.
 
     Returns:
-        The target; for each batch the median samples to it and the number of runs; and lines in words on what was left
-        out.
+        Three values. The target. A list by rising batch size, whose elements have ``batch`` (samples of a global
+        batch), ``samples`` (median of the training samples until the target was reached; the higher of two middle ones)
+        and ``runs`` (number of runs). And lines in words: runs that missed the target, batches left out, and targets
+        that may have been reached earlier because evaluations were far apart.
 
     Raises:
-        UsageError: no run has a target, they have several, or no run has this one.
-        TargetError: no run has reached it.
+        UsageError: ``target`` is None, and no run was trained to a target or the runs have different targets; or no run
+            was trained to the given ``target``.
+        TargetError: at no batch size the median run reached the target.
     """
     trained = {(str(r.target["metric"]), float(r.target["value"])): r for r in runs if r.target is not None}
     train = f"tutti train {task} --batch-size B --until NAME=VALUE, with two batch sizes at least"

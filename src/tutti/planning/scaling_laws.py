@@ -43,6 +43,8 @@ class ScalingLaw:
 def ring_allreduce_law(ranks: Array, size: Array, latency: Array | float, rate: Array | float) -> Array:
     """Return the seconds of a ring all-reduce: 2(N−1)α + 2(N−1)/N · n/β, element by element.
 
+    Arguments are arrays of one shape or scalars; the result is an array of that shape.
+
     Args:
         ranks: number of ranks N.
         size: n, bytes of the vector.
@@ -262,6 +264,8 @@ ANCHORED_LAW = ScalingLaw(
 
 def samples_to_target(batch: Array, least: Array | float, critical: Array | float) -> Array:
     """Return the samples that training needs to a target at a batch size, E(B) = E_min(1 + B/B_crit), by element.
+
+    The result is an array of the shape of ``batch``.
 
     Args:
         batch: B, samples in a global batch.

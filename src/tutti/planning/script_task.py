@@ -120,11 +120,15 @@ def copy_model(model: nn.Module) -> nn.Module:
 def optimizer_text(optimizer: Any, script: str) -> str | None:
     """Describe an optimizer as text of ``--optimizer``, with learning rate and for SGD momentum.
 
-    None where ``optimizer`` is neither text nor a single PyTorch optimizer, such as a list of several.
-
     Args:
         optimizer: text, which is returned as it is, or an instance of an optimizer.
         script: path of the script, for messages.
+
+    Returns:
+        ``NAME:lr=RATE``, for SGD with momentum ``sgd:lr=RATE,momentum=VALUE``, and for an optimizer that
+        ``--optimizer`` has no short name for ``MODULE:CLASS:lr=RATE``. The values are the optimizer's defaults, not
+        those of its parameter groups. None where ``optimizer`` is neither text nor one PyTorch optimizer, such as a
+        list of several.
 
     >>> optimizer_text(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9), "train.py")
     'sgd:lr=0.5,momentum=0.9'
@@ -150,7 +154,10 @@ class _Reached(BaseException):
 
 
 class ScriptLoopLoss:
-    """The loss of a script with a loop of its own, as ``loss(model, batch)``: the script runs up to its first backward.
+    """The loss that a training script computes in its own loop, as a function ``loss(model, batch)``.
+
+    Each call runs the script from its begin to its first ``run.backward(loss)``, with ``batch`` as the only micro-batch
+    of its loop, and returns the loss there. No step is trained.
 
     Args:
         script: path of the script.

@@ -97,8 +97,9 @@ def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
 
     Returns:
         ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on rows, on slices along other dimensions, on
-        pieces of the flattened tensor, or on a subset of the tensors equals that part of the whole step; and whether a
-        step draws random numbers (``draws``) or needs a closure (``closure``).
+        pieces of the flattened tensor, or on a subset of the tensors equals that part of the whole step; whether a
+        step draws random numbers (``draws``) or needs a closure (``closure``); and why the trial failed (``untried``,
+        None if it succeeded).
 
     Raises:
         UsageError: there is no parameter, or the text names no optimizer.

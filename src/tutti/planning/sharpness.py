@@ -21,9 +21,12 @@ def epsilon_sharpness(function: ValueAndGradient, point: Vector, epsilon: float)
     architecture only.
 
     Args:
-        function: loss and gradient at a point (n,).
-        point: x (n,).
+        function: f; returns loss and gradient (n,) at a point (n,).
+        point: x (n,), the parameters as one vector.
         epsilon: ε; the source takes 1e-3 and 5e-4.
+
+    Returns:
+        The rise in per cent, 0 or more.
 
     Source: Keskar et al. 2017, arXiv 1609.04836, metric 2.1 with A = I.
     """
@@ -53,8 +56,8 @@ def sam_sharpness(function: ValueAndGradient, point: Vector, radius: float) -> f
     0 where the gradient is zero.
 
     Args:
-        function: loss and gradient, over all samples, at a point (n,).
-        point: x (n,).
+        function: f; returns loss and gradient (n,), both over all samples, at a point (n,).
+        point: x (n,), the parameters as one vector.
         radius: ρ, length of the step.
 
     Source: Foret et al. 2021, arXiv 2010.01412, eq. 2, with the gradient over all samples instead of a micro-batch.

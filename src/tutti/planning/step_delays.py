@@ -16,7 +16,10 @@ from tutti.planning.scaling_laws import Array
 
 
 def check_delays(config: PlannedRun) -> None:
-    """Raise UsageError if a run's ``--slow`` names a rank or worker that does not exist, or cannot be simulated.
+    """Raise UsageError if the delays that a run's ``--slow`` asks for cannot be simulated.
+
+    The option delays ranks or logical workers (fixed shares of the global batch) on purpose. An error is raised if a
+    named rank or worker does not exist, and for asynchronous parameter servers.
 
     Args:
         config: configuration of the run, with a number of devices.
@@ -38,7 +41,8 @@ def check_delays(config: PlannedRun) -> None:
 def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0) -> list[Array]:
     """Return the delays of the data rank that ``--slow`` delays most, one for each of its logical workers.
 
-    A logical worker is a fixed share of the global batch. A delay follows all micro-batches of its worker, as in a run,
+    The option ``--slow`` delays ranks or workers on purpose. A logical worker is a fixed share of the global batch. A
+    delay follows all micro-batches of its worker, as in a run,
     and precedes the collectives of the update.
 
     Args:

@@ -30,6 +30,8 @@ _WIRE_BYTES = {"bf16": 2, "fp16": 2}
 class TensorFacts:
     """Name, shape and dtype of a parameter of the model.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Attributes:
         name: name of the parameter in the model.
         group: name of the module group that holds the parameter.
@@ -68,6 +70,8 @@ class TensorFacts:
 class StageFacts:
     """Module groups, parameters and outgoing activations of the virtual stages of a pipeline.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Attributes:
         groups: names of the module groups of each virtual stage.
         tensors: indices of the trainable parameters of each virtual stage in ``StepFacts.tensors``.
@@ -82,6 +86,8 @@ class StageFacts:
 @dataclass(frozen=True)
 class StepFacts:
     """Work, parameters and collectives of one training step of a model, before durations on a machine are known.
+
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Attributes:
         workload: FLOP, bytes and calls of the model and its loss, by module group.
@@ -118,10 +124,11 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, 
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         places: indices in ``facts.tensors`` of the parameters that count, such as those of a pipeline stage; None for
             all.
-        shards: number of ranks that share the rows of each gradient; the first of them counts.
+        shards: number of ranks over which the rows of each gradient are sharded; 1 for unsharded gradients.
 
     Returns:
-        Bytes for each dtype, in the order of the dtypes' names; empty where no layer is split.
+        Bytes on the first of the ``shards`` ranks, which has most: one int for each dtype, in the order of the dtypes'
+        names. Empty where no layer is split.
     """
     if facts.whole is None:
         return []
@@ -151,8 +158,8 @@ def gradient_vectors(
 ) -> list[GradientVector]:
     """List the flat vectors that data ranks all-reduce in a step: gradient buckets, then loss sums and flags.
 
-    Loss sums and flags are appended to the last bucket where its dtype
-    allows it (fp32 or fp64 messages); otherwise they are a float64 vector of their own.
+    The flags say for each parameter whether it had a gradient. Loss sums and flags are appended to the last bucket if
+    its gradients are fp32 or fp64 and ``wire`` is ``fp32``; otherwise they are a float64 vector of their own.
 
     Args:
         tensors: trainable parameters, in the model's order.
@@ -240,7 +247,8 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
 def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
     """Return the trainable parameters that FSDP2 does not shard: scalars, and parameters of another dtype than most.
 
-    tutti shards their optimizer state as in ZeRO stage 1. The dtype of most is the one with most trainable elements.
+    tutti shards their optimizer state as in ZeRO stage 1. The dtype of most is the one with most trainable elements. A
+    module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -256,7 +264,11 @@ def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
 
 
 def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[str, int]:
-    """Return the bytes of parameters of each module group, as FSDP gathers them: rows padded to all ranks.
+    """Return the bytes of the parameters that FSDP all-gathers for each module group, with the padding of rows.
+
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss. Rows are padded to a
+    multiple of ``ranks``. Parameters that FSDP2 does not shard (scalars, and those of another dtype than most) are left
+    out.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -307,8 +319,8 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
     """Return the bytes of the small all-reduce at the end of a training step with ZeRO sharding.
 
-    The message is a float64 vector: digests of the step, loss sums, a flag for each parameter, and the squared gradient
-    norm.
+    The message is a float64 vector: digests (hashes by which ranks check that they are in the same step), loss sums, a
+    stop flag, a flag for each parameter that says whether it had a gradient, and the squared gradient norm.
 
     Args:
         tensors: trainable parameters; only their number counts.

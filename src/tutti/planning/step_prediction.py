@@ -135,7 +135,8 @@ class TaskSizes:
         """Trace the training step of a run: its work, parameters, pipeline stages and tensor-parallel collectives.
 
         The trace is made on fake tensors, or on real ones where layers return tensors that are split over ranks. Runs
-        with an equal partition of the model into stages and tensor ranks share one trace.
+        with an equal partition of the model into stages and tensor ranks share one trace. A module group is a module
+        that is sharded as a unit, the rest of the model, or the loss.
 
         Args:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
@@ -465,8 +466,9 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
         task_name: name of the task.
 
     Returns:
-        The keys ``format``, ``version``, ``task``, ``units``, ``machine``, ``basis``, ``rests_on``, ``guesses``, and
-        ``steps``, a list with the attributes of each prediction.
+        The keys ``format``, ``version``, ``task``, ``units``, ``machine`` (its name), ``basis`` (such as
+        ``measured``), ``rests_on`` and ``guesses`` (lists of lines in words), and ``steps``, a list with one object for
+        each prediction, whose keys are the attributes of ``StepPrediction``.
     """
     units = {"seconds": "s", "memory": "byte", "bytes": "byte"}
     steps = [asdict(each) for each in found]

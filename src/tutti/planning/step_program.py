@@ -225,7 +225,11 @@ class StepTimes:
         return int(np.argmin(np.abs(self.seconds - np.median(self.seconds))))
 
     def delayed(self) -> float:
-        """Return the fraction of all devices' time in delays of ``--slow``, in the median Monte Carlo draw."""
+        """Return the fraction of all devices' time that the simulated step spends in the delays of ``--slow``.
+
+        The option ``--slow`` delays ranks or workers on purpose. The fraction is that of the Monte Carlo draw whose
+        step time is nearest to the median; 0 for a step that takes no time.
+        """
         place = self.median_sample
         spent = sum(float(a.seconds[place]) for a in self.program.actions if a.phase == IDLE)
         whole = float(self.seconds[place]) * self.program.devices
@@ -268,7 +272,7 @@ class StepTimes:
 
 
 def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
-    """Simulate a training step: compute start and end of every action.
+    """Simulate a training step: compute start and end of every action, which is a computation or a message.
 
     An action starts when all actions that it needs have ended and its resource is free. A device has two resources, its
     compute units and its link.

@@ -47,7 +47,7 @@ def bench_collectives(
 
     Args:
         world: all ranks.
-        kinds: which of them; None: all.
+        kinds: some of ``all_reduce``, ``all_gather``, ``reduce_scatter`` and ``broadcast``; None: all four.
         sizes: bytes of the whole tensors.
         found: receives the curves ``collectives/KIND/RANKS`` of this rank's median seconds over bytes of the whole
             tensor.

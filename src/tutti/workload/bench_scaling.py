@@ -35,6 +35,8 @@ _FIXED = ("--eval-every", "none", "--checkpoint-every", "none", "--quiet")
 def refuse_own_flags(words: Sequence[str]) -> None:
     """Raise UsageError if flags of ``tutti train`` have one that ``bench_scaling`` sets itself.
 
+    Such flags are, among others, ``--devices``, ``--steps``, ``--epochs``, ``--out`` and ``--eval-every``.
+
     Args:
         words: the flags, such as ``["--batch-size", "512"]``.
     """
@@ -61,7 +63,9 @@ def bench_scaling(task: str, words: Sequence[str], counts: Sequence[int], device
         device: ``auto``, ``cpu`` or the name of an accelerator.
 
     Returns:
-        ``scaling/TASK/N`` → samples a second on N devices: the median of three runs, and their spread.
+        One entry for each N of ``counts``: the key ``scaling/TASK/N``, where TASK is the name of the task or the file
+        name in its path, and samples a second on N devices, with ``value`` (median of three runs) and ``spread``
+        (interquartile range).
 
     Raises:
         TuttiError: a run failed; the error has its exit code, and its own message is printed before.
@@ -112,8 +116,9 @@ def scaling_rows(figures: Mapping[str, Figure]) -> dict[str, list[tuple[int, Fig
         figures: figures of a machine, of which those named ``scaling/TASK/N`` count.
 
     Returns:
-        By task a list of (devices, samples a second, efficiency). The efficiency is the throughput ÷ that of linear
-        scaling, the line through zero and the fewest devices.
+        By task a list of (devices, throughput, efficiency). The throughput is a ``Figure``, whose ``value`` is samples
+        a second and ``spread`` the interquartile range of the runs. The efficiency is the samples a second and device,
+        divided by those of the fewest devices; 1 is linear scaling.
     """
     found: dict[str, list[tuple[int, Figure]]] = {}
     for name, figure in figures.items():

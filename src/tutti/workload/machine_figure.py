@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 def write_machine_figure(machine: Machine, path: Path) -> None:
-    """Draw the measured curves of a machine as an SVG: rate (size ÷ seconds) over size, a panel for each group.
+    """Draw the measured curves of a machine as an SVG: rate (size ÷ seconds) over size, as points and fitted line.
 
-    Throughputs of tasks over the number of devices are drawn beside the linear line through the fewest devices.
+    A panel shows the curves whose names have the same first part, such as ``collectives``, and whose sizes have the
+    same unit. Each task with measured throughputs gets a panel: samples a second over the number of devices, beside
+    linear scaling from the fewest devices.
 
     Args:
-        machine: a measured machine.
+        machine: measurements of ``tutti bench`` on one machine; read are its curves, throughputs, device and date.
         path: the SVG to write.
 
     Raises:

@@ -62,7 +62,7 @@ class Curve:
     The line is a saturating rate r(w) = r∞ · w / (w + w½) with r∞ = rate and w½ = fixed · rate.
 
     Attributes:
-        unit: unit of the sizes: FLOP, byte, or element.
+        unit: unit of the sizes: ``FLOP``, ``byte`` or ``parameter``.
         points: measured points, by growing size.
         rate: size a second of large calls.
         fixed: seconds of an empty call.

@@ -17,6 +17,8 @@ _TOLERANCE = 1e-6
 class LoggedCall(NamedTuple):
     """One collective that was recorded while a model was traced.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Attributes:
         group: name of the module group within which the collective is made.
         passed: pass in which it is made: ``forward`` or ``backward``, which includes recomputation.
@@ -32,6 +34,8 @@ class LoggedCall(NamedTuple):
 
 class GroupMessage(NamedTuple):
     """One collective over the tensor ranks in a micro-batch, with its bytes as a function of the number of samples.
+
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Attributes:
         group: name of the module group within which the collective is made.
@@ -50,7 +54,8 @@ class MessageLog:
     """Stand-in for the communicator of the tensor ranks: records the collectives of a traced model and sends nothing.
 
     One process traces the model of one tensor-parallel rank. A sum over ranks then holds this rank's summand alone, and
-    the slices of other ranks are zeros: the shapes of results are right and the values are not.
+    the slices of other ranks are zeros: the shapes of results are right and the values are not. A module group is a
+    module that is sharded as a unit, the rest of the model, or the loss.
 
     Args:
         size: number of tensor ranks.
@@ -69,7 +74,9 @@ class MessageLog:
         self._traces: dict[str, list[tuple[int, list[LoggedCall]]]] = {}
 
     def sum_in_place(self, tensor: Tensor, text: str) -> None:
-        """Record an all-reduce over the tensor ranks without making it: ``tensor`` is left unchanged. Local.
+        """Record an all-reduce over the tensor ranks without making it: ``tensor`` is left unchanged.
+
+        The log stands in for the communicator while one process traces the model of the first tensor rank.
 
         Args:
             tensor: the tensor that would be summed in place.
@@ -78,7 +85,9 @@ class MessageLog:
         self._note("all_reduce", tensor.nbytes)
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """Record an all-gather over the tensor ranks without making it. Local.
+        """Record an all-gather over the tensor ranks without making it.
+
+        The log stands in for the communicator while one process traces the model of the first tensor rank.
 
         Args:
             mine: (n,), this rank's slice.
@@ -91,7 +100,9 @@ class MessageLog:
         return torch.cat([mine, mine.new_zeros((self.size - 1) * mine.numel())])
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
-        """Record a reduce-scatter over the tensor ranks without making it. Local.
+        """Record a reduce-scatter over the tensor ranks without making it.
+
+        The log stands in for the communicator while one process traces the model of the first tensor rank.
 
         Args:
             mine: (n,), overwritten by this rank's own summand of its slice, not by the sum over ranks.
@@ -103,6 +114,8 @@ class MessageLog:
 
     def begin(self, place: Callable[[], tuple[str, str]]) -> None:
         """Start recording the collectives of a new trace of a model; collectives not yet passed to ``keep`` are lost.
+
+        A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
         Args:
             place: called at each collective; returns the name of the module group and the pass (``forward``,
@@ -125,7 +138,8 @@ class MessageLog:
     def lines(self) -> dict[str, tuple[GroupMessage, ...]]:
         """Return the recorded collectives of a micro-batch, with their bytes as linear functions of its samples.
 
-        Each linear function goes through the first two traces, which have different numbers of samples.
+        Each linear function goes through the first two traces, which have different numbers of samples. A module group
+        is a module that is sharded as a unit, the rest of the model, or the loss.
 
         Returns:
             For each kind of activation checkpointing, such as ``none``, the collectives of a micro-batch in the order

@@ -103,6 +103,8 @@ class GroupWork:
 class Workload:
     """FLOP, bytes and operator calls of a training step of one model and loss, by module group.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Attributes:
         task: name of the task.
         precision: precision of the run: fp32, bf16, fp16 or fp64.
@@ -178,6 +180,8 @@ class Workload:
 def write_workload(workload: Workload, path: Path) -> None:
     """Write the FLOP, bytes and calls of a model's training step, by module group, as ``workload.json``.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Args:
         workload: the work of the model.
         path: the file.
@@ -194,6 +198,8 @@ def write_workload(workload: Workload, path: Path) -> None:
 def workload_json(workload: Workload) -> dict[str, Any]:
     """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Returns:
         ``format`` (``tutti workload``), ``version`` (1), ``units`` (by name of a quantity), ``groups`` (list of the
         work of each module group, whose quantities have ``fixed`` and ``per_sample``), and the other attributes of
@@ -205,6 +211,8 @@ def workload_json(workload: Workload) -> dict[str, Any]:
 
 def read_workload(path: Path) -> Workload:
     """Read what training a model asks of a device from the file that ``tutti workload TASK -o FILE`` writes.
+
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Args:
         path: the ``workload.json``.

@@ -122,6 +122,8 @@ class _Counts:
 def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequence[str] = CHOICES) -> Workload:
     """Count the operators, FLOP and bytes of a model and its loss, by tracing forward and backward of a few samples.
 
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
     Args:
         subject: the model and its loss.
         real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
