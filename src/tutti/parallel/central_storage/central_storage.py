@@ -82,11 +82,12 @@ class CentralStorageSync(AllReduceSync):
         accelerators each rank computes with a copy on its device.
 
         Args:
-            replica: the replica on this rank.
-            make_optimizer: called with the named parameters that this rank owns, which are in host memory meanwhile.
+            replica: runs forward and backward of the model on this rank; its parameters are moved in place.
+            make_optimizer: called with a list of (name, parameter) of the parameters that this rank owns, which are in
+                host memory meanwhile; returns the optimizer, or None where there is nothing to train.
 
         Returns:
-            This object, which is its own gradient-ready hook.
+            This object, whose ``gradient_ready`` is the post-accumulate-grad hook of the parameters.
 
         Raises:
             UsageError: the ranks cannot share memory; the optimizer needs tensors of several owners together, or on
@@ -199,7 +200,10 @@ class CentralStorageSync(AllReduceSync):
         return self._owned if self._host is None else self._named
 
     def clear(self) -> None:
-        """Set ``.grad`` of all parameters to None and drop the summed gradients held in host memory. Not collective."""
+        """Set the ``.grad`` of all trained parameters on this rank to None, after an update. Not collective.
+
+        On accelerators also drop the summed gradients that ``reduce_gradients`` has left in host memory.
+        """
         super().clear()
         self._received = None
 
@@ -211,9 +215,10 @@ class CentralStorageSync(AllReduceSync):
             super()._scale(factor)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that the script has added to ``optimizer`` or taken out of it, if there are several ranks.
+        """Raise UsageError if there are several ranks: the script has changed the parameters of ``optimizer``.
 
-        In a run of one rank nothing has to be done for them.
+        Called after the script has added parameters to the optimizer's groups or taken some out. A run of one rank
+        accepts this, and does nothing.
 
         Args:
             optimizer: the script's optimizer; unused.
@@ -232,17 +237,23 @@ class CentralStorageSync(AllReduceSync):
     def own_gradients(self) -> OwnGradients:
         """Return the parameters whose ``.grad`` holds this rank's gradients before they are summed over the ranks.
 
-        The gradient noise scale is measured with them. The result also names the optimizer, but on a single CPU rank
-        only: elsewhere a rank has the state of only a part of the parameters, or has it in host memory.
+        The gradient noise scale is measured with these gradients. Not collective.
+
+        Returns:
+            An ``OwnGradients`` with a list of the trained parameters. On a single CPU rank it also has the optimizer
+            that updates them; elsewhere its ``optimizers`` is empty, because a rank has the optimizer state of a part
+            of the parameters only, or has it in host memory.
         """
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
 
     def begin_custom_loop(self) -> None:
-        """Give every rank the complete gradients in ``.grad`` from now on, and not only those of its own parameters.
+        """Give every rank the summed gradients of all parameters in ``.grad`` from now on.
 
-        Called before the first step of a script's own training loop. Collective: builds another reducer of gradients. A
-        second call changes nothing.
+        Without this call a rank receives only the gradients of the parameters that it owns (updates). Called before the
+        first step of a script's own training loop, which may read all of them. Collective: builds another reducer of
+        gradients. From now on, what the script writes to buffers after an update counts for the last logical worker
+        (fixed share of the global batch) of this rank alone. A second call changes nothing.
         """
         super().begin_custom_loop()
         if not self._custom:
@@ -255,11 +266,11 @@ class CentralStorageSync(AllReduceSync):
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer.step()`` on this rank updates all of the optimizer's parameters.
 
-        True only on a single CPU rank. With several ranks each updates the parameters that it owns; on accelerators the
-        update is made in host memory.
+        True only on a single CPU rank, where the update needs nothing but the optimizer's own step. With several ranks
+        each updates the parameters that it owns; on accelerators the update is made in host memory.
 
         Args:
-            optimizer: the script's optimizer; False for one that is not of the run.
+            optimizer: any optimizer; the result is False for one that this strategy has not built.
         """
         return self._host is None and self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
 
@@ -284,10 +295,11 @@ class CentralStorageSync(AllReduceSync):
         }
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the tensors of which all ranks see the same values. Not collective.
+        """Return the tensors of the model of which all ranks must see the same values. Not collective.
 
-        These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
-        its own buffers).
+        Returns:
+            A mapping from names to the model's own tensors: all parameters, and the buffers if the run has a single
+            logical worker (share of the global batch with its own buffers).
 
         Raises:
             UsageError: the script has written parameters since the last update, on several ranks.
@@ -299,10 +311,12 @@ class CentralStorageSync(AllReduceSync):
     def load(self, saved: SavedState) -> None:
         """Restore parameters, optimizer state and buffers from a checkpoint. Collective: a barrier after the writes.
 
-        Each rank reads and writes the parameters that it owns; after the barrier all ranks see all of them.
+        All ranks of the node compute from one copy of the parameters. Each rank restores the parameters that it owns,
+        with their optimizer state, and the buffers of its logical workers (fixed shares of the global batch). After the
+        barrier all ranks see all parameters; on accelerators each rank copies them to its device.
 
         Args:
-            saved: the checkpoint.
+            saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
         """
         with self._updating():
             for name, parameter in self._owned:
@@ -319,13 +333,14 @@ class CentralStorageSync(AllReduceSync):
         """Create the moving average (EMA) of the trained parameters in shared memory, once for all ranks. Collective.
 
         Args:
-            averaging: decay and warm-up.
+            averaging: decay and warm-up of the average.
 
         Returns:
-            The average, of which each rank updates the parameters that it owns.
+            The average (a ``CentralAverage``), which starts at the present values; each rank updates it for the
+            parameters that it owns.
 
         Raises:
-            UsageError: on all ranks, where they cannot share so much more memory.
+            UsageError: the shared memory has no room for another copy of the trained parameters; raised on all ranks.
         """
         trained = [(name, p) for name, p in self._named if p.requires_grad]
         segment, places = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
@@ -408,8 +423,8 @@ class CentralAverage(ParameterAverage):
     """Moving average (EMA) of the weights in a node's shared memory; each rank averages the parameters that it owns.
 
     Args:
-        replica: the replica on this rank.
-        averaging: decay and warm-up.
+        replica: the model on this rank and what runs it.
+        averaging: decay and warm-up of the average.
         run_context: communicators and settings of the run.
         segment: the shared memory.
         values: tensors in it for the average of every trained parameter, by name.
@@ -435,10 +450,10 @@ class CentralAverage(ParameterAverage):
         self._parameters = [homes.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
 
     def adopt(self, names: Collection[str]) -> None:
-        """Refuse to average parameters that were frozen at the start and that the script now trains.
+        """Raise UsageError: parameters that were frozen at the start, and are trained now, cannot join the average.
 
         Args:
-            names: names of these parameters, at least one.
+            names: names of the parameters that the script has unfrozen, at least one.
 
         Raises:
             UsageError: always; the shared memory of the average has no room for further parameters.
@@ -458,15 +473,20 @@ class CentralAverage(ParameterAverage):
 
         Args:
             merged: parameters and buffers of the model by name.
+
+        Returns:
+            A new dict with the same names; the tensors that are not averages are those of ``merged``, not copied.
         """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device
         return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return the moving averages of the parameters that this rank owns, for a checkpoint.
+        """Return the moving averages that this rank writes into a checkpoint: those of the parameters that it owns.
 
-        The result is ``{"ema": {name: tensor}}``; the tensors are those in shared memory, not copies.
+        Returns:
+            ``{"ema": {name: tensor}}``, by the parameter's name in the model; the tensors are those in shared memory,
+            not copies.
         """
         return {"ema": dict(zip(self._names, self._values, strict=True))}
 

@@ -266,19 +266,25 @@ class AllReduceSync:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers on this rank by name, with buffers merged over logical workers. Collective.
+        """Return all parameters and buffers of the trained model on this rank, merged over logical workers.
 
-        Logical workers are the N fixed shares of the global batch, each with buffers of its own. Parameters are views
-        of the model's own tensors and need no communication. Batch-norm statistics are pooled over all workers, other
-        floating buffers averaged, and of integers the largest is taken.
+        Logical workers are the N fixed shares of the global batch, each with buffers of its own. Batch-norm statistics
+        are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective
+        over the data ranks for the buffers.
+
+        Returns:
+            A dict from names in the model to tensors. Parameters share memory with the model's own.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the tensors of which all data ranks hold equal copies. Not collective.
+        """Return the tensors of the trained model of which all data ranks must hold equal copies. Not collective.
 
         These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
-        its own buffers). The tensors are the model's own and no copies.
+        its own buffers). The caller compares digests of them over ranks.
+
+        Returns:
+            A mapping from names in the model to the model's own tensors, not copied.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.replicated()}
 
@@ -299,13 +305,14 @@ class AllReduceSync:
         }
 
     def load(self, saved: SavedState) -> None:
-        """Restore parameters, buffers and optimizer state from a checkpoint, on every rank alike.
+        """Restore parameters, buffers and optimizer state from a checkpoint, in place, on every rank.
 
-        A rank with tensor slices or pipeline stages reads its own part. A parameter without optimizer state in the
-        checkpoint keeps the state that it has.
+        A rank with tensor slices or a pipeline stage reads only its own part. A parameter without optimizer state in
+        the checkpoint keeps the state that it has.
 
         Args:
-            saved: the checkpoint, with the groups that ``state`` returns.
+            saved: the checkpoint, with three groups of tensors: ``model``, ``optim`` and ``workers`` (buffers of each
+                logical worker, a fixed share of the global batch).
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
@@ -324,7 +331,7 @@ class AllReduceSync:
         the gradient norm (weights tied over pipeline stages) are left out.
 
         Returns:
-            The trained parameters on this rank, and the optimizers that update them.
+            An ``OwnGradients`` with a list of the trained parameters on this rank, and the optimizers that update them.
         """
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
@@ -353,11 +360,12 @@ class AllReduceSync:
 
     @property
     def by_worker(self) -> bool:
-        """Whether gradients are summed worker by worker; if not, autograd first accumulates those of a rank's workers.
+        """Whether each logical worker's gradient is a separate term of the sum over ranks.
 
         A logical worker is one of N fixed shares of the global batch. True in reproducible mode, where one fixed
         summation tree over the workers gives the same bits for any number of ranks, and where the variance of the
-        workers' gradients is measured. The all-reduce does not overlap with backward then.
+        workers' gradients is measured (AdaScale). Then the all-reduce does not overlap with backward. If False,
+        autograd first accumulates the gradients of all workers that this rank computes.
         """
         return self._run_context.reproducible or self._run_context.gradient_variance
 
@@ -373,13 +381,13 @@ class AllReduceSync:
     def leave_custom_loop(self) -> None:
         """End the custom training loop of an epoch: buffers that the script writes from now on are set for all workers.
 
-        A logical worker is a share of the global batch with its own buffers; a rank may compute several. Not
-        collective.
+        A logical worker is a fixed share of the global batch with its own buffers; a rank may compute several. Within
+        the loop such a write counts for the last of them alone. Not collective.
         """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of this rank's trained parameters, in the model's order.
+        """Return the trained parameters of the model on this rank as a list of (name, parameter), in the model's order.
 
         These are the parameters that had ``requires_grad`` when the gradient buckets were last planned: by ``attach``,
         or by ``reattach`` for parameters that the script unfroze.
@@ -388,14 +396,22 @@ class AllReduceSync:
         return [(name, p) for name, p in self._named if p in trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters of this rank as the user's script sees them, in the model's order.
+        """Return the trained parameters on this rank as the user's model has them, in the model's order.
 
-        They are the same objects that the optimizer updates.
+        In data parallelism they are the same objects that the optimizer updates; strategies that shard parameters
+        return other objects here.
         """
         return self._parameters
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters that are in the parameter groups of ``optimizer``, in the model's order."""
+        """Return the trained parameters of the model that are in the parameter groups of an optimizer.
+
+        Args:
+            optimizer: one of the script's optimizers, or the only one.
+
+        Returns:
+            The model's parameter objects on this rank, in the model's order.
+        """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self._parameters if p in own]
 
@@ -448,7 +464,10 @@ class AllReduceSync:
         self._aside = {}
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return the trained parameters' data, without autograd; these are the model's tensors and no copies."""
+        """Return the ``.data`` of the trained parameters on this rank, in the model's order.
+
+        The tensors are detached from autograd and share memory with the model's parameters.
+        """
         return [p.data for p in self._parameters]
 
     def pop_reached(self) -> list[bool]:
@@ -466,23 +485,26 @@ class AllReduceSync:
         """
 
     def apply_clearing(self) -> None:
-        """Do nothing: a script that clears ``.grad`` clears the tensors that the update uses.
+        """Do nothing: a script that clears ``.grad`` between a forward and its backward clears what the update uses.
 
-        Only FSDP2 has to carry the clearing over, from full parameters to shards.
+        Only FSDP2 has to carry the clearing over, from the unsharded parameters that the script sees there to the
+        sharded gradients.
         """
 
     def show_gradients(self) -> None:
         """Do nothing: the ``.grad`` that the script sees is already the tensor that the update uses.
 
-        Only FSDP2, where the script sees other parameter objects than the optimizer, has to copy gradients for it.
+        Only FSDP2 has to put placeholders into the ``.grad`` of the unsharded parameters, which the script sees between
+        a forward and its backward.
         """
 
     def apply_edits(self) -> None:
-        """Make the update use the ``.grad`` of the script, with its edits such as clipping.
+        """Put the gradients back into ``.grad`` that were hidden from the script, before the optimizer step.
 
-        Under tensor parallelism, the gradients of parameters that are split over the tensor ranks were replaced by an
-        object that the script cannot read. Put these gradients back into ``.grad``, unless the script has cleared them.
-        All other ``.grad`` stay as they are.
+        Under tensor parallelism, ``add_gradients`` has replaced the gradients of parameters that are split over the
+        tensor ranks by an object that the script cannot read. A gradient that the script has cleared comes back as None
+        or zeros. All other ``.grad`` stay as they are, with the script's edits such as clipping, and the update uses
+        them. Not collective.
         """
         self._reveal()
 
@@ -536,8 +558,11 @@ class AllReduceSync:
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
-        Only then may its step have a closure. False under tensor parallelism, where an optimizer of the run needs
-        whole tensors that are gathered for its step, and for an optimizer that is not one of the run's.
+        Only then may its step have a closure. False in three cases: under tensor parallelism; where an optimizer of the
+        run steps on whole tensors that are gathered for its step; for an optimizer that this strategy has not built.
+
+        Args:
+            optimizer: any optimizer, such as one that the script steps by itself.
         """
         return (
             self._whole is None
@@ -575,7 +600,7 @@ class AllReduceSync:
         Args:
             names: names of the parameters whose ``requires_grad`` the script has set to True since the last call; at
                 least one.
-            late: whether a forward of this step has been computed already; unused.
+            late: unused; True if a forward of this step has been computed already.
 
         Raises:
             UsageError: an optimizer's step gathers tensors that are split over ranks, and cannot take more parameters.

@@ -221,6 +221,9 @@ class Tail:
     def same(self, tail: Sequence[float], step_context: StepContext, contributions: int) -> bool:
         """Return whether all ranks whose numbers were summed were in this step and had the same layout of parameters.
 
+        The layout is the parameters' names, shapes and dtypes. Compared are the digests (small hashes of step and
+        layout), which are the first four numbers behind the gradients.
+
         Args:
             tail: the sums behind the gradients of the last bucket, ``size`` numbers on the host.
             step_context: the step under way on this rank.
@@ -230,7 +233,7 @@ class Tail:
 
 
 def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
-    """Return an upper bound of the bytes of one gradient bucket's flat vector, for any partition into buckets.
+    """Return an upper bound, in bytes, of one gradient bucket's flat vector, for any partition into buckets.
 
     The bound includes loss sums, flags and digests, which travel behind the gradients.
 
@@ -281,7 +284,11 @@ def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions:
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Return the elements of a gradient: a dense gradient itself, or the values of a sparse one after coalescing."""
+    """Return the stored elements of a gradient: a dense gradient itself, of a sparse COO one the coalesced values.
+
+    Args:
+        gradient: dense of any shape, or sparse with duplicate indices, which are added up.
+    """
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

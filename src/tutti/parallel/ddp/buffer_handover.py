@@ -36,7 +36,8 @@ class BufferHandover:
     Args:
         slots: the buffers on this rank, each as its module and its name there.
         run_context: of the run; ``sharers`` are the ranks of this rank's worker.
-        in_turn: ranks may wait for each other before a forward; False where forwards have collectives (FSDP2).
+        in_turn: whether ranks may wait for each other before a forward; False where forwards have collectives (FSDP2),
+            and then a forward that changes a buffer, other than batch-norm statistics, raises UsageError.
     """
 
     def __init__(self, slots: Sequence[BufferRef], run_context: RunContext, in_turn: bool) -> None:
@@ -148,9 +149,10 @@ class BufferHandover:
             self.finish()
 
     def forget(self) -> None:
-        """Accept the values that a loaded checkpoint has given the module buffers. Not collective.
+        """Accept the present values of the module buffers, such as those that a loaded checkpoint has given them.
 
-        Without this call the next step would raise UsageError, as for a buffer that the script has changed.
+        Clears the record of the buffers' identities and versions, by which the next step would otherwise find a changed
+        buffer and raise UsageError. Not collective.
         """
         self._marks = None
 

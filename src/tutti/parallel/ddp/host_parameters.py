@@ -28,14 +28,19 @@ class HostParameters:
         self.fetch()
 
     def fetch(self) -> None:
-        """Copy the values of all parameters from their tensors in host memory to their tensors on the accelerator."""
+        """Copy the values of all parameters from their tensors in host memory to their tensors on the accelerator.
+
+        Each parameter has both tensors; an optimizer updates the host's, and forwards use the accelerator's.
+        """
         foreach_copy_(list(self._here.values()), list(self._homes.values()))
 
     def send(self, parameters: Collection[nn.Parameter]) -> None:
-        """Copy parameter values from the accelerator to the parameters' tensors in host memory.
+        """Copy parameter values from their tensors on the accelerator to their tensors in host memory.
+
+        Each parameter has both tensors; an optimizer updates the host's, and forwards use the accelerator's.
 
         Args:
-            parameters: some of those given to the constructor.
+            parameters: the parameters to copy, each a key of the constructor's ``homes``.
         """
         for parameter in parameters:
             self._homes[parameter].copy_(self._here[parameter])
@@ -50,9 +55,9 @@ class HostParameters:
         accelerator by ``fetch``.
 
         Args:
-            parameters: some of those given to the constructor.
-            gradients: ``.grad`` of the parameters within the context, on the host; a parameter that is not a key has
-                none. None takes copies of the accelerator's ``.grad``.
+            parameters: the parameters to move, each a key of the constructor's ``homes``.
+            gradients: ``.grad`` of each parameter within the context, a tensor on the host; a parameter that is not a
+                key has ``.grad`` None. If ``gradients`` is None, copies of the accelerator's ``.grad`` are taken.
         """
         own = {parameter: parameter.grad for parameter in parameters}
         for parameter, gradient in own.items():
@@ -69,14 +74,15 @@ class HostParameters:
 
     @contextmanager
     def receiving(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Return a context for a reducer that sums gradients and sets ``.grad`` to sums in host memory.
+        """Return a context in which a reducer sums gradients over ranks and sets ``.grad`` to tensors on the host.
 
-        Within the context each parameter's data is its tensor in host memory, as PyTorch requires of a ``.grad`` there;
-        ``.grad`` is still on the accelerator until the reducer sets it. Afterwards data is on the accelerator and every
-        ``.grad`` is None.
+        Within the context each parameter's ``data`` is its tensor in host memory, because PyTorch requires ``.grad`` to
+        be on the same device; ``.grad`` is still on the accelerator until the reducer sets it. On exit ``data`` is the
+        accelerator's tensor again, and every ``.grad`` is None.
 
         Yields:
-            A dictionary, empty within the context, that afterwards holds the gradients on the host by parameter.
+            A dictionary, empty within the context. After the exit it has the gradients that the reducer has set, on the
+            host, by parameter; parameters with ``.grad`` None have no entry.
         """
         received: dict[nn.Parameter, Tensor] = {}
         for parameter, home in self._homes.items():
@@ -112,8 +118,13 @@ class OffloadedUpdate:
     def on_host(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
         """Return a context in which ``parameters`` and their ``.grad`` are in host memory, for an optimizer step there.
 
-        On exit the updated values are copied back to the device, and ``.grad`` is the device's tensor of before.
-        Parameters that are on the host anyway stay as they are. Entry blocks until the copies to the host are complete.
+        Entry copies values and gradients to page-locked memory and blocks until the copies are complete. On exit the
+        updated values are copied back to the accelerator, without waiting, and ``.grad`` is again the accelerator's
+        tensor, with its old values.
+
+        Args:
+            parameters: parameters of the optimizer that is to step; those that are on the host already stay as they
+                are.
         """
         here = {p: (p.data, p.grad) for p in parameters if is_accelerator(p.device)}
         there = {p: self._copy(p, value, gradient) for p, (value, gradient) in here.items()}

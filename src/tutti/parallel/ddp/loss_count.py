@@ -31,9 +31,10 @@ class _Term(NamedTuple):
 
 
 def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
-    """Record on a loss that it is the mean over ``count`` targets, so that ``loss_count`` finds the divisor.
+    """Record on the autograd node of a loss that it is the mean over ``count`` targets.
 
-    For a cross-entropy that is computed in parts, whose autograd graph has no node of PyTorch's own cross-entropy.
+    ``loss_count``, which looks for the divisor of a mean loss in its autograd graph, then finds ``count``. Used for a
+    cross-entropy that is computed in parts, whose graph has no node of PyTorch's own cross-entropy.
 
     Args:
         loss: () the mean.
@@ -52,15 +53,16 @@ def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
 def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
     """Return the number of targets, or the sum of their class weights, by which a scalar loss has been divided.
 
-    It is found in the loss's autograd graph, so that ignored targets do not count.
+    The function finds the number in the loss's autograd graph, so that targets of ``ignore_index`` do not count.
 
     Args:
         objective: () the loss of the micro-batch.
-        micro_batch: of at least one sample.
+        micro_batch: the micro-batch, of at least one sample; ``micro_batch.whole`` is true if it is the whole global
+            batch.
 
     Returns:
-        () The divisor, where the loss is one cross-entropy alone; None for any other loss, which the caller then takes
-        for a mean over samples.
+        The divisor, a tensor (), where the loss is one cross-entropy alone, which is a mean or a sum divided by the
+        samples or the targets. None for any other loss, which the caller then takes for a mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up: the loss

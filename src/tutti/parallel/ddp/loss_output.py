@@ -19,7 +19,7 @@ _MASK = (1 << 63) - 1
 
 
 def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
-    """Return the tensor to call ``backward`` on, the gradient to start it with, and the loss sums.
+    """Parse what the user's loss function returned: find the tensor to call ``backward`` on, and the sums to report.
 
     Where the micro-batch has noise σ, each sample's loss counts z ~ N(1, σ²) times in the gradient, and once in the
     loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights z follow from the micro-batch's key.
@@ -31,9 +31,11 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         micro_batch: the micro-batch that the loss was computed on.
 
     Returns:
-        objective () or (samples,); start gradient of the same shape, scaled so that the gradients of all micro-batches
-        add up to the mean; ``LossSums`` with ``sums`` (2 + metrics,): loss, count and sums of metrics, in float32, or
-        float64 where the loss is. Start gradient and loss sums of a dummy micro-batch (one of no samples) are zero.
+        A tuple of three. The objective, the tensor to call ``backward`` on, () or (samples,). The start gradient to
+        pass to that ``backward``, of the objective's shape, scaled so that the gradients of all micro-batches add up to
+        that of the mean. ``LossSums``, whose ``sums`` (2 + metrics,) are loss, count and metrics summed over the
+        micro-batch, in float32, or float64 where the loss is. Start gradient and loss sums of a dummy micro-batch (one
+        of no samples) are zero.
 
     Raises:
         UsageError: the loss function returned something else, or no loss a sample where the micro-batch has noise.
@@ -86,7 +88,11 @@ def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tup
 
 
 def check_trains(objective: Tensor) -> None:
-    """Raise UsageError where ``objective``, the tensor to call ``backward`` on, requires no gradient."""
+    """Raise UsageError if the loss does not depend on any trained parameter.
+
+    Args:
+        objective: the tensor to call ``backward`` on; the check is whether it has ``requires_grad``.
+    """
     if not objective.requires_grad:
         raise UsageError(
             "the loss does not depend on any trained parameter",

@@ -36,13 +36,14 @@ _MOST, _DEEP = 64, 4096
 
 
 def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
-    """Check by its autograd graph that the loss of a part of the batch is linear in means or sums over samples.
+    """Check by the autograd graph of a loss that it is linear in means or sums over the micro-batch's samples.
 
-    Only then do the losses of the parts add up to the loss of the batch. At most 64 nodes are looked at.
+    Only then do the losses of the micro-batches add up to the loss of the global batch. Only nodes of one number each
+    are looked at, at most 64; a loss for which nothing is found passes.
 
     Args:
-        root: ``grad_fn`` of the loss; None is accepted.
-        micro_batch: the part of the batch that the loss was computed on.
+        root: ``grad_fn`` of the loss; None passes.
+        micro_batch: the part of the global batch that the loss was computed on; its number of samples is used.
 
     Raises:
         UsageError: the loss is a nonlinear function of a mean or sum over samples (such as a square root), a ratio or

@@ -49,9 +49,13 @@ class Reducer(Protocol):
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Note that ``parameter.grad`` is complete; autograd calls it as a post-accumulate-grad hook in every backward.
+        """Tell the reducer of gradients that backward has completed ``parameter.grad``.
 
-        Calls before ``prepare_for_backward`` in a step have no effect. Not collective, and does not block.
+        Autograd calls this method as a post-accumulate-grad hook in every backward. The reducer may start to send the
+        gradient. Calls before ``prepare_for_backward`` in a step have no effect. Does not block.
+
+        Args:
+            parameter: the parameter whose gradient is complete.
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
@@ -97,7 +101,10 @@ class Reducer(Protocol):
         """
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients that ``finish`` has summed by ``factor``, in place. Not collective."""
+        """Multiply all gradients that ``finish`` has summed over the data ranks by ``factor``, in place.
+
+        Not collective.
+        """
 
 
 class StartedSum(Protocol):
@@ -197,10 +204,14 @@ class OverlappedReducer:
         self._loss_sums, self._step_context = loss_sums, step_context
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Note that ``parameter.grad`` is complete; start the all-reduce of gradient buckets that are now complete.
+        """Count ``parameter.grad`` as complete, and start the all-reduce of gradient buckets that are now complete.
 
-        Does not block. A bucket waits for the buckets before it, so that every rank starts them in the same order.
-        Before ``prepare_for_backward`` nothing happens.
+        The post-accumulate-grad hook of all trained parameters. Does not block. A bucket (flat vector of several
+        parameters' gradients) waits for the buckets before it, so that every rank starts them in the same order. Before
+        ``prepare_for_backward`` nothing happens.
+
+        Args:
+            parameter: the parameter whose gradient is complete.
         """
         if not self._armed:
             return
@@ -301,7 +312,10 @@ class OverlappedReducer:
         return [sum(squares_of(counted))]
 
     def scale(self, factor: float) -> None:
-        """Multiply the ``.grad`` of all trained parameters by ``factor``, in place."""
+        """Multiply the ``.grad`` of all trained parameters, summed by ``finish``, by ``factor``, in place.
+
+        Parameters with ``.grad`` None are skipped. Not collective.
+        """
         self._early = None
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
 
@@ -351,7 +365,10 @@ class TreeReducer:
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing for a complete gradient: after the backward ``collect`` reads it from ``parameter.grad``."""
+        """Do nothing when backward has completed the gradient of ``parameter``.
+
+        ``collect`` reads the gradient from ``parameter.grad`` after the logical worker's last backward.
+        """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to a fixed summation tree, and set every ``.grad`` to None.
@@ -415,7 +432,10 @@ class TreeReducer:
         return squares_by(self._order, self._lent)
 
     def scale(self, factor: float) -> None:
-        """Multiply the summed gradients of all parameters by ``factor``, in place."""
+        """Multiply the gradients of all parameters, which ``finish`` has summed over the data ranks, by ``factor``.
+
+        In place, in the memory that the parameters' ``.grad`` are views of. Not collective.
+        """
         scale_all([bucket.gradients for bucket in self._buckets], factor)
 
 
@@ -434,9 +454,13 @@ def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
 
 
 def squares_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor's elements, computed in float32 or wider, with one host sync for all.
+    """Return the sum of squares of each tensor's elements, with one synchronisation of host and device for all.
 
-    Sparse tensors are coalesced first. An empty sequence gives an empty list.
+    Args:
+        tensors: dense or sparse tensors; sparse ones are coalesced first.
+
+    Returns:
+        Python floats in the order of ``tensors``, computed in float32 or wider; an empty list for no tensors.
     """
     return _squares(tensors).tolist() if tensors else []
 
@@ -451,7 +475,8 @@ def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[
         tensors: dense or sparse tensors.
 
     Returns:
-        The n numbers, and the sum of squares of each tensor, computed in float32 or wider.
+        Two lists of Python floats: the n numbers, and the sum of squares of each tensor in the order of ``tensors``,
+        computed in float32 or wider.
     """
     if not tensors or any(t.device != numbers.device for t in tensors):
         return list(numbers.tolist()), squares_of(tensors)
@@ -473,6 +498,9 @@ def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parame
     Args:
         parameters: the parameters; one without a gradient counts 0.
         without: parameters that count 0 in any case.
+
+    Returns:
+        One Python float for each of ``parameters``.
     """
     gradients = [None if p in without else p.grad for p in parameters]
     found = iter(squares_of([g for g in gradients if g is not None]))
@@ -501,7 +529,12 @@ def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Ten
 
 
 def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply all tensors by ``factor``, in place; an empty sequence is allowed."""
+    """Multiply tensors by a factor, in place, with few kernels.
+
+    Args:
+        tensors: tensors of any shapes and dtypes, such as gradients; an empty sequence is allowed.
+        factor: the number that each element is multiplied by.
+    """
     if tensors:
         foreach_mul_(list(tensors), factor)
 

@@ -140,18 +140,24 @@ class ReplicaPart:
         self._connected = [add_accumulation_hook(parameter, grad_hook.gradient_ready) for parameter in trained]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Do nothing when parameters of the model were replaced: parameters are looked up in the modules each time.
+        """Do nothing; called when parameters in this rank's modules have been replaced by other objects.
+
+        ZeRO stage 1 replaces parameters. This class keeps no list of parameters, and looks them up in the modules each
+        time; subclasses that keep one override the method.
 
         Args:
-            by: the new parameter of each old one; unused.
+            by: unused; a mapping from each old parameter to the new one in its place.
         """
 
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which this rank's modules hold other values and are in eval mode without autograd.
 
+        On exit the previous values and training modes come back.
+
         Args:
-            values: tensors to put in place of parameters and buffers, by name; all other tensors stay.
+            values: tensors to put in place of parameters and buffers, by name in the model; all other parameters and
+                buffers keep their values. For a parameter that FSDP2 shards, this rank's rows.
         """
         with torch.no_grad(), training_mode(self.parts, training=False), self.swap_values(values):
             yield

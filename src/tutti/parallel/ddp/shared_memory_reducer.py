@@ -107,6 +107,9 @@ class SharedReducer:
 
         A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait for
         other ranks. Before ``prepare_for_backward`` nothing happens.
+
+        Args:
+            parameter: the parameter whose gradient backward has just completed.
         """
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]
@@ -212,9 +215,9 @@ class SharedReducer:
         return [self._square]
 
     def scale(self, factor: float) -> None:
-        """Multiply the summed gradients that this rank receives by ``factor``, in place.
+        """Multiply the gradients that ``finish`` has summed, and that this rank receives, by ``factor``, in place.
 
-        Also scales the squared norm that ``squares`` returns.
+        Also multiplies the squared norm that ``squares`` returns by ``factor``². Not collective.
         """
         self._square *= factor**2
         scale_all([bucket.gradients for bucket, _ in self._summed], factor)
@@ -232,7 +235,7 @@ def attach_shared(
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are reduced.
-        run_context: of the run.
+        run_context: communicators and settings of the run; its data ranks are those whose gradients are summed.
         borrowed: names of parameters that another rank of the replica counts in the norm.
         owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
         of_devices: whether the reducer may sum gradients that are on accelerators. Parameters must then be in host

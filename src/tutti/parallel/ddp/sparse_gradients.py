@@ -84,6 +84,12 @@ class SparseReducer:
 
         The inner reducer sums the dense gradients over the data ranks. Called by autograd as a post-accumulate-grad
         hook. Before ``prepare_for_backward`` a gradient stays sparse.
+
+        Args:
+            parameter: the parameter whose gradient backward has just completed.
+
+        Raises:
+            UsageError: the gradient is sparse in more than its first dimension (``sparse_grad=True``).
         """
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
         if self._armed and parameter in self._parameters:
@@ -125,7 +131,7 @@ class SparseReducer:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
-            UsageError: the entries of a sparse gradient are not whole rows.
+            UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows.
         """
         self._armed = False
         self._make_all_dense()
@@ -147,13 +153,18 @@ class SparseReducer:
     def squares(self) -> list[float]:
         """Return sums of squares of all reduced gradients, sparse ones included, which add up to their squared L2 norm.
 
-        The inner reducer, which has summed the gradients in dense form, computes them: one number for each parameter,
-        or one for all parameters. Not collective.
+        The inner reducer, which has summed the gradients in dense form, computes the numbers. Not collective.
+
+        Returns:
+            Python floats: one for each trained parameter, or a single one for all of them, as the inner reducer does.
         """
         return self._reducer.squares()
 
     def scale(self, factor: float) -> None:
-        """Multiply the summed gradients, dense and sparse, by ``factor`` in place."""
+        """Multiply the gradients that ``finish`` has summed, dense and sparse ones, by ``factor``, in place.
+
+        Not collective.
+        """
         sparse = {p: p.grad for p in self._summed if p.grad is not None}
         for parameter in sparse:
             parameter.grad = self._summed[parameter]

@@ -16,10 +16,10 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 
     Args:
         comm: the ranks to compare.
-        parts: this rank's modules.
+        parts: this rank's modules, in order.
 
     Raises:
-        MismatchError: on every rank, with the first entry that differs.
+        MismatchError: some rank's entries differ; raised on every rank, with the first entry that differs.
     """
     comm.agree(
         describe_tensors(parts), "the model", "build the same model, in the same order and precision, on every rank"
@@ -29,7 +29,11 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
     """Broadcast all parameters and buffers of the modules from the first rank of ``comm``, in place. Collective.
 
-    All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks it.
+    All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks this.
+
+    Args:
+        comm: the ranks; the first one sends.
+        parts: this rank's modules, in order.
     """
     broadcast_tensors(
         comm, [p.data for _, p in parameters(parts)] + [slot.get() for slot in buffers(parts)], "initial state"

@@ -15,7 +15,12 @@ from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunCont
 
 
 class WholeLayout:
-    """Places the whole model on every rank, for strategies such as ``single`` and ``mirrored`` (DDP)."""
+    """Places the whole model on every rank, for strategies such as ``single`` and ``mirrored`` (DDP).
+
+    Args:
+        config: options of the layout; unused, as there are none.
+        run_context: communicators and settings of the run.
+    """
 
     def __init__(self, config: WholeConfig, run_context: RunContext) -> None:
         self._run_context = run_context
@@ -26,13 +31,13 @@ class WholeLayout:
         Activation checkpointing and ``torch.compile`` are applied in place. Not collective.
 
         Args:
-            plain: the script's model.
+            plain: the script's model, changed in place.
 
         Returns:
             A ``WholeRunner``, whose ``run`` computes forward and backward of micro-batches on this rank.
 
         Raises:
-            UsageError: activation checkpointing matches no module.
+            UsageError: a module named for activation checkpointing is not in the model, or the option matches none.
         """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         return WholeRunner(plain, self._run_context)
@@ -76,7 +81,10 @@ class WholeRunner(ReplicaPart):
         return total
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Seed the model's random number streams (dropout) for a micro-batch, before a custom loop's forward.
+        """Seed the model's random number streams (dropout) for one micro-batch, before its forward.
+
+        Custom training loops, whose script calls the model itself, call this before each forward. For a dummy
+        micro-batch (of no samples) the model gets copies of its buffers.
 
         Args:
             micro_batch: the micro-batch; its key determines the streams.
@@ -100,7 +108,8 @@ class WholeRunner(ReplicaPart):
             micro_batch: the micro-batch of the forward.
             before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
                 the first.
-            grad_hook: gradient-ready hook, whose ``prepare_for_backward`` is called before the worker's last backward.
+            grad_hook: gradient-ready hook; its ``prepare_for_backward`` is called with the loss sums so far if this is
+                the worker's last micro-batch.
             retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
 
         Returns:

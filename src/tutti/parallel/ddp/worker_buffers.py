@@ -118,11 +118,11 @@ class WorkerBuffers:
         self._look()
 
     def verify(self) -> None:
-        """Refuse a write of the script to a module buffer, which ``enter`` has found on the device. Not collective.
+        """Raise UsageError if ``enter`` has found on an accelerator that the script wrote a module buffer.
 
-        Buffers are those of logical workers, fixed shares of the global batch. Called before the update, after the host
-        has read a result of this step's backward: ``enter`` copied its finding to the host before that, so that the
-        host does not wait here.
+        The buffers are those of logical workers, fixed shares of the global batch. ``enter`` starts to copy its finding
+        to the host and does not wait. Called before the update, after the host has read a result of this step's
+        backward, so that the copy is complete and the host does not wait here either. Not collective.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
@@ -136,10 +136,11 @@ class WorkerBuffers:
             self._refuse(self._slots[own[0]])
 
     def begin_custom_loop(self) -> None:
-        """Set the rule for buffers that the script writes in its own training loop after an update (``finish``).
+        """Let buffers that the script writes in its own training loop count for this rank's last logical worker alone.
 
-        From now on such a write, up to ``leave_custom_loop``, counts for the last logical worker (share of the global
-        batch) of this rank alone. Without this call a write by the script counts for all workers of the rank.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics).
+        The rule holds for writes after an update (``finish``), up to ``leave_custom_loop``. Without this call a write
+        by the script counts for all workers of the rank.
         """
         self._custom = True
 
@@ -316,19 +317,23 @@ class WorkerBuffers:
         return [(slot.get(), tensor_version(slot.get())) for slot in self._slots]
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return the module buffers that are equal on all data ranks, by name. Not collective.
+        """Return the module buffers (batch-norm statistics) that are equal on all data ranks. Not collective.
 
-        In a run of one logical worker (share of the global batch with its own buffers) these are the model's own
-        tensors; with several workers, whose buffers differ, the dictionary is empty.
+        Returns:
+            A dict from the buffers' names in the model to the model's own tensors, in a run of one logical worker
+            (share of the global batch with its own buffers). With several workers, whose buffers differ, an empty dict.
         """
         return {slot.name: slot.get() for slot in self._slots} if self._run_context.workers == 1 else {}
 
     def of_all(self) -> dict[str, Tensor]:
-        """Return the module buffers of all N logical workers as ``{worker}/{buffer}``, on every rank; empty for N = 1.
+        """All-gather the module buffers (batch-norm statistics) of all N logical workers, on every rank.
 
-        A logical worker is one of N fixed shares of the global batch, with its own buffers. For workers of ranks that
-        were lost, return the merge of the present workers' buffers. Collective over the data ranks: one all-gather of
-        all workers' buffers for each dtype.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers. Collective over the data
+        ranks: one all-gather of all workers' buffers for each dtype.
+
+        Returns:
+            A dict with keys ``"{worker}/{buffer}"`` (index of the worker, name of the buffer in the model). The workers
+            of ranks that were lost get the merge of the present workers' buffers. Empty for N = 1.
         """
         if self._run_context.workers == 1 or not self._slots:
             return {}
@@ -343,13 +348,17 @@ class WorkerBuffers:
         }
 
     def merged(self) -> dict[str, Tensor]:
-        """Merge the buffers of all N workers into one model's, by name: the same bits for any number of ranks.
+        """Return the module buffers merged over all N logical workers, by name: the same bits for any number of ranks.
 
         Logical workers are the N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are
         pooled in worker order in float64, or float32 on a device without it: mean of means; mean of variances plus the
         variance of the means (so that they are the moments of all workers' samples together). Other floating buffers
         are averaged; integers take the largest. Collective over the data ranks: one all-gather of all workers' buffers
-        for each dtype; for N = 1 the model's own tensors are returned.
+        for each dtype; for N = 1 nothing is gathered.
+
+        Returns:
+            A dict from the buffers' names in the model to new tensors of the buffers' shapes and dtypes; for N = 1 the
+            model's own tensors.
         """
         if not self._slots:
             return {}

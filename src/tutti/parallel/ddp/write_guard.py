@@ -32,7 +32,7 @@ class WriteGuard:
         self._updates = 0
 
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Record the norm of each parameter, for ``check`` to find later writes by the script.
+        """Record norm, version counter and address of each parameter, for ``check`` to find later writes by the script.
 
         Called after the strategy itself has written the parameters.
 
@@ -45,8 +45,9 @@ class WriteGuard:
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
         """Raise UsageError if the norm of a parameter differs from the one that ``note`` recorded.
 
-        The script has written the parameter then. The error names the first such parameter. Before the first ``note``
-        nothing is checked.
+        A different norm means that the script has written the parameter; the error names the first such parameter.
+        Before the first ``note`` nothing is checked. Also records the parameters' version counters and addresses anew,
+        for ``check_update``.
 
         Args:
             named: (name, parameter) pairs, the same as for ``note``.
@@ -62,7 +63,8 @@ class WriteGuard:
     def check_update(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
         """Raise UsageError if the script has written a parameter since ``check``, between backward and the update.
 
-        Versions and addresses tell; in the first two updates the norms, too, for writes through ``parameter.data``.
+        A write is found by the parameter's version counter and data address. In the first two updates the norms are
+        compared too, which also finds writes through ``parameter.data``.
 
         Args:
             named: (name, parameter) pairs, the same as for ``check``.

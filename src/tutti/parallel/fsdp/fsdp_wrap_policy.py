@@ -20,20 +20,25 @@ HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def wrapped_modules(
     model: nn.Module, choice: Sequence[str] = ("auto",), closed: Collection[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Return the modules below ``model`` that ``fully_shard`` wraps, inner ones before the modules around them.
+    """Return the modules below ``model`` that ``fully_shard`` is to wrap, inner ones before the modules around them.
 
-    The root, which is not in the list, wraps all remaining parameters. Modules that share parameters with the rest of
-    the model are left out, because tied parameters must stay gathered while either user computes.
+    ``model`` itself is never in the list; FSDP's root wrap covers all remaining parameters. Left out are modules
+    without parameters, and modules that share parameters with the rest of the model (tied weights), because tied
+    parameters must stay all-gathered while either module computes.
 
     Args:
         model: the model, not yet sharded.
         choice: names of modules or of their classes. ``("auto",)`` takes repeated blocks, which are children of one
             class in a ``ModuleList`` or ``Sequential``; in a model without such blocks the smallest modules with 2^18
             parameters or more.
-        closed: modules below which none is chosen by ``auto``.
+        closed: modules inside which ``("auto",)`` chooses nothing. They may be chosen themselves.
+
+    Returns:
+        The modules, in the reverse order of ``model.modules()``; an empty list if nothing fits.
 
     Raises:
-        UsageError: ``choice`` has a name that is not in the model, or a container that is never called.
+        UsageError: ``choice`` has a name that is neither a module's nor a class's in the model, or it selects an
+            ``nn.ModuleList``, ``ModuleDict``, ``ParameterList`` or ``ParameterDict``, which has no forward.
     """
     found = _named(model, choice) if tuple(choice) != ("auto",) else _stacked(model, closed) or _large(model, closed)
     chosen = {id(module) for module in found if _apart(model, module)}
@@ -41,18 +46,20 @@ def wrapped_modules(
 
 
 def wrapped_around(model: nn.Module, routed: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the modules that ``fully_shard`` wraps in a model with routed modules.
+    """Return the names of the modules that ``fully_shard`` wraps in a model with data-dependent routing.
 
-    A routed module chooses by the data which of its blocks compute, such as a mixture of experts. Ranks may choose
-    other blocks, and their all-gathers would not match; the blocks are therefore not wrapped one by one. The routed
-    module is wrapped as a whole, unless it lies in a wrapped module or is a root.
+    A routed module chooses by the data which of its blocks compute; an example is a mixture of experts. Different
+    ranks may choose different blocks, and then their all-gathers would not match. The blocks are therefore not wrapped
+    one by one. The routed module is wrapped as a whole, unless it lies inside a wrapped module, shares parameters with
+    the rest of the model, or is a root: the model itself, or a model in the outermost ``ModuleList`` or ``ModuleDict``.
+    Other modules are wrapped as ``wrapped_modules`` chooses by default (repeated blocks, or large modules).
 
     Args:
         model: the model, not yet sharded.
-        routed: the routed modules; every rank calls their forward.
+        routed: the routed modules in ``model``; every rank calls their forward.
 
     Returns:
-        Names in the model, in the order of ``named_modules``.
+        Names of the modules to wrap, as ``model.named_modules()`` gives and orders them.
     """
     chosen = wrapped_modules(model, closed=routed)
     inside = {below for unit in chosen for below in unit.modules()}
@@ -64,10 +71,13 @@ def wrapped_around(model: nn.Module, routed: Sequence[nn.Module]) -> tuple[str, 
 def root_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that a script calls: the model itself, or each model in a ``ModuleList`` or ``ModuleDict``.
 
-    Nested lists and dicts are searched. FSDP's root wrap is applied to each.
+    Nested lists and dicts are searched. The caller applies FSDP's root wrap (``fully_shard``) to each returned module.
 
     Args:
         model: the model, or a container of several models.
+
+    Returns:
+        ``[model]``, or the models in the container, in the order of its children.
     """
     if not isinstance(model, nn.ModuleList | nn.ModuleDict):
         return [model]

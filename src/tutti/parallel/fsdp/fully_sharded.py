@@ -58,17 +58,19 @@ class FullySharded:
 
     Args:
         model: wrapped in place by ``fully_shard``; the data of its parameters become this rank's rows.
-        specs: global shape, offset and tied names of the model's tensors, by name.
-        whole: parameters that FSDP2 ignores, unsharded on every rank.
+        specs: global shape, offset and tied names of the model's tensors, by name in ``model``.
+        whole: parameters that FSDP2 ignores (``ignored_params``); every rank keeps them unsharded.
         config: stage, wrap policy, CPU offload and dtype.
         comm: the ranks that share one copy of the parameters, at least two.
         around_hooks: ``around_hooks(module)`` is a context in which FSDP2's hooks are registered on a module.
 
     Attributes:
-        rows: this rank's rows of each parameter.
+        rows: this rank's rows of each sharded parameter, frozen ones included, in the order of the model's parameters.
 
     Raises:
-        UsageError: the model is sharded already, or has no module that the wrap policy names.
+        UsageError: ``fully_shard`` has been applied to the model already, or the wrap policy names a module or class
+            that the model does not have, or a container without a forward.
+        ValueError: ``comm`` has one rank only.
     """
 
     def __init__(
@@ -173,8 +175,12 @@ class FullySharded:
     def unify_flags(self) -> None:
         """Copy a ``requires_grad`` that the script has changed on one object of a parameter to its other objects.
 
-        The objects of a sharded parameter are the optimizer's plain rows, FSDP2's DTensor, which the model has, and
-        after the first forward the unsharded parameter, which the model has between a forward and its backward.
+        The objects of an FSDP2-sharded parameter are the optimizer's plain rows, FSDP2's DTensor, which the model has,
+        and after the first forward the unsharded parameter, which the model has between a forward and its backward.
+        Runs before every forward of the model, too. Not collective.
+
+        Raises:
+            UsageError: the script has assigned the ``.data`` of a DTensor parameter, which FSDP2 would not use.
         """
         for name, twins in self._twins.items():
             if storage_key(twins[1]) != self._storages[name]:
@@ -206,15 +212,18 @@ class FullySharded:
 
         FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The call
         clears the record; ``mark_reached`` can set flags in it. Not collective.
+
+        Returns:
+            One bool for each FSDP2-sharded parameter that is or was trainable, in the order of ``trained``.
         """
         used = self._used.copy()
         self._used.clear()
         return [each.name in used for each in self.trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the user's model has them between steps: FSDP2's DTensors.
+        """Return the trained parameters as the FSDP2-sharded model has them between steps: DTensor parameters.
 
-        They are in the same order as this rank's rows in ``trained``.
+        There is one for each parameter that is or was trainable, in the same order as this rank's rows in ``trained``.
         """
         return [gathered for _, gathered in self._training]
 
@@ -270,7 +279,7 @@ class FullySharded:
         The same as ``used``. Not collective.
 
         Returns:
-            Flags in the order of ``trained``.
+            One bool for each FSDP2-sharded parameter that is or was trainable, in the order of ``trained``.
         """
         return self.used()
 
@@ -278,8 +287,8 @@ class FullySharded:
         """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
 
         Args:
-            used: for each parameter of ``trained``, in order, True to record that it had a gradient; False leaves its
-                record as it is.
+            used: for each FSDP2-sharded parameter that is or was trainable, in the order of ``trained``, True to record
+                that it had a gradient; False leaves its record as it is.
         """
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
@@ -354,9 +363,10 @@ class FullySharded:
                 self._clear(each, gathered, set_to_none)
 
     def apply_edits(self) -> None:
-        """Copy this rank's part of the model's DTensor gradients to the ``.grad`` of the optimizer's parameters (rows).
+        """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of the DTensor gradients.
 
-        Called before the optimizer step, which so uses gradients as the script has edited or cleared them.
+        Called before the optimizer step, which therefore uses gradients as the script has edited or cleared them in the
+        ``.grad`` of the model's DTensor parameters. Not collective.
         """
         self._take_cleared()
         for each, gathered in self._training:
@@ -371,9 +381,10 @@ class FullySharded:
         self._concealed.clear()
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Set the ``.grad`` of the optimizer's rows to the gradients that FSDP2's backward has reduce-scattered.
+        """Set the ``.grad`` of this rank's rows, which the optimizer updates, to the gradients that FSDP2 has reduced.
 
-        Not collective. They share memory with the model's DTensor gradients; None where a parameter has no gradient.
+        FSDP2's backward has reduce-scattered them already, so this call is not collective. The new ``.grad`` tensors
+        share memory with the gradients of the model's DTensors; ``.grad`` is None where a parameter has no gradient.
 
         Args:
             step: unused here; ZeRO stage 1 names it in errors.
@@ -400,15 +411,18 @@ class FullySharded:
         return self._meter.take
 
     def all_gather_parameters(self) -> None:
-        """Free the unsharded parameters, so that FSDP2 all-gathers the updated rows in the next forward.
+        """Free the unsharded parameters of all wrapped modules, so that the next forward all-gathers the updated rows.
 
-        Not collective: the all-gathers are in that forward.
+        The all-gathers of FSDP2 happen in that forward; this call is not collective.
         """
         for unit in self._units:
             unit.reshard()
 
     def rows_written(self) -> bool:
-        """Return False: rows may share their version with the model's ``DTensor``s, which the script may write."""
+        """Return False: FSDP2 cannot tell whether the optimizer's rows were written since they were all-gathered.
+
+        A row tensor may share its version counter with the model's ``DTensor``, which the script may write.
+        """
         return False
 
     def clear(self) -> None:
@@ -418,12 +432,14 @@ class FullySharded:
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the model's parameters and buffers have other values, such as averaged weights.
+        """Return a context in which the FSDP2-sharded model has other values, such as averaged weights.
 
-        On exit the previous values come back.
+        The call copies rows on this rank and is not collective; the forward within the context all-gathers the new
+        rows. On exit the previous values come back.
 
         Args:
-            values: tensors by name of parameter or buffer; for a sharded parameter this rank's rows.
+            values: tensors by name of parameter or buffer in the model; for a sharded parameter this rank's rows.
+                Parameters and buffers without an entry keep their values.
         """
         kept = []
         others = dict(values)
@@ -462,9 +478,13 @@ class FullySharded:
         handle = cast(nn.Module, unit).register_forward_pre_hook(watch)
 
     def gathered_name(self, tensor: Tensor) -> str | None:
-        """Return a parameter's name if ``tensor`` is its unsharded object, whose values last for one forward; or None.
+        """Return the name of the parameter of which ``tensor`` is FSDP2's unsharded parameter object; else None.
 
-        FSDP2 gathers the rows into that object before a forward, and frees it after the forward or the backward.
+        FSDP2 all-gathers the rows into that object before a forward, and frees its values after the forward or the
+        backward. Objects are compared by identity; before the first forward there are none.
+
+        Args:
+            tensor: any tensor.
         """
         return next((name for name, (parameter, _) in self._versions.items() if parameter is tensor), None)
 
@@ -637,11 +657,13 @@ class _MeasuredScatter:
 
 
 def refuse_gathered_write(name: str, written_by: str = "") -> NoReturn:
-    """Raise UsageError for a write of the script to a parameter that FSDP2 has gathered for a forward.
+    """Raise UsageError: the script has written, or is about to write, a parameter that FSDP2 has unsharded.
+
+    FSDP2 all-gathers such a parameter for one forward and frees it, so that the write would be lost. Never returns.
 
     Args:
         name: the parameter's name in the model.
-        written_by: name of the function that would write; "" if the write is over.
+        written_by: name of the function that is about to write, for the message; "" if the write has happened.
     """
     raise UsageError(
         f"the script writes the parameter {name} within a forward or before its backward"

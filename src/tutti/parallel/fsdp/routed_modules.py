@@ -38,16 +38,19 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def suspected_routers(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules whose forward, by its source code, may choose by the data which of ``blocks`` compute.
+    """Return the modules that, by their source code, may choose from the data which of ``blocks`` compute.
 
-    An example is a mixture of experts.
+    An example is a mixture of experts. For each block the function takes the nearest module around it that has a
+    forward of its own (no ``ModuleList``, ``Sequential`` or similar container), and searches the source of that
+    module's class for words such as ``topk``, ``nonzero`` or ``rand(``. A class without readable source counts as
+    found. Nothing is run; ``routed_modules`` confirms the guess by a trial forward.
 
     Args:
         model: the model.
         blocks: modules below ``model`` that FSDP2 is to wrap.
 
     Returns:
-        For each such module the list of those of ``blocks`` among which it may choose.
+        A dict from each suspected module to the list of its ``blocks``; modules with one block only are left out.
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, list[nn.Module]] = {}
@@ -70,20 +73,23 @@ def routed_modules(
     trial: Callable[..., Any],
     device: torch.device,
 ) -> list[str]:
-    """Run a model once, and return the names of modules that have chosen by the data which of their blocks compute.
+    """Run the model once, and return the names of modules that have chosen by the data which of their blocks compute.
 
-    A suspect has chosen if it has read values of a tensor, and its blocks differ in their calls (number, or shapes of
-    the inputs) or got other numbers of rows than the suspect itself. Not collective. An error of the trial ends the
-    trial and is not raised.
+    A suspected module counts as having chosen if two conditions hold. First, its own forward has read values of a
+    tensor on the host (``item``, a boolean) or called a function whose output shape depends on values (``nonzero``, a
+    mask as index). Second, either its blocks differ in their calls (number of calls, or shapes of the inputs), or
+    they got other numbers of rows (first dimension of the first tensor argument) than the suspect itself. Not
+    collective. An error of the trial ends the trial and is not raised.
 
     Args:
-        model: the whole model, which stays as it was.
-        suspects: modules that may choose, each with its blocks.
+        model: the whole model, not yet sharded; the trial leaves its state as it was.
+        suspects: modules that may choose, each with the list of its blocks, as ``suspected_routers`` returns them.
         trial: ``trial(model)`` runs the model on the first micro-batch.
         device: device on which the trial runs.
 
     Returns:
-        Names in the model, sorted; an empty list for a model with synchronised batch norm, which is not run.
+        Names as in ``model.named_modules()``, sorted; an empty list for a model with synchronised batch norm, which is
+        not run.
     """
     if peers_of(model) is not None:
         return []

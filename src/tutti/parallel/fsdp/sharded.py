@@ -114,8 +114,10 @@ class ShardedSync:
         Collective over the data ranks. FSDP2 or ZeRO stage 1 shards along the first dimension.
 
         Args:
-            replica: runner of this rank's part of the model; parameters and buffers become those of data rank 0.
-            make_optimizer: builds the optimizer over named parameters, here this rank's rows of each.
+            replica: runs forward and backward of this rank's part of the model; its parameters and buffers become those
+                of data rank 0, and its parameters are sharded in place.
+            make_optimizer: called with a list of (name, parameter), here this rank's rows of each parameter; returns
+                the optimizer, or None where this rank has nothing to train.
 
         Returns:
             This object: the hook whose ``gradient_ready`` the replica calls for each complete gradient in backward.
@@ -320,15 +322,20 @@ class ShardedSync:
         self._buffers.pass_on()
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing when backward has completed the gradient of ``parameter``.
+        """Do nothing; the hook that backward calls when it has completed the gradient of a parameter.
 
-        It is reduced by FSDP2's own hooks or, in ZeRO stage 1, by ``reduce_gradients`` after all backwards.
+        FSDP2 reduces the gradient by hooks of its own; in ZeRO stage 1 ``reduce_gradients`` does so after all backwards
+        of the step. Strategies of data parallelism start an all-reduce here.
+
+        Args:
+            parameter: unused; the parameter whose gradient is complete.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Load a logical worker's own buffers (batch-norm statistics) into the model, before its forwards in this step.
 
-        A logical worker is one of N fixed shares of the global batch. Parameters are the same for all of them.
+        A logical worker is one of N fixed shares of the global batch. Parameters are the same for all of them. At the
+        first call in a step the parameters are all-gathered if the script has written rows in the optimizer's groups.
 
         Args:
             worker: index of the logical worker, one that runs on this rank.
@@ -350,7 +357,7 @@ class ShardedSync:
 
         Args:
             worker: unused.
-            part: loss sums of the worker; None if it had no samples on this rank.
+            part: sums of the worker's losses and metrics over its samples; None if it had no samples on this rank.
         """
         self._counting.add(part)
 
@@ -365,8 +372,9 @@ class ShardedSync:
             step_context: the step under way, with its number and loss scale, by which gradients are divided.
 
         Returns:
-            Loss and metrics as means over the global batch, the count of samples or tokens, the L2 norm of the complete
-            gradient, whether all gradients are finite and whether a rank asks to stop; equal on all ranks.
+            A ``StepStats``, equal on all ranks: loss and metrics as means over the global batch, the count of samples
+            or tokens, the L2 norm of the complete gradient, whether all gradients are finite, and whether a rank asks
+            to stop.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -403,7 +411,7 @@ class ShardedSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters (ZeRO stage 1).
 
-        Collective. With FSDP2 the next forward all-gathers. The update is skipped where a gradient is not finite.
+        Called on all ranks. With FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
@@ -456,22 +464,29 @@ class ShardedSync:
             engine.clear()
 
     def merged(self) -> dict[str, Tensor]:
-        """Return parameters as this rank holds them, and buffers merged over logical workers, by name. Collective.
+        """Return the sharded model's parameters as this rank holds them, and buffers merged over logical workers.
 
-        Logical workers are N fixed shares of the global batch, each with its own buffers. Parameters that FSDP2 shards
-        are this rank's rows as plain tensors; all others are full.
+        Logical workers are N fixed shares of the global batch, each with its own buffers (batch-norm statistics).
+        Collective.
+
+        Returns:
+            A dict from names in the model to tensors: for a parameter that FSDP2 shards this rank's rows, as a plain
+            tensor; all other parameters and the buffers in full. Parameters are not copied.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors that should be bitwise equal on all ranks with the same shard (HSDP copies), by name.
+        """Return the tensors that must be bitwise equal on all ranks with the same shard (HSDP copies).
 
-        Collective if the script has written rows in the optimizer's groups.
+        The caller compares digests of them. Collective if the script has written rows in the optimizer's groups, which
+        are then all-gathered first.
 
-        These are unsharded parameters, this rank's rows of parameters that FSDP2 shards, and, in a run of one logical
-        worker (share of the global batch with its own buffers), buffers.
+        Returns:
+            A mapping from names in the model to tensors, not copied: unsharded parameters, this rank's rows of the
+            parameters that FSDP2 shards and, in a run of one logical worker (share of the global batch with its own
+            buffers), buffers.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
@@ -500,11 +515,12 @@ class ShardedSync:
     def load(self, saved: SavedState) -> None:
         """Restore this rank's rows of parameters and optimizer state, buffers and full parameters from a checkpoint.
 
-        Collective: full parameters are all-gathered from the rows. The state of frozen rows is restored too, because
-        the script may thaw them.
+        Collective: in ZeRO stage 1 the full parameters are all-gathered from the rows; with FSDP2 the next forward does
+        so. The optimizer state of frozen parameters is restored too, because the script may unfreeze them. Parameters
+        without saved optimizer state keep theirs.
 
         Args:
-            saved: the checkpoint, of a run with any number of ranks.
+            saved: the checkpoint, written by a run with any number of ranks.
         """
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
@@ -526,9 +542,10 @@ class ShardedSync:
         """Return where this rank's gradients are before the reduce-scatter, for measuring the gradient noise scale.
 
         Returns:
-            The trained parameters in whose ``.grad`` backward leaves this rank's gradient and, where FSDP2 reduces
-            gradients within backward, a function that returns the sum of squares of this rank's gradients since its
-            last call.
+            An ``OwnGradients`` of two parts. The first is a list of the trained parameters in whose ``.grad`` backward
+            leaves this rank's own gradient (ZeRO stage 1). The second is there only where FSDP2 reduces gradients
+            within backward: a function without arguments that returns the sum of squares of the elements of this rank's
+            gradients since its last call.
         """
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
@@ -578,15 +595,16 @@ class ShardedSync:
     def leave_custom_loop(self) -> None:
         """End the custom training loop of an epoch: buffers that the script writes from now on are set for all workers.
 
-        A logical worker is a share of the global batch with its own buffers; a rank may compute several. Not
-        collective.
+        A logical worker is a fixed share of the global batch with its own buffers; a rank may compute several. Within
+        the loop such a write counts for the last of them alone. Not collective.
         """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of each trained parameter, with the parameter objects of the user's model.
+        """Return the trained parameters of the user's model as a list of (name, parameter).
 
-        With FSDP2 these are DTensors, with ZeRO stage 1 full parameters; never the rows that the optimizer has.
+        The parameter objects are DTensors with FSDP2, full parameters with ZeRO stage 1; never the rows that the
+        optimizer has. Parameters that the script has unfrozen after a forward of this step come last.
         """
         return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
 
@@ -603,22 +621,32 @@ class ShardedSync:
         return list(zip(self._trained, seen, strict=True))
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters of the user's model that ``optimizer`` updates, by way of this rank's rows.
+        """Return the trained parameters of the user's model whose rows ``optimizer`` updates on this rank.
 
-        DTensors with FSDP2, full parameters with stage 1; the optimizer's own groups hold the rows.
+        Args:
+            optimizer: an optimizer whose parameter groups hold this rank's rows.
+
+        Returns:
+            The model's parameter objects in the order of ``script_parameters()``: DTensors with FSDP2, full parameters
+            with ZeRO stage 1.
         """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         uncut = [p for _, p in self._uncut if p in own]
         return [*(seen for rows, seen in self._pairs() if rows.parameter in own or seen in own), *uncut]
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return this rank's rows of the trained parameters, as data without autograd; no copies."""
+        """Return what the optimizers update on this rank, as detached tensors: its rows of all trained parameters.
+
+        The tensors share memory with the rows. A parameter that is not yet sharded, because the script has unfrozen it
+        after a forward of this step, is there in full, at the end.
+        """
         return [*(rows.parameter.data for rows in self._trained), *(p.data for _, p in self._uncut)]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Remove the reduced gradients from this rank's rows, whose ``.grad`` is None afterwards, and return them.
 
-        Not collective. Gradients that the script has cleared are not among them.
+        Not collective. The model's ``.grad`` is None afterwards, too. A gradient that the script has set to None is not
+        in the result.
 
         Returns:
             Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
@@ -628,8 +656,9 @@ class ShardedSync:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        With FSDP2 the script can read the sums in the model's DTensors; with stage 1 on several shards, reading
-        ``.grad`` raises, because a rank has only its rows.
+        With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with stage 1 on several
+        shards, reading the ``.grad`` of the model's parameters raises, because a rank has only its rows. Sets
+        ``accumulated`` to whether ``held`` has gradients.
 
         Args:
             held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
@@ -641,11 +670,12 @@ class ShardedSync:
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether an FSDP2 backward on this rank gave it a gradient.
 
-        Counts backwards since the last call, which clears the record. Always False for parameters of ZeRO stage 1,
-        where ``.grad``, None or not, tells.
+        The record covers the backwards since the last call, and this call clears it. Not collective.
 
         Returns:
-            Flags in the order of the sharded parameters in ``script_parameters()``.
+            One bool for each parameter in ``script_parameters()`` that is sharded, in order. Always False for
+            parameters that ZeRO stage 1 shards, for which there is no record: backward has reached them if their
+            ``.grad`` is not None.
         """
         return [flag for engine in self._engines for flag in engine.pop_reached()]
 
@@ -675,16 +705,18 @@ class ShardedSync:
     def show_gradients(self) -> None:
         """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        A placeholder records that the script clears it, for ``apply_clearing``, and raises when it is read. With stage
-        1 nothing is to do.
+        The unsharded parameters are in the model between a forward and its backward. A placeholder raises when the
+        script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded gradient. With
+        ZeRO stage 1 this does nothing.
         """
         for engine in self._engines:
             engine.show_gradients()
 
     def apply_edits(self) -> None:
-        """Set the gradients of this rank's rows, which the optimizer uses, to the ``.grad`` that the script has left.
+        """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        With FSDP2 all edits of the model's ``.grad`` count, with ZeRO stage 1 on several shards clearing only.
+        Called before the optimizer step, which uses the rows' ``.grad``. With FSDP2 all edits of the model's ``.grad``
+        count; with ZeRO stage 1 on several shards the script can only clear a gradient (None or zeros). Not collective.
         """
         for engine in self._engines:
             engine.apply_edits()
@@ -709,7 +741,10 @@ class ShardedSync:
 
         Args:
             members: some of ``script_parameters()``, the same on all ranks; parameters without gradient count as 0.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: facts of the step under way; its number is for error messages.
+
+        Returns:
+            The norm over the ranks' rows together, a Python float, equal on all ranks.
         """
         own = set(members)
         pairs = self._pairs()
@@ -739,9 +774,13 @@ class ShardedSync:
                 self._acting_on = None
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` is one that this strategy steps, and updates full parameters on this rank.
+        """Return whether this strategy steps ``optimizer``, and the optimizer updates full parameters on this rank.
 
-        True only with one shard and without CPU offload.
+        True only for an optimizer that the strategy has built, on one shard (nothing is cut into rows) and without CPU
+        offload.
+
+        Args:
+            optimizer: any optimizer, such as one that the script steps by itself.
         """
         if self._config.offload:
             return False
@@ -762,16 +801,18 @@ class ShardedSync:
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Train further parameters from now on, and shard any of them that was frozen when the model was sharded.
 
-        Collective over the ranks that hold the same part of the model.
+        Collective over the ranks that train the same part of the model on different data.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last call.
+            names: names of parameters whose ``requires_grad`` the script has set to True since the last call; at least
+                one.
             late: True if a forward of this step has already used these parameters unsharded; they are then sharded
                 after its backward.
 
         Raises:
-            UsageError: the optimizer needs whole tensors.
-            MismatchError: ranks have thawed different parameters.
+            UsageError: the optimizer steps on whole tensors, gathered from the ranks' rows; parameters cannot be added
+                to such an optimizer.
+            MismatchError: ranks have unfrozen different parameters.
         """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])

@@ -45,13 +45,14 @@ class ShardedParameter:
     def piece(self, tensor: Tensor) -> Tensor | TensorSlice | None:
         """Wrap a tensor of the shape of this rank's rows, such as optimizer state, with its place in the full tensor.
 
-        For a checkpoint; no copy.
+        The result is what this rank writes into a checkpoint; it shares memory with ``tensor``.
 
         Args:
-            tensor: of the shape of ``parameter``, this rank's rows.
+            tensor: of the shape of this rank's rows of the parameter.
 
         Returns:
-            The ``TensorSlice``; the tensor itself, 0-d, for a 0-d parameter; None where this rank has no rows.
+            A ``TensorSlice``, which holds the tensor, the parameter's global shape and the offset of the rows in it; a
+            0-d view of ``tensor`` for a 0-d parameter; None where this rank has no rows.
         """
         if not tensor.numel():
             return None
@@ -60,14 +61,18 @@ class ShardedParameter:
         return TensorSlice(tensor, self.spec.shape, self.spec.offset, self.spec.blocks, self.spec.rows)
 
     def read(self, saved: SavedState, group: str, name: str) -> Tensor:
-        """Read this rank's rows of a tensor in a checkpoint, on the CPU; empty where the rank has no rows.
+        """Read this rank's rows of one sharded parameter, or of its optimizer state, from a checkpoint.
 
-        Not collective.
+        Only the bytes of these rows are read. Not collective.
 
         Args:
             saved: the checkpoint.
             group: group of tensors in the checkpoint, ``model``, ``ema`` or ``optim``.
             name: name of the tensor in the group, which has the parameter's global shape.
+
+        Returns:
+            A tensor on the CPU of the shape of this rank's rows, in the dtype of the checkpoint; where the rank has no
+            rows, an empty tensor in the parameter's dtype.
         """
         if not self.parameter.numel():
             return self.parameter.detach().cpu().clone()
@@ -77,9 +82,16 @@ class ShardedParameter:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def known(self, names: Collection[str]) -> str:
-        """Return the name by which ``names``, such as those in a checkpoint, refer to this sharded parameter.
+        """Return the name by which ``names`` refer to this sharded parameter, which may have tied names.
 
-        That is the first of its own name and the names tied to it that is in ``names``; its own name if none is.
+        A parameter that several modules share (tied weights) has one name in each; a checkpoint may have any of them.
+
+        Args:
+            names: names of parameters, such as those in a checkpoint.
+
+        Returns:
+            The parameter's own name if it is in ``names``, else the first of its tied names that is; its own name if
+            none is.
         """
         return next((name for name in (self.name, *self.spec.tied) if name in names), self.name)
 
@@ -93,10 +105,17 @@ class ShardingEngine(Protocol):
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of each parameter that is or was trainable; parameters that are frozen later stay in it."""
+        """This rank's rows of each sharded parameter that is or was trainable.
+
+        The optimizer updates these rows, and their gradients are reduced. A parameter that is frozen later stays in the
+        list.
+        """
 
     def train(self, names: Collection[str]) -> None:
-        """Add parameters that the script has unfrozen to the trained ones from now on. Collective over the shard ranks.
+        """Add parameters that the script has unfrozen to ``trained``, so that their gradients are reduced from now on.
+
+        ``trained`` holds this rank's rows of each parameter that is or was trainable. Called on all shard ranks (those
+        that share one copy of the parameters): FSDP2 may all-gather parameters in the call.
 
         Args:
             names: names in the unsharded model; names of parameters that are not sharded here are ignored.
@@ -105,18 +124,25 @@ class ShardingEngine(Protocol):
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a dictionary from each parameter object of the user's model to this rank's rows of that parameter.
 
-        The rows are the optimizer's parameter. Several objects may stand for one parameter (FSDP2).
+        The rows are the tensor that the optimizer has as its parameter. With FSDP2 several objects of the model (the
+        DTensor and the unsharded parameter) map to the same rows.
         """
 
     def used(self) -> list[bool]:
-        """Return whether backward gave each trained parameter a gradient on this rank in this step.
+        """Return for each trained parameter whether backward on this rank has given it a gradient in this step.
+
+        Not collective.
 
         Returns:
-            One entry for each parameter of which the optimizer updates rows, in the order of the attribute ``trained``.
+            One bool for each parameter that is or was trainable, in the order of the attribute ``trained``; False where
+            this rank's forward did not use the parameter.
         """
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Set the ``.grad`` of all trained rows to the sum over the ranks that share one copy of the model. Collective.
+        """Set the ``.grad`` of this rank's trained rows to the gradient summed over the shard ranks.
+
+        The shard ranks are those that share one copy of the parameters by rows. Called on all of them: ZeRO stage 1
+        reduce-scatters in this call, FSDP2 has done so in backward.
 
         Args:
             step: number of the step from 1, for error messages.
@@ -129,24 +155,28 @@ class ShardingEngine(Protocol):
         """
 
     def rows_written(self) -> bool:
-        """Return whether the optimizer's rows have been written since ``all_gather_parameters``, by their versions.
+        """Return whether this rank's rows have been written since ``all_gather_parameters``.
 
-        Writes through ``.data`` have no version. Always False with FSDP2, where rows may share it with ``DTensor``s.
+        Then the full parameters of other ranks are stale. Writes are found by the version counters of the row tensors;
+        a write through ``.data`` does not count. Always False with FSDP2, whose rows may share the counter with the
+        model's DTensors.
         """
 
     def clear(self) -> None:
         """Set the ``.grad`` of this rank's rows and of the model's parameters to None."""
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the user's model has them, in the order of ``trained``.
+        """Return the trained parameters as the user's model has them between steps.
 
-        They are full parameters in ZeRO stage 1, DTensors with FSDP2.
+        They are full parameters in ZeRO stage 1, DTensors with FSDP2: one for each parameter that is or was trainable,
+        in the order of ``trained``.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Remove the reduced gradients from the trained rows, whose ``.grad`` is None afterwards, and return them.
 
-        Not collective. Gradients that the script has cleared are not among them.
+        Not collective. The model's ``.grad`` is None afterwards, too. A gradient that the script has set to None is not
+        in the result.
 
         Returns:
             Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
@@ -155,25 +185,29 @@ class ShardingEngine(Protocol):
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        The script can read the sums in the model's DTensors (FSDP2); in stage 1 on several ranks reading ``.grad``
-        raises.
+        Not collective. With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; in ZeRO stage
+        1 on several ranks reading the ``.grad`` of the model's parameters raises from then on.
 
         Args:
             held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
         """
 
     def pop_reached(self) -> list[bool]:
-        """Return for each parameter of ``trained`` whether a backward on this rank gave it a gradient.
+        """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear the record.
 
-        Counts backwards since the last call, which clears the record. All False in ZeRO stage 1, where the full
-        parameter's ``.grad``, None or not, tells.
+        The record covers the backwards since the last call. Not collective.
+
+        Returns:
+            One bool for each parameter that is or was trainable, in the order of ``trained``; all False in ZeRO stage
+            1, which keeps no record, because there the full parameter's ``.grad`` is None or not.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
         """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
 
         Args:
-            used: for each parameter of ``trained``, in order, True to record it; False leaves its record as it is.
+            used: for each parameter that is or was trainable, in the order of ``trained``, True to record that it had a
+                gradient; False leaves its record as it is. ZeRO stage 1 does nothing.
         """
 
     def begin_custom_loop(self) -> None:
@@ -184,20 +218,25 @@ class ShardingEngine(Protocol):
         """
 
     def apply_clearing(self) -> None:
-        """Clear the row gradients of parameters whose ``.grad`` the script has cleared after a forward.
+        """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        For FSDP2, where the script sees unsharded parameters between a forward and its backward, with the placeholders
-        of ``show_gradients`` as ``.grad``.
+        For FSDP2, where the script sees unsharded parameters between a forward and its backward. Their ``.grad`` are
+        placeholders, put there by ``show_gradients``. A sharded gradient becomes None or zeros, as the script has made
+        the placeholder; all placeholders are removed. ZeRO stage 1 does nothing.
         """
 
     def show_gradients(self) -> None:
         """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        A placeholder records that the script clears it, for ``apply_clearing``, and raises when it is read.
+        The unsharded parameters are in the model between a forward and its backward. A placeholder raises when the
+        script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded gradient. ZeRO
+        stage 1 does nothing.
         """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the model's ``.grad`` of the parameters whose rows an optimizer has, after its ``zero_grad``.
+        """Clear the gradients of an optimizer's rows and of the model's parameters that they belong to.
+
+        Called after the optimizer's ``zero_grad``, which does not know the model's parameters.
 
         Args:
             members: parameters of the optimizer, which are row shards; those that are not sharded here are ignored.
@@ -205,31 +244,36 @@ class ShardingEngine(Protocol):
         """
 
     def apply_edits(self) -> None:
-        """Set the gradients of this rank's rows, which the optimizer uses, to the ``.grad`` that the script has left.
+        """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        With FSDP2 all edits of the model's ``.grad`` count, in ZeRO stage 1 on several ranks clearing only.
+        Called before the optimizer step, which uses the rows' ``.grad``. With FSDP2 all edits of the model's ``.grad``
+        count; in ZeRO stage 1 on several ranks the script can only clear a gradient (None or zeros). Not collective.
         """
 
     def gradient_meter(self) -> Callable[[], float] | None:
         """Start to measure this rank's own gradients before backward itself reduces them (FSDP2).
 
         Returns:
-            A function that returns the sum of the squares of their elements since its last call, and resets it to 0;
-            None where backward leaves this rank's gradient in the ``.grad`` of ``script_parameters`` (stage 1).
+            A function without arguments that returns the sum of the squares of the gradients' elements since its last
+            call, and resets the sum to 0; None in ZeRO stage 1, where backward leaves this rank's own gradient in the
+            ``.grad`` of the model's full parameters.
         """
 
 
 def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
     """Return, for each parameter sharded by rows, its full shape and the region of it that each rank holds.
 
-    For optimizers that need whole tensors, which gather by these descriptions; nothing is gathered here.
+    Optimizers that need whole tensors, such as those with matrix preconditioners, gather by these descriptions. Nothing
+    is gathered here.
 
     Args:
         rows: this rank's rows of each parameter.
         comm: the ranks that each hold a contiguous block of rows (of the first dimension).
 
     Returns:
-        One ``GatheredTensor`` for each of ``rows``, in order.
+        One ``GatheredTensor`` for each of ``rows``, in order. It has the row tensor, its shape, the shape of the tensor
+        that the rows are cut from, and for each rank a list of that rank's regions in it: one tuple of slices, one for
+        each dimension, or an empty list for a rank without rows.
     """
     found = []
     for sharded in rows:
@@ -248,14 +292,19 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
 def local_rows(
     name: str, parameter: nn.Parameter, spec: ShardSpec, local: Sequence[int], comm: Communicator
 ) -> ShardedParameter:
-    """Return a description of this rank's rows of a parameter, for optimizer and checkpoint, without copying data.
+    """Describe this rank's rows of a parameter: their name, shape, and offset in the full parameter.
+
+    Nothing is cut or copied here. The ranks of ``comm`` hold contiguous blocks of the first dimension.
 
     Args:
         name: name of the parameter in the unsharded model.
         parameter: this rank's rows, already cut.
         spec: global shape and offset of the tensor that the rows are cut from.
-        local: shape of that tensor, which is a tensor slice under tensor parallelism.
+        local: shape of that tensor, which is a tensor slice under tensor parallelism; () for a 0-d parameter.
         comm: the ranks that share its rows.
+
+    Returns:
+        The description that optimizers and checkpoints use, with ``parameter`` in it.
     """
     leads = not any(spec.offset)
     if local:
@@ -295,20 +344,30 @@ class ZeroSharding:
 
     @property
     def replaced(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map the model's original parameters, which now hold this rank's rows, to the full ones in their place.
+        """A dictionary from the model's original parameter objects to the full parameters that have replaced them.
 
-        The optimizer keeps the original objects. Empty with one rank, whose rows are the full parameters.
+        ZeRO stage 1 lets the original objects, which the optimizer has, hold this rank's rows, and puts new full
+        parameters into the model's modules. Empty with one rank, whose rows are the full parameters.
         """
         pairs = zip(self.rows, self._whole, strict=True)
         return {rows.parameter: whole for rows, whole in pairs if rows.parameter is not whole}
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all parameters that ZeRO stage 1 shards, as it shards trained parameters only."""
+        """This rank's rows of all sharded parameters, the same as ``rows``.
+
+        ZeRO stage 1 shards only parameters that were trainable at construction, so that all of them are trained.
+        """
         return self.rows
 
     def train(self, names: Collection[str]) -> None:
-        """Do nothing with ``names``: ZeRO stage 1 shards trained parameters only, all trained from the start."""
+        """Do nothing.
+
+        ZeRO stage 1 shards only parameters that were trainable at construction, so that none is added later.
+
+        Args:
+            names: unused; names of parameters that the script has unfrozen.
+        """
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a dictionary from each full parameter of the script's model to the rows that the optimizer updates."""
@@ -318,7 +377,8 @@ class ZeroSharding:
         """Return whether the full ``.grad`` of each sharded parameter is not None on this rank.
 
         Returns:
-            One entry for each parameter, in the order of the attributes ``rows`` and ``trained``.
+            One bool for each parameter that ZeRO stage 1 shards, in the order of the attributes ``rows`` and
+            ``trained``; False where this rank's backward did not reach the parameter.
         """
         return [whole.grad is not None for whole in self._whole]
 
@@ -364,9 +424,10 @@ class ZeroSharding:
                 rows.parameter.data, self._places[index] = own, whole.data_ptr()
 
     def all_gather_parameters(self) -> None:
-        """All-gather the rows that the optimizer has updated into the model's full parameters, bucket by bucket.
+        """All-gather the rows that the optimizer has updated into the model's full parameters (ZeRO stage 1).
 
-        Collective over the shard ranks.
+        One all-gather a bucket of 25 MB, over the shard ranks, each of which has updated its own rows. One rank does
+        nothing.
         """
         if self._comm.size == 1:
             return
@@ -388,10 +449,11 @@ class ZeroSharding:
         self._versions = self._versions_now()
 
     def rows_written(self) -> bool:
-        """Return whether the optimizer's rows have been written since ``all_gather_parameters``, by their versions.
+        """Return whether this rank's rows have been written since ``all_gather_parameters`` (ZeRO stage 1).
 
-        Writes through ``.data`` have no version. Rows follow full parameters whose ``.data`` the script has assigned.
-        False with one rank, whose rows are the full parameters.
+        Writes are found by the version counters of the row tensors; a write through ``.data`` does not count. Where the
+        script has assigned the ``.data`` of a full parameter, the call first makes the rows views of the new tensor.
+        False with one rank, whose rows are the full parameters. Not collective.
         """
         if self._comm.size == 1:
             return False
@@ -408,13 +470,17 @@ class ZeroSharding:
             whole.grad = rows.parameter.grad = None
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the full trained parameters, as the user's model has them, in the order of their sharding."""
+        """Return the full, trained parameters that the model has under ZeRO stage 1.
+
+        There is one for each entry of ``rows``, in the same order.
+        """
         return self._whole
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Remove the reduced gradients from this rank's rows, whose ``.grad`` is None afterwards, and return them.
 
-        Not collective. Gradients that the script has cleared are not among them.
+        Not collective. The ``.grad`` of the model's full parameters is None afterwards, too. A gradient that the script
+        has set to None is not in the result.
 
         Returns:
             Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
@@ -456,16 +522,20 @@ class ZeroSharding:
         self._aside = {}
 
     def pop_reached(self) -> list[bool]:
-        """Return False for each trained parameter, in order: ZeRO stage 1 keeps no record of backward.
+        """Return a list of False, one for each sharded parameter: ZeRO stage 1 keeps no record of backward.
 
-        Whether the full parameter's ``.grad`` is None tells instead.
+        The method is there because FSDP2's counterpart returns which parameters backward has given a gradient. In
+        stage 1 the caller sees this by whether the full parameter's ``.grad`` is None.
         """
         return [False] * len(self._whole)
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing with ``used``: ZeRO stage 1 keeps no record of the parameters that backward gave gradients.
+        """Do nothing: ZeRO stage 1 keeps no record of the parameters that backward gave gradients.
 
         A parameter counts as used where its full ``.grad`` is not None.
+
+        Args:
+            used: unused; one flag for each trained parameter.
         """
 
     def begin_custom_loop(self) -> None:
@@ -495,9 +565,10 @@ class ZeroSharding:
     def apply_edits(self) -> None:
         """Clear the gradients of this rank's rows where the script has cleared the full parameter's ``.grad``.
 
-        To None or to zeros, as the script did, before the update; it can make no other edits. With one rank the rows
-        are the full parameters, and nothing is to do. Rows follow full parameters whose ``.data`` the script has
-        assigned since backward.
+        Called before the optimizer step (ZeRO stage 1). A row gradient becomes None or zeros, as the script has made
+        the full gradient; other edits are not carried over. Where the script has assigned the ``.data`` of a full
+        parameter since backward, the rows become views of the new tensor. With one rank the rows are the full
+        parameters, and this does nothing to their gradients.
         """
         self._reveal()
         if self._comm.size > 1:
@@ -562,10 +633,10 @@ class RowNormReducer:
         """Sum squared norms of this rank's rows over the shard ranks. Collective: one all-reduce.
 
         Args:
-            squares: squared norms of this rank's rows, one number a parameter.
+            squares: 1-d tensor with the squared norm of this rank's rows of each parameter; it may be overwritten.
 
         Returns:
-            The squared norms of the full tensors, on the CPU.
+            A 1-d tensor on the CPU with the squared norms of the full tensors, in the same order.
         """
         whole = squares.to(self._comm.device)
         self._comm.start_all_reduce(whole, "all_reduce of the norms of layers").wait()
@@ -584,9 +655,9 @@ class RowGatherer:
         self._comm, self._of = comm, {each.parameter: each for each in rows}
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the full tensors of which ``tensors`` are this rank's rows.
+        """All-gather the full tensors of which ``tensors`` are this rank's rows.
 
-        Collective: one all-gather for each tensor.
+        Collective over the ranks that share the rows: one all-gather for each tensor.
 
         Args:
             parameter: the rows of the parameter, whose full shape the results have.
@@ -608,11 +679,13 @@ class RowGatherer:
         return found
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a full tensor, as a view. Not collective.
+        """Return this rank's rows of a full tensor, as a view of it. Not collective.
+
+        Rows are the contiguous block of the first dimension that this rank has of every sharded parameter.
 
         Args:
-            parameter: unused here; other layouts look up the parameter's split by it.
-            whole: the full tensor.
+            parameter: unused here; classes with other layouts than rows look up the parameter's split by it.
+            whole: the full tensor, such as one that ``gather`` has returned.
         """
         place = block(len(whole), self._comm.size, self._comm.rank)
         return whole[place.start : place.stop]
@@ -621,15 +694,17 @@ class RowGatherer:
 def optimizer_pieces(
     optimizer: Optimizer, rows: Iterable[ShardedParameter], scalars: bool
 ) -> dict[str, Tensor | TensorSlice]:
-    """Return the optimizer's state of these rows as ``{parameter}/{key}``, for a checkpoint. Not collective.
+    """Return the optimizer state of this rank's rows, as the rank writes it into a checkpoint. Not collective.
 
     Args:
-        optimizer: the optimizer over the rows.
-        rows: the rows that this rank writes.
+        optimizer: the optimizer whose parameters are the rows.
+        rows: this rank's rows of each parameter whose state this rank writes.
         scalars: whether this rank also writes 0-d state, such as step counters, which all ranks hold alike.
 
     Returns:
-        ``TensorSlice`` of each state tensor with its place in the full tensor; 0-d tensors as they are.
+        A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``. A value is a
+        ``TensorSlice``, the state tensor with its place in the full tensor; 0-d state is the plain tensor. State that
+        is None and rows of size 0 have no entry.
     """
     found: dict[str, Tensor | TensorSlice] = {}
     for each in rows:
@@ -649,9 +724,10 @@ def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], 
     Reads only this rank's rows, of a checkpoint of any number of ranks. Not collective.
 
     Args:
-        optimizer: the optimizer over the rows; its ``state`` is written.
-        rows: the rows on this rank.
-        saved: the checkpoint, whose group ``optim`` has entries ``{parameter}/{key}``.
+        optimizer: the optimizer whose parameters are the rows; its ``state`` is written.
+        rows: this rank's rows of each parameter.
+        saved: the checkpoint, whose group ``optim`` has entries ``"{parameter name}/{state key}"``, such as
+            ``"head.weight/exp_avg"``, of the full parameter's shape or 0-d.
     """
     keys: dict[str, list[str]] = {}
     for entry in saved.names("optim"):

@@ -76,15 +76,22 @@ class ShardedReads(ScriptMode):
         self._over = False
 
     def guard(self, engine: FullySharded) -> None:
-        """Refuse, from now on, writes of the script to parameters that FSDP2 has gathered for a forward.
+        """Let this function mode raise UsageError where the script writes a parameter that FSDP2 has unsharded.
+
+        FSDP2 frees such a parameter after the forward or backward, so that the write would be lost. The check applies
+        from now on, inside contexts of ``script_code``.
 
         Args:
-            engine: the FSDP2-sharded parameters of the model.
+            engine: the object that has applied ``fully_shard`` to the model; only a weak reference is kept.
         """
         self._shards.engine = ref(engine)
 
     def cover(self, rows: Iterable[ShardedParameter], full: Iterable[Tensor]) -> None:
-        """Give the script the sizes of the whole parameter where it asks for those of this rank's rows, from now on.
+        """Register sharded parameters with this function mode, which from now on checks the script's use of them.
+
+        Where the script asks for the size or shape of this rank's rows, it gets those of the whole parameter. Functions
+        of the rows that are not elementwise raise UsageError. After the script has written rows, its reads of the
+        parameters in ``full`` raise UsageError, because other ranks' rows have not been all-gathered yet.
 
         Args:
             rows: this rank's rows of each parameter, as the optimizer's groups have them.
@@ -97,7 +104,11 @@ class ShardedReads(ScriptMode):
 
     @property
     def written(self) -> bool:
-        """Whether the script has written rows in an optimizer's groups since this was last set to False."""
+        """Whether the script has written its rows of sharded parameters, which are in the optimizer's groups.
+
+        True from such a write until the caller sets the property to False; while it is True, the script's reads of
+        parameters that hold all ranks' rows (ZeRO stage 1) raise UsageError.
+        """
         return self._shards.written
 
     @written.setter
@@ -105,22 +116,25 @@ class ShardedReads(ScriptMode):
         self._shards.written = value
 
     def end(self) -> None:
-        """Stop checking losses and loop bodies from now on: the first update is being made.
+        """Stop the checks of sharded parameters in the script's code; called when the first update is being made.
 
-        Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of rows or
-        used their values.
+        Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of this
+        rank's rows or used their values.
         """
         self._over = True
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Return a context around the script's code in which reads and writes of sharded parameters are checked.
+        """Return a context in which the script's reads and writes of FSDP2-sharded parameters are checked.
 
-        After ``end`` it does nothing, unless the script has asked for sizes of rows or used their values.
+        It is a PyTorch function mode around the script's own code, such as its loss function. After ``end`` has been
+        called (at the first update) the context does nothing, unless the script has asked for sizes of this rank's rows
+        or used their values.
 
         Raises:
             UsageError: within the context, an operation cannot take the parameters as they are outside of the model's
-                forward (a ``DTensor``), or would give each rank another result.
+                forward (a ``DTensor``), would give each rank another result (a random draw, a norm of this rank's
+                rows), or writes a parameter that FSDP2 has unsharded for one forward.
         """
         # The script may ask after the first update in the same body.
         if self._over and not self._shards.asked:

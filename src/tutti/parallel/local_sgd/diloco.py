@@ -55,9 +55,9 @@ class DiLoCoSync(LocalSGDSync):
         of ``diloco``; its parameters start at the initial weights, its momentum at zero.
 
         Args:
-            replica: the replica on this rank.
-            make_optimizer: makes the inner optimizer of one worker, which is the run's optimizer; called once for each
-                worker of this rank.
+            replica: the model on this rank and what runs it.
+            make_optimizer: called once for each worker of this rank with a list of (name, parameter); returns that
+                worker's inner optimizer, which is the run's optimizer.
 
         Returns:
             This object as the gradient-ready hook; it does nothing, because gradients stay with the worker.
@@ -101,8 +101,12 @@ class DiLoCoSync(LocalSGDSync):
         momentum. The outer state of all other parameters stays.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last call.
-            late: whether a forward of this step has been computed already; unused.
+            names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the
+                script has set to True since the last call.
+            late: unused; True if a forward of this step has been computed already.
+
+        Raises:
+            MismatchError: the ranks have unfrozen different parameters.
         """
         known = {
             name: pair
@@ -113,11 +117,12 @@ class DiLoCoSync(LocalSGDSync):
         self._outer, self._velocities = [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the tensors of which all ranks hold equal copies.
+        """Return the tensors of which all ranks must hold equal copies. Not collective.
 
-        These are the parameters of DiLoCo's outer optimizer as ``outer/parameter/NAME``, their momentum as
-        ``outer/momentum/NAME``, frozen parameters, and trained ones while they are equal on all logical workers (shares
-        of the global batch). Not collective.
+        Returns:
+            A mapping from names to tensors, not copied: the parameters of DiLoCo's outer optimizer as
+            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``, frozen parameters, and trained ones
+            while they are equal on all logical workers (shares of the global batch).
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -153,7 +158,7 @@ class DiLoCoSync(LocalSGDSync):
         parameters take the values of the group ``model`` with zero momentum.
 
         Args:
-            saved: the checkpoint.
+            saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
         """
         super().load(saved)
         names = saved.names("workers")
@@ -190,7 +195,7 @@ def outer_step(
         velocities: v, in the same order; updated.
         lr: γ; with lr 1 and momentum 0 the result is the mean of the workers.
         momentum: μ.
-        nesterov: use Nesterov's form.
+        nesterov: whether to use Nesterov's form, θ ← θ - γ·(Δ + μ·v), and not θ ← θ - γ·v.
     """
     thetas, moved = list(parameters), list(velocities)
     changes = foreach_sub(thetas, list(means))

@@ -83,8 +83,9 @@ class LocalSGDSync:
         model's names, shapes and dtypes, and take data rank 0's values.
 
         Args:
-            replica: the replica on this rank.
-            make_optimizer: makes one worker's optimizer; called once for each worker of this rank.
+            replica: the model on this rank and what runs it.
+            make_optimizer: called once for each worker of this rank with a list of (name, parameter); returns that
+                worker's optimizer, or None where there is nothing to train.
 
         Returns:
             This object as the gradient-ready hook; it does nothing, because gradients stay with the worker.
@@ -133,9 +134,10 @@ class LocalSGDSync:
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Make the model compute with the logical worker's own parameters and buffers. Not collective.
+        """Put a logical worker's own parameters and buffers into the model, before its forwards. Not collective.
 
         A logical worker is one of N fixed shares of the global batch, with its own copy of the parameters in local SGD.
+        The parameters' ``.data`` is replaced, without a copy.
 
         Args:
             worker: index of the logical worker, one of this rank's.
@@ -160,7 +162,7 @@ class LocalSGDSync:
 
         Args:
             worker: index of the logical worker.
-            part: its loss sums; None if it had no samples.
+            part: the worker's sums of loss, count and metrics over its samples in this step; None if it had no samples.
         """
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
@@ -254,21 +256,29 @@ class LocalSGDSync:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers of one model, merged over all logical workers, by name.
+        """Return the parameters and buffers of one model, averaged over all logical workers.
 
         A logical worker is one of N fixed shares of the global batch, with its own parameters and buffers. Trained
-        parameters are the mean of the workers', buffers are merged over workers; frozen parameters are the same on all.
-        Collective: a summation tree over the ranks, and an all-gather of the buffers.
+        parameters are the mean of the workers' parameters. Batch-norm statistics are pooled over the workers, other
+        floating buffers averaged, and of integers the largest is taken. Collective: a summation tree over the ranks,
+        and an all-gather of the buffers. The workers' own parameters stay as they are.
+
+        Returns:
+            A dict from names of all parameters and buffers in the model to tensors, with the same bits on every rank.
         """
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
         return {**fixed, **averages, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the parameters of which all ranks hold equal copies, not copied. Not collective.
+        """Return the parameters of which all ranks must hold equal copies. Not collective.
 
-        These are the frozen parameters, and after an average the trained ones, too. Between two averages each logical
-        worker (share of the global batch) has its own trained parameters.
+        Between two averages of local SGD each logical worker (share of the global batch) has its own trained
+        parameters; right after an average, and in synchronous steps, all are equal.
+
+        Returns:
+            A mapping from names in the model to tensors, not copied: the frozen parameters, and the trained ones while
+            they are equal on all workers.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -308,7 +318,7 @@ class LocalSGDSync:
         ``optim``.
 
         Args:
-            saved: the checkpoint.
+            saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
         """
         names, workers = saved.names("workers"), self._run_context.workers
         first = self._trained[0][0] if self._trained else ""
@@ -327,9 +337,10 @@ class LocalSGDSync:
         self._note()
 
     def own_gradients(self) -> NoReturn:
-        """Refuse to return gradients for the gradient noise scale: workers' gradients are at different parameters.
+        """Raise UsageError: the gradient noise scale cannot be measured with local SGD.
 
-        In local SGD each logical worker (share of the global batch) computes with its own copy of the parameters.
+        Each logical worker (share of the global batch) computes with its own copy of the parameters, so that the
+        workers' gradients do not belong to one point.
 
         Raises:
             UsageError: always.
@@ -343,7 +354,8 @@ class LocalSGDSync:
         """Return this rank's collective calls so far for ``summary.json``. Not collective.
 
         Returns:
-            ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``, with the kinds ``all_to_all`` and ``all_gather``.
+            ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``: number of calls and bytes of the tensors, both
+            integers, by the kind of collective that was called, such as ``all_to_all`` and ``all_gather``.
         """
         counted = self._run_context.comms.replica.collective_traffic()
         return {"collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in counted.items()}}
@@ -355,7 +367,7 @@ class LocalSGDSync:
         the groups of ``optimizer`` anyway.
 
         Args:
-            optimizer: the script's optimizer.
+            optimizer: unused; the script's optimizer, with the new groups.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
@@ -364,8 +376,9 @@ class LocalSGDSync:
         A logical worker is one of N fixed shares of the global batch.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last call.
-            late: whether a forward of this step has been computed already; unused.
+            names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the
+                script has set to True since the last call.
+            late: unused; True if a forward of this step has been computed already.
 
         Raises:
             MismatchError: the ranks' new parameters differ.

@@ -161,7 +161,10 @@ class AsynchronousServerSync(RemoteGradients):
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing with a gradient: ``end_worker`` reads ``.grad`` and pushes it once backward is complete."""
+        """Do nothing when backward has completed the gradient of ``parameter``.
+
+        ``end_worker`` reads ``.grad`` of all parameters after the whole backward, and pushes them to the servers.
+        """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Make the model compute with the parameters that logical worker ``worker`` read last, and with its buffers.
@@ -274,6 +277,9 @@ class AsynchronousServerSync(RemoteGradients):
 
         A logical worker is one of N fixed shares of the global batch.
 
+        Args:
+            step_context: the step under way, whose number decides whether the run is to stop.
+
         Returns:
             A ``StepStats``: ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of
             the step before where they had none); the metric ``staleness``, mean number of updates that the first server
@@ -325,7 +331,7 @@ class AsynchronousServerSync(RemoteGradients):
         data ranks: barriers before and after the read, so that all ranks return the same model.
 
         Returns:
-            Whole tensors by name.
+            A dict from names of all parameters and buffers in the model to whole tensors on this rank's device.
 
         Raises:
             UsageError: the script has written parameters since the last step.
@@ -401,9 +407,10 @@ class AsynchronousServerSync(RemoteGradients):
         self._stop_at, self._clock = None, 0
 
     def own_gradients(self) -> NoReturn:
-        """Refuse to return gradients for the gradient noise scale: each worker's are at parameters of its own.
+        """Raise UsageError: the gradient noise scale cannot be measured with asynchronous parameter servers.
 
-        Each logical worker (share of the global batch) computes with the parameters of its own last read.
+        Each logical worker (share of the global batch) computes with the parameters of its own last read, so that the
+        workers' gradients do not belong to one point.
 
         Raises:
             UsageError: always.
@@ -417,7 +424,8 @@ class AsynchronousServerSync(RemoteGradients):
         """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.
 
         Returns:
-            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with an entry for each server: counts of updates by
-            staleness, bytes and refused messages; an empty dict on all other ranks.
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address, counts
+            of updates and of updates by staleness, bytes of tensors, and counts of refused messages. An empty dict on
+            all other ranks.
         """
         return self._link.facts()

@@ -72,7 +72,14 @@ class RequestTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientIdentity:
-    """Identity of a rank: run, layout and client as in ``server_wire.MessageHeader``, and the rank's key pair."""
+    """Identity of a rank towards the parameter servers, sent in the header of each of its messages.
+
+    Attributes:
+        run: random number of the run, which all its ranks and servers share.
+        layout: digest of names, shapes, dtypes and partition of the parameters; a server ignores a rank with another.
+        client: number of the rank.
+        keys: the rank's CURVE key pair, with which it proves its identity.
+    """
 
     run: int
     layout: int

@@ -29,7 +29,11 @@ class Keys:
 
 
 def make_keys() -> Keys:
-    """Generate a new random CURVE key pair, which identifies one rank or one server for this run."""
+    """Generate a new random CURVE key pair, which identifies one rank or one server for this run.
+
+    Returns:
+        Public and secret key in Z85, 40 characters each.
+    """
     return Keys(*zmq.curve_keypair())
 
 
@@ -55,8 +59,9 @@ class ZapAuthenticator:
     def answer(self) -> None:
         """Answer one authentication request of ZeroMQ that is waiting on ``socket``.
 
-        A connection is accepted if its CURVE public key is one of the ranks' keys, and refused otherwise. Blocks where
-        no request is waiting, so poll ``socket`` first.
+        A connection is accepted if its CURVE public key is one of the ranks' keys; its messages then have the rank's
+        number as user id. Other connections are refused and counted in ``refused``. Blocks where no request is waiting,
+        so poll ``socket`` first.
         """
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and version == _VERSION
@@ -67,10 +72,12 @@ class ZapAuthenticator:
 
 
 def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Make ``socket`` encrypt and authenticate as a CURVE server; call it before ``bind``.
+    """Make a ZeroMQ socket encrypt and authenticate as a CURVE server; call this before ``bind``.
+
+    The socket then accepts only connections whose key the ``ZapAuthenticator`` of its ZeroMQ context lists.
 
     Args:
-        socket: accepts only connections whose key the ``ZapAuthenticator`` of its context lists.
+        socket: a socket that is not bound yet.
         keys: the server's own key pair.
     """
     socket.curve_server = True
@@ -79,7 +86,7 @@ def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
 
 
 def unlock(socket: zmq.Socket[bytes], keys: Keys, server: bytes) -> None:
-    """Make ``socket`` a CURVE client, which connects only to the server with a given public key.
+    """Make a ZeroMQ socket a CURVE client, which connects only to the server with a given public key.
 
     Args:
         socket: a socket that is not connected yet.

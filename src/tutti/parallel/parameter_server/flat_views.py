@@ -12,10 +12,14 @@ from tutti.torch_compat import foreach_copy_
 
 
 def sizes(parameters: Sequence[nn.Parameter]) -> list[Size]:
-    """Return the size of each parameter, in the order given, as ``plan_servers`` takes it.
+    """Return the size of each parameter, from which ``plan_servers`` divides the parameters over servers.
+
+    Args:
+        parameters: the trained parameters, in the model's order.
 
     Returns:
-        For each parameter its number of elements, the bytes of an element, and the dtype's name.
+        For each parameter, in order, a ``Size``: its number of elements, the bytes of an element, and the dtype's name
+        (``"torch.float32"``).
     """
     return [Size(p.numel(), p.element_size(), str(p.dtype)) for p in parameters]
 
@@ -24,7 +28,7 @@ def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -
     """Return a view of one flat buffer for each parameter, in the parameter's dtype, shape and memory format.
 
     Args:
-        plan: position of each parameter in the buffer.
+        plan: partition of the parameters over the servers, with the position of each parameter in the buffer.
         parameters: the parameters in the order of ``plan.sizes``; their values are not read.
         memory: the buffer, (plan.size,) uint8.
 
@@ -55,8 +59,12 @@ def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
 def strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides, in elements, of a parameter's view in a flat buffer.
 
-    The strides are the parameter's own where it is dense (contiguous, or channels-last); otherwise those of a
-    contiguous tensor of its shape.
+    Args:
+        parameter: gives shape and strides; its values are not read.
+
+    Returns:
+        The parameter's own strides where it is dense (contiguous, or channels-last); otherwise those of a contiguous
+        tensor of its shape.
     """
     own = parameter.stride()
     dense = torch.empty_like(parameter, device="meta").stride() == own
@@ -69,6 +77,9 @@ def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     Args:
         tensor: a tensor of the parameter's shape, in any memory format, such as its optimizer state.
         parameter: gives shape and memory order; its values are not read.
+
+    Returns:
+        A new tensor (n,) on the CPU, in the dtype of ``tensor``.
     """
     flat = torch.empty(parameter.numel(), dtype=tensor.dtype)
     shaped(flat, parameter).copy_(tensor)
@@ -76,10 +87,10 @@ def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[bool]:
-    """Copy gradients into views of the send buffer, zeros where a gradient is None.
+    """Copy gradients into the buffer that is sent to the parameter servers, zeros where a gradient is None.
 
     Args:
-        views: for each parameter a view in its shape.
+        views: for each parameter a view of the send buffer in the parameter's shape, as ``over`` returns them.
         gradients: for each parameter its gradient or None.
 
     Returns:

@@ -25,8 +25,9 @@ def keys(optimizer: Optimizer) -> list[Key]:
         optimizer: read from its ``param_groups``.
 
     Returns:
-        One key (index of the parameter group, name, index in the tuple) for each number, in the order of the groups,
-        and of the names within a group. The third entry is None where the hyperparameter is not a tuple.
+        One key for each number: a tuple of the index of the parameter group, the hyperparameter's name, and the index
+        in its tuple (None where it is not a tuple). Keys come in the order of the groups, and within a group in
+        alphabetical order of the names.
     """
     found: list[Key] = []
     for number, group in enumerate(optimizer.param_groups):

@@ -87,6 +87,8 @@ class ParameterShard:
     ) -> None:
         """Step the optimizer of this server's parameter shard with the given gradients; parameters change in place.
 
+        Does nothing on a server without an optimizer (no parameter of its shard is trained).
+
         Args:
             gradients: for each parameter slice of this server its gradient, in the shapes of ``views``; None for a
                 parameter without a gradient.
@@ -114,8 +116,9 @@ class ParameterShard:
     def save(self) -> bytes:
         """Return this server's parameter slices and optimizer state as the bytes of a safetensors file.
 
-        The file's tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``, with the optimizer's own key
-        (such as ``exp_avg``).
+        The file's tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``, with the parameter's name in
+        the model and the optimizer's own state key (such as ``exp_avg``). A slice of a parameter is a flat tensor (n,);
+        a parameter that this server has whole is in its own shape.
         """
         tensors = {f"value/{name}": view for (name, _), view in zip(self.here, self.views(self.values), strict=True)}
         if self.optimizer is not None:
@@ -126,7 +129,8 @@ class ParameterShard:
         """Restore this server's parameter slices and optimizer state, replacing all state of the optimizer.
 
         Args:
-            raw: bytes from ``save`` or ``cut_for_server``: a safetensors file, so that loading runs no code.
+            raw: the bytes of a safetensors file that ``save`` of the same server, or ``cut_for_server``, has returned.
+                To load it runs no code.
         """
         tensors = from_bytes(raw)
         for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):
@@ -165,7 +169,7 @@ def cut_for_server(
     Args:
         plan: partition of the parameters over the servers.
         server: index of the server.
-        named: trained parameters of the model, in the order of ``plan.sizes``.
+        named: (name, parameter) of the model's trained parameters, in the order of ``plan.sizes``.
         values: whole parameters by name.
         states: whole optimizer state by ``{parameter}/{key}``; tensors of another number of elements than the parameter
             (such as a step count) are copied whole.
@@ -187,15 +191,18 @@ def cut_for_server(
 
 
 def join_server_state(plan: ServerPlan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
-    """Assemble the whole optimizer state from the parts that all servers have saved; the parameters are left out.
+    """Assemble the optimizer state of the whole model from the parts that all servers have saved.
+
+    The parameters' values, which the parts hold too, are left out.
 
     Args:
         plan: partition of the parameters over the servers.
-        named: trained parameters of the model, in the order of ``plan.sizes``.
-        parts: bytes of each server's ``ParameterShard.save``, in the servers' order.
+        named: (name, parameter) of the model's trained parameters, in the order of ``plan.sizes``.
+        parts: the bytes that ``ParameterShard.save`` has returned on each server, in the servers' order.
 
     Returns:
-        Whole tensors by ``{parameter}/{key}``.
+        A dict with keys ``"{parameter}/{key}"``, such as ``"head.weight/exp_avg"``: state of the parameter's size in
+        the parameter's shape, other tensors (such as a step count) as one of the servers has saved them.
     """
     loaded = [from_bytes(raw) for raw in parts]
     joined: dict[str, Tensor] = {}

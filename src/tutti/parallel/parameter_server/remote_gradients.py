@@ -48,20 +48,36 @@ class RemoteGradients:
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of all trained parameters, in the model's order."""
+        """Return all trained parameters of the model as a list of (name, parameter), in the model's order.
+
+        These are the parameters that required a gradient when the parameter servers were started.
+        """
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all trained parameters, in the model's order: those whose ``.grad`` the script sees."""
+        """Return all trained parameters as the user's model has them on this rank, in the model's order.
+
+        The parameter servers hold the values that are updated; these parameters are copies of them.
+        """
         return [parameter for _, parameter in self._trained]
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters that are in the groups of ``optimizer``, in the model's order."""
+        """Return the trained parameters of the model that are in the parameter groups of an optimizer.
+
+        Args:
+            optimizer: the script's optimizer.
+
+        Returns:
+            The model's parameter objects on this rank, in the model's order.
+        """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self.script_parameters() if p in own]
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return the ``.data`` of all trained parameters on this rank, in the model's order."""
+        """Return the ``.data`` of all trained parameters on this rank, in the model's order.
+
+        The tensors are detached from autograd and share memory with the model's parameters.
+        """
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -102,17 +118,23 @@ class RemoteGradients:
     def apply_clearing(self) -> None:
         """Do nothing: a script that sets ``.grad`` to None or zero clears the tensors that are pushed to the servers.
 
-        Only FSDP2 has to carry the clearing over, from full parameters to shards.
+        Only FSDP2 has to carry the clearing over, from the unsharded parameters that the script sees between a forward
+        and its backward to the sharded gradients.
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: the ``.grad`` that the script sees are the gradients that are sent to the servers."""
+        """Do nothing: the ``.grad`` that the script sees are the gradients that are sent to the servers.
+
+        Only FSDP2 has to put placeholders into the ``.grad`` of the unsharded parameters between a forward and its
+        backward.
+        """
 
     def apply_edits(self) -> None:
         """Check that the script has cleared no ``.grad`` between the push to the servers and the update.
 
         Raises:
-            UsageError: the script has set one to None or zero; the servers have added the gradients up already.
+            UsageError: the script has set the ``.grad`` of a parameter to None or zero; the parameter servers have
+                added the gradients up already, so that this has no effect.
         """
         cleared = [name for name, p in self._trained if is_cleared(p.grad)] if self._pushed else []
         self._pushed = False
@@ -131,7 +153,7 @@ class RemoteGradients:
         """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
-        """Refuse to compute the norm of some parameters' gradients, whose sums only the servers have.
+        """Raise ValueError: the norm of summed gradients cannot be computed here, because only the servers have them.
 
         Args:
             members, step_context: unused.
@@ -143,10 +165,13 @@ class RemoteGradients:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Return a context for the step of one of several optimizers, which does nothing: the servers have just one.
+        """Return a context that does nothing; other strategies step only one of the script's optimizers in it.
+
+        Parameter servers have a single optimizer.
 
         Args:
-            index, members: unused; the optimizer's index and its parameters.
+            index: unused; index of the optimizer among those of the script.
+            members: unused; the optimizer's parameters.
         """
         yield
 
@@ -159,9 +184,9 @@ class RemoteGradients:
         return False
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that the script has added to ``optimizer`` or taken out of it.
+        """Raise UsageError: the script has added parameters to ``optimizer`` or taken parameters out of it.
 
-        The parameter servers keep the groups with which they were started.
+        The parameter servers keep the parameter groups with which they were started.
 
         Args:
             optimizer: unused.
@@ -181,7 +206,7 @@ class RemoteGradients:
             late: unused.
 
         Raises:
-            UsageError: one of them was frozen at the start.
+            UsageError: one of the named parameters was frozen at the start of the run.
         """
         known = {name for name, _ in self._trained}
         for name in names:

@@ -80,13 +80,13 @@ class RequestHandler(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of updates made to this server's parameter shard so far."""
+        """Number of updates made so far to the parameters that this server has, including those before a restart."""
 
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request of a rank to this parameter server, and return the reply.
 
         Args:
-            request: the request, with its header, floats and gradients.
+            request: the request (PUSH, SUM, APPLY or PULL), with its header, floats and gradients.
 
         Returns:
             The reply; None if the request has to wait for requests of other logical workers (shares of the global
@@ -94,16 +94,20 @@ class RequestHandler(Protocol):
         """
 
     def forget(self) -> None:
-        """Reset all workers' numbers of steps and drop their pushes, after a checkpoint was loaded into this server.
+        """Reset the numbers of steps of all logical workers, after a checkpoint was loaded into this server.
 
-        Workers are logical workers, fixed shares of the global batch.
+        Logical workers are the N fixed shares of the global batch. The numbers are taken anew from the next requests.
+        Parameters and optimizer state are not touched.
         """
 
     def state(self) -> dict[str, Any]:
         """Return the state that a restarted server needs, for a snapshot: workers' numbers of steps, and counts.
 
-        Workers are logical workers, fixed shares of the global batch. The result is a JSON value. Parameters and
-        optimizer state are not in it.
+        Workers are logical workers, fixed shares of the global batch.
+
+        Returns:
+            A dict that JSON can represent, for the method ``load``. Parameters and optimizer state are not in it. Empty
+            for a synchronous server, which cannot be restored.
         """
 
     def load(self, state: dict[str, Any]) -> None:
@@ -112,11 +116,16 @@ class RequestHandler(Protocol):
         Workers are logical workers, fixed shares of the global batch.
 
         Args:
-            state: the JSON value that the method ``state`` returned for a snapshot.
+            state: the dict that the method ``state`` returned for a snapshot.
         """
 
     def facts(self) -> dict[str, Any]:
-        """Return this server's counts of updates and dropped pushes for ``summary.json``: a JSON value by name."""
+        """Return this parameter server's statistics for the run's ``summary.json``.
+
+        Returns:
+            A dict that JSON can represent, with counts by name: ``updates``, the updates made, and counts of dropped
+            pushes, whose names depend on the kind of server.
+        """
 
 
 class SyncHandler:
@@ -231,9 +240,10 @@ class SyncHandler:
         return Answer(values=not header.flags & SKIP, seen=self.version)
 
     def forget(self) -> None:
-        """Drop this server's gradients of the step under way, after a checkpoint was loaded.
+        """Forget the numbers of the step under way and of the ranks' steps, after a checkpoint was loaded.
 
-        The next push sets the number of the step.
+        The next push of gradients sets the number of the step. Called between steps: gradients that were pushed already
+        are not dropped.
         """
         self._rounds.clock, self._at = None, {}
 
@@ -242,7 +252,12 @@ class SyncHandler:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Refuse to restore a synchronous server: gradients that other ranks have pushed are lost with the process.
+        """Raise NotImplementedError: a synchronous server cannot be restored after its process has ended.
+
+        Gradients that ranks have pushed for the step under way are lost with the process.
+
+        Args:
+            state: unused.
 
         Raises:
             NotImplementedError: always.
@@ -253,8 +268,8 @@ class SyncHandler:
         """Return this server's statistics for ``summary.json``.
 
         Returns:
-            ``updates``, the number of updates, and ``late``, the number of pushes that came after the sum of their
-            step.
+            A dict of two integers: ``updates``, the number of updates made, and ``late``, the number of pushes that
+            came after the sum of their step and were dropped.
         """
         return {"updates": self.version, "late": self._rounds.late}
 
@@ -276,7 +291,7 @@ class AsyncHandler:
 
     @property
     def version(self) -> int:
-        """Number of updates made to this server's parameter shard so far."""
+        """Number of updates made so far to the parameters that this server has, including those before a restart."""
         return self._core.version
 
     def handle(self, request: Request) -> Answer | None:
@@ -348,8 +363,9 @@ class AsyncHandler:
         """Return the state that a restarted server needs, as a JSON value for a snapshot.
 
         Returns:
-            ``version`` (updates made), ``clocks`` (steps of each logical worker, a share of the global batch), ``lost``
-            (updates lost in restores) and ``stop_at`` (step after which all workers stop, or None).
+            A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each logical
+            worker, a share of the global batch), ``lost`` (updates lost in restores) and ``stop_at`` (step after which
+            all workers stop, or None). Parameters and optimizer state are not in it.
         """
         return self._core.state()
 
@@ -367,10 +383,11 @@ class AsyncHandler:
         """Return this asynchronous server's statistics for ``summary.json``.
 
         Returns:
-            ``updates``: number of updates made. ``steps``: number of pushes of each logical worker (share of the global
-            batch). ``staleness``: number of updates by staleness, with text keys; the staleness is the number of
-            updates between a worker's read and its push. ``lost``: updates lost in restores. ``stale`` and ``refused``:
-            pushes dropped because they were too stale, or not finite.
+            A dict. ``updates``: number of updates made. ``steps``: list of the number of pushes of each logical worker
+            (share of the global batch). ``staleness``: dict from a staleness, as text, to the number of updates with
+            it; the staleness is the number of updates between a worker's read and its push. ``lost``: number of updates
+            lost in restores. ``stale`` and ``refused``: number of pushes dropped because they were too stale, and
+            because they were not finite.
         """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}

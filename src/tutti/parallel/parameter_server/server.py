@@ -65,7 +65,7 @@ class ServerJob:
     """Configuration of one parameter server's process.
 
     Attributes:
-        terms: lengths and identifiers that each message must have.
+        terms: identifiers and lengths that ranks and server have agreed on; a message with others is ignored.
         keys: the server's CURVE key pair.
         clients: public keys of the ranks, in rank order.
         endpoint: ZeroMQ address on which the server listens.
@@ -128,9 +128,9 @@ class Server:
     def run(self) -> None:
         """Receive and answer the requests of all ranks to this parameter server, until no rank needs it any more.
 
-        The process ends by a signal or with its parent. After the signal ``RETIRE`` the call returns once no rank is
-        connected. A request that must wait for requests of other logical workers (fixed shares of the global batch) is
-        tried again after every message, and every 100 ms.
+        The call returns only after the signal ``RETIRE`` (SIGTERM), once no rank is connected; otherwise the process is
+        killed, or ends with its parent. A request that must wait for requests of other logical workers (fixed shares of
+        the global batch) is tried again after every message, and every 100 ms.
         """
         signal.signal(RETIRE, self._retire)
         poller = zmq.Poller()
@@ -279,9 +279,12 @@ class Server:
 
 
 def serve(job: ServerJob) -> None:
-    """Build a parameter server and answer requests until no rank needs it. A server process runs this function alone.
+    """Build a parameter server, and answer requests until it is told to end and no rank is connected.
+
+    A server process runs this function alone, and ends with it.
 
     Args:
-        job: configuration of the server.
+        job: configuration of the server: how it makes its part of the parameters, where it listens, and which ranks may
+            connect.
     """
     Server(job).run()

@@ -114,10 +114,12 @@ class ServerBarrier:
         return self._sum
 
     def finish(self, result: list[float]) -> None:
-        """End the step whose gradients were summed, so that the next can begin; keep its statistics for 256 steps.
+        """End the step whose gradients were summed on this server, and advance ``clock`` to the next step.
+
+        The statistics of the step are kept for 256 steps, for ranks that ask later (``result``).
 
         Args:
-            result: statistics of the step, for ranks that ask later (``ServerBarrier.result``).
+            result: statistics of the step, as a list of floats: loss sums, digests and sums of squares.
 
         Raises:
             ValueError: the step has no sum yet.
@@ -137,7 +139,8 @@ class ServerBarrier:
             clock: number of the step.
 
         Returns:
-            The statistics; None for a step that is not finished, or is 256 or more steps before the latest finished.
+            The list of floats; None for a step that is not finished, or is 256 or more steps before the latest one that
+            is.
         """
         return self._results.get(clock)
 

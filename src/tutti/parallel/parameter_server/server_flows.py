@@ -52,7 +52,8 @@ def sync_floats(leaves: int, parameters: int, settings: int, variance: bool = Fa
         variance: whether the variance of the workers' gradients is measured.
 
     Returns:
-        The number of floats by kind of request: ``PUSH``, ``SUM`` and ``APPLY``.
+        A mapping from a kind of request, an integer constant of ``server_wire``, to the number of floats. The keys are
+        ``PUSH`` (gradients), ``SUM`` (statistics of the summed gradients) and ``APPLY`` (make the update).
     """
     return {PUSH: TAIL + parameters + (parameters + 1) * variance, SUM: 2 + leaves, APPLY: 2 + settings}
 
@@ -65,13 +66,14 @@ def async_floats(parameters: int, settings: int) -> Mapping[int, int]:
         settings: number of hyperparameters of the optimizer.
 
     Returns:
-        The number of floats by kind of request, with ``PUSH`` as the only key.
+        A mapping from a kind of request to the number of floats, with the integer constant ``server_wire.PUSH`` as the
+        only key.
     """
     return {PUSH: settings + parameters + 2}
 
 
 def server_bytes(plan: ServerPlan, server: int) -> int:
-    """Return the bytes of all parameter slices on one server, with the padding that aligns each tensor.
+    """Return the bytes of all parameter slices that one server has, with the padding that aligns each tensor.
 
     Args:
         plan: partition of the parameters over the servers.
@@ -151,7 +153,8 @@ def flow_totals(
         tensors_in_messages: whether tensors travel in the messages and their bytes count; False with shared memory.
 
     Returns:
-        (requests, bytes sent, bytes received) by (index of the server, kind of request).
+        A dict from (index of the server, name of the kind of request, such as ``"push"``) to (number of requests, bytes
+        sent, bytes received).
 
     >>> flow_totals([ServerFlow(0, "push", 10, 5, 100, 100, 2, 1)], 3, tensors_in_messages=True)
     {(0, 'push'): (3, 130, 315)}

@@ -85,6 +85,10 @@ class ServerPlan:
 
         Args:
             server: index of the server.
+
+        Returns:
+            Ranges of byte positions in the buffer, in order of memory; a range is empty where the server has no element
+            of a dtype.
         """
         return [
             range(s.start + s.cuts[server] * s.itemsize, s.start + s.cuts[server + 1] * s.itemsize)
@@ -131,14 +135,15 @@ def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan
     """Partition tensors over the parameter servers: positions in one buffer, and each server's part of it.
 
     Args:
-        sizes: elements, bytes of an element and dtype of each tensor.
+        sizes: elements, bytes of an element and dtype of each tensor, in the model's order.
         servers: number of servers.
         whole: keep each tensor whole, assigning the largest first to the server with the fewest bytes; otherwise cut
             each section (all tensors of a dtype) into parts that are equal up to the alignment of 64 bytes, across
             tensors.
 
     Returns:
-        The layout; each tensor begins at a multiple of 64 bytes.
+        The layout of the buffer, with the elements of each section that each server has; each tensor begins at a
+        multiple of 64 bytes.
 
     >>> sizes = [Size(100, 4, "f"), Size(28, 4, "f"), Size(64, 4, "f")]
     >>> plan_servers(sizes, 2, whole=False).sections[0].cuts, plan_servers(sizes, 2, whole=True).sections[0].order

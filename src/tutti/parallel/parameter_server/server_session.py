@@ -287,7 +287,8 @@ class ServerSession:
                 LOAD (state of the server) or FACTS (statistics).
             text: names the request in error messages.
             clock: steps that the worker has taken.
-            more: further keyword arguments of ``Client.send``, such as ``blobs``.
+            more: further keyword arguments of ``Client.send``: ``flags``, ``extras`` (floats), ``seen``, ``blobs``
+                (for each server its state to load) and ``servers``.
 
         Returns:
             One ``Reply`` for each server, in the servers' order: message header, floats (``extras``), and for SAVE and
@@ -321,7 +322,8 @@ class ServerSession:
         Args:
             saved: the checkpoint, whose group ``optim`` is read.
             values: whole parameters by name.
-            specs: sharding of each parameter by name; only the other names of tied parameters (``tied``) are read.
+            specs: a ``ShardSpec`` of each parameter by name; only its ``tied``, the other names of tied parameters, is
+                read.
 
         Returns:
             For each server the number of updates that it has made so far, in the servers' order.
@@ -359,8 +361,8 @@ class ServerSession:
         """Ask the parameter servers for their statistics for ``summary.json``. Not collective: rank 0 alone asks.
 
         Returns:
-            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with an entry for each server: counts of updates, bytes and
-            refused messages; an empty dict on all other ranks.
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address, counts
+            of updates and of refused messages, and bytes of tensors. An empty dict on all other ranks.
         """
         if self.comm.rank:
             return {}
@@ -405,10 +407,16 @@ class ServerSession:
 
 
 def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
-    """Return for each data rank, in rank order, the range of indices of the logical workers that it computes.
+    """All-gather over the data ranks which logical workers each rank computes.
 
     A logical worker is one of N fixed shares of the global batch; one rank can compute several in turn. Where a rank
-    computes several as one, the range is the first of them alone. Collective: an all-gather over the data ranks.
+    computes several as one, its range is the first of them alone.
+
+    Args:
+        run_context: communicators and settings of the run, with this rank's own range (``mine``).
+
+    Returns:
+        For each data rank, in rank order, the range of the indices of its workers.
     """
     mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
     ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")

@@ -27,11 +27,17 @@ class Snapshots:
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors of the two snapshot files, which must stay open in the process that starts the server."""
+        """The file descriptors of the two snapshot files, as a list of two integers.
+
+        They must stay open until the server's process has inherited them, because the files have no names.
+        """
         return self._files
 
     def close(self) -> None:
-        """Close the two snapshot files in this process, once the server's process has inherited them."""
+        """Close the two snapshot files in this process; other processes that have inherited them keep them.
+
+        Called once the server's process has been started.
+        """
         for file in self._files:
             os.close(file)
 
@@ -40,7 +46,7 @@ class Snapshots:
 
         Args:
             number: number of the snapshot, counting up from 1.
-            content: its bytes.
+            content: the bytes of the snapshot, of any length.
 
         Raises:
             OSError: writing fails.
@@ -55,9 +61,12 @@ class Snapshots:
         os.pwrite(file, head, 0)
 
     def newest(self) -> tuple[int, bytes] | None:
-        """Return number and content of the newest snapshot that was written completely; None without one.
+        """Read the newest of the two snapshots that was written completely.
 
-        Completeness shows in a digest over the content.
+        A snapshot is complete if its content has the digest that is stored with it.
+
+        Returns:
+            Number and content of the snapshot, as they were passed to ``write``; None if there is no complete one.
         """
         found = []
         for file in self._files:

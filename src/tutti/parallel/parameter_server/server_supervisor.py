@@ -70,10 +70,11 @@ class ServerSupervisor:
         _OPEN.add(self)
 
     def close(self) -> None:
-        """End guard and servers at once and wait for them. Does nothing in a forked child, and when called again.
+        """End this rank's parameter server processes at once, with the guard process that has forked them, and wait.
 
-        If this object is collected instead, the servers end once no rank is connected to them any more, because other
-        ranks may still wait for an answer.
+        After 5 s the guard is killed. Does nothing in a forked child, and when called again. If this object is
+        garbage-collected instead, the servers end once no rank is connected to them any more, because other ranks may
+        still wait for an answer.
         """
         if self._collected.detach() is not None:
             _end(*self._process)

@@ -68,9 +68,10 @@ class MessageHeader(NamedTuple):
     size: int = 0
 
     def pack(self) -> bytes:
-        """Return this header as the first frame of a message to or from a server: ``HEADER_BYTES`` bytes.
+        """Return this message header as bytes: the first frame of a message between a rank and a parameter server.
 
-        The frame begins with magic number and version of the wire format.
+        The frame has ``HEADER_BYTES`` bytes, little-endian: magic number and version of the wire format, then the
+        fields in order.
         """
         return _HEADER.pack(MAGIC, VERSION, *self)
 

@@ -107,8 +107,8 @@ class StalenessTracker:
             update: called as ``update(staleness)`` to make the update; None for a step without one.
 
         Returns:
-            Whether an update was made, and its staleness: the number of updates since the worker's read, 0 for a
-            repeated push.
+            A ``Pushed`` of two: ``taken``, whether an update was made, and ``staleness``, the number of updates since
+            the worker's read of the parameters, 0 for a repeated push.
         """
         # Computed before ``hear``, so that a worker whose lease had run out does not count in it.
         done, slowest = self._clocks[worker], self.slowest()
@@ -160,26 +160,26 @@ class StalenessTracker:
         return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
-        """Make all workers stop after the step that follows the furthest worker's number of pushed steps.
+        """Set the step after which all workers stop (``stop_at``): one more than the furthest worker has pushed.
 
         Workers are logical workers, shares of the global batch that step by themselves. No worker can complete that
-        step without a reply that says so. Where the run counts the steps of all workers together, the mean of their
-        steps takes the place of the furthest worker's. Afterwards ``stop_at`` is the number of that step; later calls
-        change nothing.
+        step without a reply that tells of it. Where the run counts the steps of all workers together, the mean number
+        of their steps takes the place of the furthest worker's. Later calls change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
 
     def forget_workers(self) -> None:
-        """Reset the workers' numbers of steps and the stop step after a checkpoint was loaded.
+        """Forget the numbers of steps of all workers and the step after which they stop (``stop_at`` becomes None).
 
-        Workers are logical workers, shares of the global batch. The next request sets the steps of all workers.
+        Called after a checkpoint was loaded into the server. Workers are logical workers, fixed shares of the global
+        batch. The next request of a worker sets the steps of all of them.
         """
         self._clocks, self.stop_at = [None] * len(self._clocks), None
 
     @property
     def clock(self) -> int:
-        """Steps that all workers have pushed, divided by their number N and rounded down, as if all were equally fast.
+        """The mean number of steps that the workers have pushed, rounded down: the run's step if all count together.
 
         Workers are logical workers, the N fixed shares of the global batch.
 
@@ -193,15 +193,19 @@ class StalenessTracker:
 
     @property
     def steps(self) -> list[int]:
-        """For each logical worker (share of the global batch) the number of steps that it has pushed, at first 0."""
+        """The number of steps that each logical worker has pushed, a list in the order of the workers' indices.
+
+        A logical worker is a share of the global batch that steps by itself. All are 0 before the first request.
+        """
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:
         """Return the workers' progress for a snapshot of the server, as a JSON value.
 
         Returns:
-            ``version`` (updates made), ``clocks`` (steps of each logical worker, a share of the global batch), ``lost``
-            (updates lost in restores) and ``stop_at`` (step after which all workers stop, or None).
+            A dict of ``version`` (updates made), ``clocks`` (list of the steps of each logical worker, a share of the
+            global batch; None for unknown), ``lost`` (updates lost in restores) and ``stop_at`` (step after which all
+            workers stop, or None).
         """
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
@@ -213,7 +217,7 @@ class StalenessTracker:
         worker's lease begins anew.
 
         Args:
-            state: the JSON value that the method ``state`` returned.
+            state: the dict that the method ``state`` returned.
         """
         self.version, self.lost, self.stop_at = state["version"], state["lost"], state["stop_at"]
         self._clocks = list(state["clocks"])

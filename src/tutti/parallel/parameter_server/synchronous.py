@@ -89,7 +89,10 @@ class ServerReducer:
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: ``collect`` or ``finish`` reads ``.grad`` once backward is complete."""
+        """Do nothing when backward has completed the gradient of ``parameter``.
+
+        ``collect`` or ``finish`` reads ``.grad`` of all parameters after the whole backward, and pushes them.
+        """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
@@ -188,6 +191,9 @@ class ServerReducer:
 
         The servers have computed the numbers, which come with the replies in the latest ``finish`` and cover whole
         parameters, so that they are equal on all ranks. Not collective.
+
+        Returns:
+            One Python float for each trained parameter; an empty list before the first ``finish``.
         """
         return self._squares
 
@@ -232,7 +238,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             make_optimizer: builds the run's optimizer over named parameters.
 
         Returns:
-            This object as the gradient-ready hook.
+            This object as the gradient-ready hook; it does nothing during backward, because gradients are pushed after
+            it.
 
         Raises:
             MismatchError: ranks hold different models.
@@ -337,6 +344,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         pushes of all logical workers (fixed shares of the global batch) or ranks; with backup workers they leave out
         the latest ones.
 
+        Args:
+            step_context: the step under way, with its number and the loss scale that the gradients contain.
+
         Returns:
             A ``StepStats``: means of loss and metrics over the global batch (over the summed pushes with backup
             workers), the count (samples or tokens), the L2 norm of the whole gradient before clipping, whether it is
@@ -352,17 +362,24 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def own_gradients(self) -> OwnGradients:
         """Return the parameters whose ``.grad`` holds this rank's gradients before the push to the servers.
 
-        The gradient noise scale is measured with these gradients. The result's ``optimizers`` is empty, because the
-        optimizer state is on the servers.
+        The gradient noise scale is measured with these gradients. Not collective.
+
+        Returns:
+            An ``OwnGradients`` with a list of the trained parameters on this rank. Its ``optimizers`` is empty, because
+            the optimizer state is on the servers.
         """
         return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
-        """Return one model as whole tensors by name: the parameters, and the buffers merged over workers. Collective.
+        """Return the parameters, and the buffers merged over logical workers, as whole tensors. Collective.
 
-        Workers are logical workers, the N fixed shares of the global batch, each with buffers of its own. With backup
-        workers a rank may have missed the latest update, and reads the parameters from the servers first, between two
-        barriers over the data ranks.
+        Logical workers are the N fixed shares of the global batch, each with buffers of its own. With backup workers a
+        rank may have missed the latest update, and reads the parameters from the servers first, between two barriers
+        over the data ranks.
+
+        Returns:
+            A dict from names of all parameters and buffers in the model to tensors; parameters share memory with the
+            model's own.
         """
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.
@@ -373,10 +390,12 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().merged()
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return by name the tensors of which all ranks hold equal copies. Not collective.
+        """Return the tensors of the model of which all ranks must hold equal copies. Not collective.
 
-        These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
-        its own buffers). None with backup workers, where ranks whose gradients came late have older parameters.
+        Returns:
+            A mapping from names to the model's own tensors: all parameters, and the buffers if the run has a single
+            logical worker (share of the global batch with its own buffers). None with backup workers, where ranks whose
+            gradients came late have older parameters.
         """
         return None if self._servers.backup else super().replicated()
 
@@ -413,8 +432,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.
 
         Returns:
-            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with an entry for each server: counts of updates, bytes and
-            refused messages; an empty dict on all other ranks.
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address, counts
+            of updates and of refused messages, and bytes of tensors. An empty dict on all other ranks.
         """
         return self._link.facts()
 
