@@ -28,8 +28,12 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 class Native:
     """Compiled C++ loops that compute norms and optimizer updates of lists of dense CPU tensors of one dtype.
 
-    The methods implement the protocol ``Passes``. Each tensor is read as one vector in the memory format of its
-    parameter: contiguous, ``channels_last`` or ``channels_last_3d``.
+    The methods implement the protocol ``Passes``, as the class ``Foreach`` does by PyTorch's operators. Each tensor is
+    read as one vector in the memory format of its parameter: contiguous, ``channels_last`` or ``channels_last_3d``.
+
+    Args:
+        library: the shared library of ``kernels.cpp``.
+        dtype: dtype of all tensors, float32 or float64.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -44,19 +48,22 @@ class Native:
             grads: dense CPU tensors of one dtype, such as gradients.
 
         Returns:
-            One number for each tensor, in the order of ``grads``.
+            One Python float for each tensor, in the order of ``grads``.
         """
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
         """Return ‖w‖² and ‖d‖² of each tensor, with d = gradient·g + decay·w, in one compiled loop.
 
-        Norms are sums of squares, one pair for each tensor, in the order of ``params``. No tensor is written.
+        No tensor is written.
 
         Args:
             params: parameters (w).
             grads: gradients (g).
             options: the coefficients ``gradient`` and ``decay`` of each tensor.
+
+        Returns:
+            For each tensor the sums of squares (‖w‖², ‖d‖²) as two Python floats, in the order of ``params``.
         """
         return self._run("decayed_squares", (params, grads), options)
 
@@ -78,8 +85,7 @@ class Native:
     ) -> Squares:
         """Update Adam's moments in place by a compiled loop and return ‖w‖² and ‖u‖² of each tensor.
 
-        u is the direction of Adam's update; the parameters are not changed. Norms are sums of squares, one pair for
-        each tensor.
+        u is the direction of Adam's update; the parameters are not changed.
 
         h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
 
@@ -89,6 +95,9 @@ class Native:
             firsts: first moments (m), updated in place.
             seconds: second moments (v), updated in place.
             options: coefficients of each tensor, named as in the formula.
+
+        Returns:
+            For each tensor the sums of squares (‖w‖², ‖u‖²) as two Python floats, in the order of ``params``.
         """
         return self._run("adam_squares", (params, grads, firsts, seconds), options)
 

@@ -149,7 +149,13 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Return whether a tensor is a placeholder without values, because its values are on another rank."""
+    """Return whether a tensor is a placeholder without values, because its values are on another rank.
+
+    True for an ``AbsentParameter`` or ``AbsentBuffer``, whose values no operation may read.
+
+    Args:
+        tensor: a parameter, a buffer or any other tensor.
+    """
     return isinstance(tensor, _Absent)
 
 

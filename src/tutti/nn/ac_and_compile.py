@@ -90,7 +90,10 @@ class _Compiler:
         self.never: Forward = torch.compiler.disable(nn.Module.__call__)
 
     def module(self, module: nn.Module) -> Forward:
-        """Return the compiled forward of a module."""
+        """Return the compiled forward of a module, which is called as ``forward(module, …)``.
+
+        Modules of the same class, structure and shapes get the same compiled function.
+        """
         forward = type(module).forward
         key = (forward, repr(module), *describe_tensors([module]))
         if key not in self._kept:
@@ -98,7 +101,7 @@ class _Compiler:
         return self._kept[key]
 
     def function(self, function: Forward) -> Forward:
-        """Return ``function(module, …)`` compiled."""
+        """Return ``function``, called as ``function(module, …)``, compiled by ``torch.compile``."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return function(module, *args, **kwargs)
@@ -118,7 +121,13 @@ class _Transformation:
         self._classes: dict[tuple[type[nn.Module], Forward], type[nn.Module]] = {}
 
     def of(self, module: nn.Module, root: bool = False) -> None:
-        """Replace the forwards of a module and, where necessary, of its submodules."""
+        """Replace the forwards of a module and, where necessary, of its submodules by compiled or checkpointed ones.
+
+        Args:
+            module: the module, changed in place.
+            root: whether the module is the whole part of the model on this rank, which is compiled even if it is one of
+                PyTorch's layers.
+        """
         forward = self._forward(module, root)
         if module in self._units.whole:
             own = forward or type(module).forward

@@ -95,7 +95,10 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Sequential`` with its original forward, which calls its children in order."""
+    """Return whether a module is an ``nn.Sequential`` with its original forward, which calls its children in order.
+
+    True also for a subclass that inherits this forward; False for one that overrides it.
+    """
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

@@ -111,7 +111,10 @@ class GhostBatchNorm(TakenOver):
         self.num_batches_tracked.add_(number)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Return the text for this layer in ``print(model)``: batch norm's own, and the size of a ghost batch."""
+        """Return the text that ``print(model)`` shows for this layer: batch norm's own options, and ``ghost=N``.
+
+        N is the number of samples in a ghost batch, which is normalised by its own statistics.
+        """
         return f"{super().extra_repr()}, ghost={self.size}"  # type: ignore[no-untyped-call]
 
 

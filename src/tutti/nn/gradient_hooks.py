@@ -48,7 +48,10 @@ def hook_package(hook: Any) -> str:
 
 
 def has_gradient_hook(parameter: Tensor) -> bool:
-    """Return whether a parameter has a hook registered by ``Tensor.register_hook``."""
+    """Return whether a parameter has a hook registered by ``Tensor.register_hook``.
+
+    ``register_post_accumulate_grad_hook`` does not count.
+    """
     return bool(gradient_hooks(parameter))
 
 

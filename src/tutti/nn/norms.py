@@ -69,12 +69,19 @@ class TakenOver(BatchNormBase):
     def normalised(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (samples, channels, …), and return the same shape; subclasses implement it.
 
-        In training it updates the running statistics.
+        In training this batch norm's running statistics are updated, too.
+
+        Raises:
+            NotImplementedError: in this base class.
         """
         raise NotImplementedError
 
     def given_back(self) -> BatchNormBase:
-        """Return the plain batch norm that this layer replaced, with this layer's parameters, buffers and mode."""
+        """Return the plain batch norm that this layer replaced, with this layer's parameters, buffers and mode.
+
+        The plain batch norm is the original object; it gets this layer's tensors themselves, not copies, and its
+        training or evaluation mode.
+        """
         _hand_over(self, self._plain[0])
         return self._plain[0]
 

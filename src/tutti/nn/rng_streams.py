@@ -97,16 +97,24 @@ class RngStreams:
 
     @property
     def moment(self) -> RngSnapshot:
-        """Snapshot of the streams: the micro-batch's key, call counts and replay mode.
+        """Snapshot of a model's RNG streams: the micro-batch's key, call counts, and whether a forward is recomputed.
 
-        After it is set again, modules with a stream of their own (such as dropout) draw the same numbers again; draws
-        from the device's generator do so once ``state`` is set, too.
+        Modules with a stream of their own are those that draw, such as dropout; the snapshot counts their calls so far.
+        After it is set again they draw the same numbers again. Draws from the device's generator do so once ``state``
+        is set, too.
         """
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 
     @moment.setter
     def moment(self, then: RngSnapshot) -> None:
-        """Return to the micro-batch, call counts and replay mode of a snapshot; the generator itself is not set."""
+        """Return a model's RNG streams to a snapshot: to its micro-batch's key, call counts and recomputation flag.
+
+        Modules with a stream of their own (such as dropout) then draw the numbers again that followed the snapshot. The
+        device's generator is not set; ``state`` sets it.
+
+        Args:
+            then: the snapshot, an earlier value of this property.
+        """
         self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
 
     @property
@@ -116,7 +124,11 @@ class RngStreams:
 
     @state.setter
     def state(self, then: Tensor) -> None:
-        """Set the state of the device's default generator to ``then``, a value of this property."""
+        """Set the state of the default generator of the device that computes the model.
+
+        Args:
+            then: the state, an earlier value of this property.
+        """
         self._generator.set_state(then)
 
     def _hook(self, name: str) -> Any:

@@ -55,7 +55,7 @@ class ScriptMode:
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Return a context around the script's code, in which the function mode sees each call of PyTorch.
+        """Return a context around the script's code, in which this object's function mode sees each call of PyTorch.
 
         Within such a context that is already open it does nothing, unless ``model_code`` has been entered since. It may
         stay open over the body of a custom training loop, between two calls of a generator, or as long as the run
@@ -75,9 +75,10 @@ class ScriptMode:
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
-        """Return a context, to be entered within ``script_code``, in which the function mode is inactive.
+        """Return a context, to be entered within ``script_code``, in which this object's function mode is inactive.
 
-        For code that handles slices and shards correctly: the model's forward, a backward, an optimizer's update.
+        The mode sees calls again after the context. For code that handles slices and shards correctly: the model's
+        forward, a backward, an optimizer's update.
         """
         self._paused += 1
         self._pop()
@@ -160,10 +161,13 @@ def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Te
 
 
 def size_of_whole(func: Any, whole: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a function of ``SIZES`` says of a tensor with the shape ``whole`` in place of the tensor it is given.
+    """Call a function that returns a tensor's sizes, as if the given tensor had the shape ``whole``.
+
+    The function gets a tensor of this shape and of the given tensor's dtype, without memory, and its result is
+    returned: an int, or a ``torch.Size``.
 
     Args:
-        func: the function.
+        func: the function, a member of ``SIZES`` such as ``Tensor.size`` or ``torch.numel``.
         whole: shape of the whole parameter of which the given tensor is a part.
         args, kwargs: arguments of the call; the tensor is the first, or ``input``.
     """

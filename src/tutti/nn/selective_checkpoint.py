@@ -33,10 +33,13 @@ _EXPENSIVE = {getattr(torch.ops.aten, name).default for name in _NAMES if hasatt
 
 
 def selective_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a context for a forward, which saves results of expensive operators, and one for its recomputation.
+    """Return two contexts for ``context_fn`` of ``torch.utils.checkpoint``: for a forward and for its recomputation.
 
-    The second reuses the saved results in place of computing them again. Both are for ``context_fn`` of
-    ``torch.utils.checkpoint``. Expensive operators are matrix products, convolutions and fused attention.
+    Expensive operators are matrix products, convolutions and fused attention.
+
+    Returns:
+        ``(forward, recomputation)``: the first context saves results of expensive operators; the second reuses them in
+        place of computing them again.
 
     Raises:
         UsageError: in the second context, recomputation calls other expensive operators than the forward, on tensors of

@@ -26,7 +26,7 @@ class BufferRef:
     key: str
 
     def get(self) -> Tensor:
-        """Return the tensor that the module now has as this buffer, not a copy.
+        """Return the tensor that the module now has as the buffer that this object refers to, not a copy.
 
         Raises:
             KeyError: the buffer is None.
@@ -37,7 +37,7 @@ class BufferRef:
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Set the module's buffer to ``tensor``, without a copy."""
+        """Let the module have ``tensor`` as the buffer that this object refers to, without a copy."""
         module_buffers(self.owner)[self.key] = tensor
 
 

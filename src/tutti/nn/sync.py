@@ -124,7 +124,10 @@ class SyncBatchNorm(TakenOver):
             running.copy_((1 - rate) * running.double() + rate * value)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Return the text that ``print(model)`` shows for this layer: batch norm's own, and the number of devices."""
+        """Return the text that ``print(model)`` shows for this layer: batch norm's own options, and ``over N devices``.
+
+        N is the number of ranks whose samples are normalised together.
+        """
         return f"{super().extra_repr()}, over {self.peers.line.size} devices"  # type: ignore[no-untyped-call]
 
 

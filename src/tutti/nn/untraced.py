@@ -102,7 +102,7 @@ class Constants:
         self._before = [_attributes(module) for _, module in self._modules]
 
     def changed(self) -> list[str]:
-        """Return dotted names of the module attributes that have changed since this snapshot was made.
+        """Return a list of the dotted names of the module attributes that have changed since this snapshot was made.
 
         A graph that was traced then has their former values as constants. A tensor counts as changed if it is another
         object.
@@ -116,7 +116,10 @@ class Constants:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks, pre-hooks included."""
+    """Return whether a module itself has forward or backward hooks, pre-hooks included.
+
+    Submodules, and hooks on tensors, do not count.
+    """
     return has_forward_hook(module) or has_backward_hook(module)
 
 

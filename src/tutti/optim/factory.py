@@ -29,12 +29,13 @@ Named = Sequence[tuple[str, nn.Parameter]]
 def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
     """Return a function that builds the optimizer that ``config`` describes.
 
-    The function takes (name, parameter) pairs, and returns an optimizer over those that require a gradient; None if
-    there are none.
-
     Args:
         config: the optimizer's options, a dataclass of ``tutti.config.optimizer_config`` such as ``AdamWConfig``.
-        sparse: whether some parameters may get sparse gradients, which fused kernels do not take.
+        sparse: whether some parameters may get sparse gradients; PyTorch's fused kernels take none, and are then off.
+
+    Returns:
+        A function from a sequence of (name, parameter) pairs to an optimizer over the parameters that require a
+        gradient, or to None if no parameter does.
     """
 
     def make(named: Named) -> Optimizer | None:
@@ -127,9 +128,14 @@ def _bring_state(optimizer: Optimizer) -> None:
 def check_fresh(optimizer: Optimizer) -> None:
     """Check that an optimizer has not stepped yet: a copy that another process rebuilds would lack its state.
 
+    The function builds a new optimizer of the same class and options, and compares the states of both.
+
+    Args:
+        optimizer: the optimizer, which is not changed.
+
     Raises:
-        UsageError: the state of a parameter differs from that of a new optimizer; or no equal optimizer can be built
-            from its class and options (``built_alike``).
+        UsageError: the state of a parameter differs from that in the new optimizer; or no equal optimizer can be built,
+            because the constructor raises or sets an attribute to another value.
     """
     groups = [{**settings_of(group), "params": list(group["params"])} for group in optimizer.param_groups]
     if _has_stepped(optimizer, built_alike(optimizer, groups)):
@@ -153,7 +159,10 @@ def built_alike(
     Args:
         optimizer: the original, which is not changed.
         groups: parameter groups with all their settings.
-        changes: options that differ from the original's.
+        changes: constructor options to set to other values than the original's, by name; None for none.
+
+    Returns:
+        The new optimizer, in the state in which its constructor leaves it: as before the first step.
 
     Raises:
         UsageError: the constructor raises, or a plain attribute of the original has another value in the copy,
@@ -197,7 +206,13 @@ def is_plain(value: object) -> bool:
 
 
 def is_known(kind: type[Optimizer]) -> bool:
-    """Return whether an optimizer class is PyTorch's or tutti's, which keep all options in parameter groups."""
+    """Return whether an optimizer class is defined in ``torch.optim`` or ``tutti.optim``.
+
+    These keep all their options in parameter groups. False for a subclass that a script defines.
+
+    Args:
+        kind: the class.
+    """
     return kind.__module__.startswith(("torch.optim.", "tutti.optim."))
 
 
@@ -251,5 +266,8 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's settings, such as ``lr``, without its parameters and their names."""
+    """Return a copy of an optimizer's parameter group without the keys ``params`` and ``param_names``.
+
+    What remains are the settings, such as ``lr`` and ``weight_decay``, by name.
+    """
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

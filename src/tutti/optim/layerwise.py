@@ -54,13 +54,20 @@ class TensorUpdate:
 
     @property
     def decay(self) -> float:
-        """Weight decay λ of this tensor; 0 for one of at most one dimension in a group without ``decay_1d``."""
+        """Coefficient λ of weight decay with which a layer-wise optimizer updates this parameter tensor.
+
+        It is 0 for a tensor of at most one dimension if its parameter group sets ``decay_1d`` to False, else the
+        group's ``weight_decay``.
+        """
         group = self.group
         return float(group["weight_decay"]) if group["decay_1d"] or self.param.dim() > 1 else 0.0
 
     @property
     def sign(self) -> float:
-        """Factor on the gradient: -1 if the group's option ``maximize`` is set, else 1."""
+        """Factor on this parameter's gradient in a layer-wise optimizer's step, a float.
+
+        It is -1 if the parameter group's option ``maximize`` is set, which turns descent into ascent, else 1.
+        """
         return -1.0 if self.group["maximize"] else 1.0
 
 
@@ -78,12 +85,18 @@ class RowGroup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters that one call of an optimizer step's loops updates together, in the order of ``rows``."""
+        """The parameters of this group, which one call of a layer-wise optimizer's loops updates together.
+
+        In the order of ``rows``; the gradients ``grads`` and the states have the same order.
+        """
         return [row.param for row in self.rows]
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients of the parameters that an optimizer step updates together, in the order of ``rows``."""
+        """The gradients of this group's parameters, which a layer-wise optimizer updates together, as in ``params``.
+
+        They have their parameters' dtypes.
+        """
         return [row.grad for row in self.rows]
 
     def states(self, name: str) -> list[Tensor]:
@@ -109,7 +122,15 @@ class RowGroup:
 
 
 class LayerWiseArguments(TypedDict, total=False):
-    """Keyword arguments that LARS, LARC, LAMB and NovoGrad have in common, for type checkers; see ``LayerWise``."""
+    """Keyword arguments that the constructors of LARS, LARC, LAMB and NovoGrad have in common, for type checkers.
+
+    Attributes:
+        adapt: whether norms of a tensor and its gradient scale its step.
+        adapt_1d, decay_1d: whether tensors of at most one dimension are adapted and decayed.
+        maximize: maximize the objective.
+        fused: compiled loops: None uses them where available, True requires them, False never uses them.
+        norms: reduces sums of squares over the ranks that hold slices of the same tensors; None for whole tensors.
+    """
 
     adapt: bool
     adapt_1d: bool
@@ -267,10 +288,10 @@ def _alike(state: Tensor, param: Tensor) -> bool:
 def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
     """Return the compiled loops that can update this parameter; None where there are none, or with ``fused=False``.
 
-    They need a CPU, float32 or float64, dense memory and a C++ compiler.
+    Compiled loops need a CPU, float32 or float64, dense memory and a C++ compiler.
 
     Args:
-        parameter: the parameter.
+        parameter: the parameter, whose device, dtype and memory format decide.
         fused: None for loops where available, False for none, True to require them.
 
     Raises:

@@ -43,7 +43,9 @@ class LossScale:
     def update(self, finite: bool) -> None:
         """Lower the loss scale after an overflow, or raise it after enough steps in a row without one.
 
-        A constant scale stays. Not collective: ranks stay equal because ``finite`` is.
+        After an overflow ``value`` is multiplied by the option ``backoff_factor``, but not below ``min``; after
+        ``growth_interval`` steps without one by ``growth_factor``, but not above ``max``. ``used`` becomes the former
+        ``value``. A constant scale stays. Not collective: ranks stay equal because ``finite`` is.
 
         Args:
             finite: whether the step's gradient, reduced over all ranks, was finite.

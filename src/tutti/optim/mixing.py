@@ -44,12 +44,13 @@ class Mixing:
     optimizer such as AdamW, for which all slices are right.
 
     Attributes:
-        rows: a step on rows of a tensor, and its state, equal these rows of the step on the whole tensor.
-        columns: the same for slices along the other dimensions.
-        flat: the same for pieces of the flattened tensor.
-        tensors: a step on a subset of the tensors equals their step among all tensors.
-        draws: a step draws from a global generator of PyTorch, NumPy or Python.
-        closure: ``step`` cannot be called without a closure.
+        rows: whether a step on rows of a tensor, with the optimizer state of these rows, gives the rows of the step on
+            the whole tensor.
+        columns: whether this also holds for slices along all dimensions but the first.
+        flat: whether this also holds for pieces of the flattened tensor.
+        tensors: whether a step on a subset of the tensors equals their step among all tensors.
+        draws: whether a step draws from a global random generator of PyTorch, NumPy or Python.
+        closure: whether ``step`` cannot be called without a closure.
         untried: why the trial failed; None if it succeeded.
     """
 
@@ -76,9 +77,10 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
         optimizer: the optimizer, which is not changed.
 
     Returns:
-        Whether steps on rows, on other slices, on pieces of flattened tensors, and on a subset of the tensors equal the
-        step on all whole tensors; whether a step draws random numbers or needs a closure; and why the trial failed, if
-        it did.
+        A ``Mixing``. Its flags ``rows``, ``columns``, ``flat`` and ``tensors`` say whether a step on rows, on slices
+        along other dimensions, on pieces of the flattened tensors, or on some of the tensors alone equals the step on
+        all whole tensors. ``draws``: whether a step draws from a global random generator; ``closure``: whether it needs
+        a closure; ``untried``: why the trial failed, or None. After a failed trial the first four flags are False.
     """
     if hasattr(optimizer, "norms") or hasattr(optimizer, "wholes"):
         return Mixing(flat=False)
@@ -386,7 +388,10 @@ def _is_number_tensor(value: Any) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's ``step`` has a required argument, which must be a closure, as for LBFGS."""
+    """Return whether an optimizer's ``step`` has a required positional argument, taken for a closure, as LBFGS has.
+
+    False where the signature cannot be read.
+    """
     try:
         arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):

@@ -24,7 +24,8 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
         batch: global batch, in samples.
 
     Raises:
-        UsageError: the rule does not fit the optimizer, or ``batch`` is too far from the rule's base batch.
+        UsageError: the rule is AdaScale and the optimizer is not SGD; the rule is Adam's square-root rule, and the
+            optimizer has no β1, β2 and ε or κ(1 - β) is 1 or more, with κ = ``batch`` / the rule's base batch.
     """
     name = type(optimizer).__name__.removesuffix("Config")
     if rule.adaptive and not isinstance(optimizer, SGDConfig):

@@ -37,9 +37,9 @@ def make_schedule(
         config: the schedule's options; ``ConstantSchedule`` is the base class of all of
             ``tutti.config.optimizer_config.SCHEDULES``.
         total: steps in the run; None if unknown before the end of a stream.
-        steps: converts a duration from the start of the run to steps.
-        scaled: factor of the learning-rate rule on the initial rate; if above 1, the warm-up starts at the unscaled
-            rate by default.
+        steps: converts a duration from the start of the run, in steps, samples or epochs, to steps.
+        scaled: factor by which a scaling rule has multiplied the initial rate for the batch size; if above 1, the
+            warm-up starts at the rate before that scaling, unless ``config`` says otherwise.
 
     Raises:
         UsageError: the schedule needs ``total``, which is None.

@@ -31,7 +31,7 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of all optimizers that are combined here: a new list of their own dicts.
+        """The parameter groups of all combined optimizers, in order: a new list of the optimizers' own dictionaries.
 
         Changes of a group, such as of its learning rate, therefore take effect.
         """
@@ -47,7 +47,7 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def present(self) -> list[Optimizer]:
-        """The optimizers, of those that are combined here, that have parameters on this rank."""
+        """A list of the combined optimizers that have parameters on this rank: ``members`` without None, in order."""
         return [member for member in self.members if member is not None]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -101,12 +101,14 @@ class _States(MutableMapping[Tensor, Any]):
 def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
     """Combine functions that make an optimizer each into one that makes a ``SeveralOptimizers`` of all of them.
 
-    The result takes (name, parameter) pairs. It never returns None: all ranks have the same number of optimizers, each
-    None where it has no parameter on the rank. A single function is returned as it is.
-
     Args:
-        makers: functions from (name, parameter) pairs to an optimizer, or to None if none of the parameters are its
-            own.
+        makers: functions from (name, parameter) pairs to an optimizer, or to None if none of the parameters belong to
+            this optimizer.
+
+    Returns:
+        A function from (name, parameter) pairs to a ``SeveralOptimizers``, whose ``members`` has one entry for each of
+        ``makers`` on every rank: None for an optimizer without parameters on this rank. For a single maker, that maker
+        itself.
     """
     if len(makers) == 1:
         return makers[0]
@@ -157,8 +159,10 @@ def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
     """Return a context within which ``step`` of combined optimizers updates by only one of them.
 
     Args:
-        optimizer: optimizers combined in a ``SeveralOptimizers``; any other optimizer steps as ever.
-        index: the only optimizer's index in ``members``; None for all of them.
+        optimizer: optimizers combined in a ``SeveralOptimizers``; with any other optimizer, or None, the context does
+            nothing.
+        index: index in ``members`` of the only optimizer that ``step`` updates by; None for all of them. After the
+            context ``step`` updates by all.
     """
     if not isinstance(optimizer, SeveralOptimizers):
         yield

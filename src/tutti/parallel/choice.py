@@ -40,15 +40,16 @@ class Choice:
     def shape(self, devices: int) -> dict[str, int]:
         """Return the extent of each axis of this strategy's device mesh: ``replica``, ``shard``, ``stage``, ``tensor``.
 
-        Their product is ``devices``. The options replicas, shards, stages and tensor fix extents; an axis other than
-        ``replica`` without an option of the strategy has extent 1. The first of shards, stages and tensor that is None
-        takes all devices that the fixed extents leave; ``replica`` takes the factor that then remains.
+        The product of the extents is ``devices``. The strategy's options ``replicas``, ``shards``, ``stages`` and
+        ``tensor`` fix extents; an axis other than ``replica`` without an option of the strategy has extent 1. The first
+        of ``shards``, ``stages`` and ``tensor`` that is None takes all devices that the fixed extents leave;
+        ``replica`` takes the factor that then remains.
 
         Args:
             devices: number of devices of the run.
 
         Raises:
-            UsageError: the number of devices does not fit.
+            UsageError: the fixed extents do not divide the number of devices, or leave some of the devices out.
         """
         given = {option: self._option(option) for option in _AXES}
         open_ = [option for option, extent in given.items() if extent is None and option != "replicas"]

@@ -38,7 +38,9 @@ class LossCounter:
             self._totals = self.together(part)
 
     def note(self, part: LossSums) -> None:
-        """Record the metrics' names in a worker's loss sums, by which ``means`` names its results; nothing is added up.
+        """Record the names of the loss function's metrics from one logical worker's loss sums; nothing is added up.
+
+        ``means`` and ``stats`` return the metrics under these names.
 
         Args:
             part: loss sums of a logical worker (share of the global batch), with the metrics' names.
@@ -64,7 +66,7 @@ class LossCounter:
         return part if self._totals is None or part is None else self._totals + part
 
     def take(self) -> Tensor | None:
-        """Return this rank's total of the step's loss sums, and reset it for the next step. Not collective.
+        """Return this rank's loss sums, added up over its logical workers in the step, and reset them. Not collective.
 
         Returns:
             Float tensor ``[loss_sum, count, *metric_sums]``; None where none of this rank's logical workers (shares of
@@ -99,7 +101,8 @@ class LossCounter:
                 its own samples; None where it is not measured.
 
         Returns:
-            The statistics, with the arguments ``norm``, ``finite``, ``stop`` and ``spread`` as they are.
+            A ``StepStats``: ``loss``, the mean over ``count``; ``metrics``, means by name; and the arguments ``norm``
+            (as ``grad_norm``), ``finite``, ``stop`` and ``spread`` (as ``gradient_variance``) as they are.
         """
         count = sums.samples or math.nan
         return StepStats(sums.loss / count, sums.samples, self.means(sums.metrics, count), norm, finite, stop, spread)

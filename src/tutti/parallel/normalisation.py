@@ -103,12 +103,16 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
 
 
 def is_finite(gradient: Tensor | None) -> bool:
-    """Return whether all elements of a dense or sparse gradient are finite; True if the gradient is None."""
+    """Return whether all elements of a gradient are finite; True if the gradient is None.
+
+    Args:
+        gradient: dense, or sparse, of which the values are looked at; on any device.
+    """
     return gradient is None or bool(torch.isfinite(values_of(gradient)).all())
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the names of the gradients that have a NaN or an infinity, in the order given.
+    """Return a list of the names of the gradients that have a NaN or an infinity, in the order given.
 
     Args:
         named: (name, gradient) pairs; a gradient of None counts as finite.

@@ -58,7 +58,8 @@ class ParameterAverage:
                 out.
 
         Raises:
-            UsageError: this rank has no shard of one yet, because its forward was computed with the full tensor.
+            UsageError: the run shards parameters, and one of the named ones is not sharded yet, because the script has
+                unfrozen it between a forward and its backward.
         """
         new = {n: p for n, p in parameters(self._replica.parts) if n in names and n not in self._names}
         for name, parameter in new.items():
@@ -86,9 +87,9 @@ class ParameterAverage:
         self.updates += 1
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of ``merged`` in which the trained parameters are replaced by their moving averages.
+        """Return a mapping like ``merged``, with the moving average (EMA) in place of each averaged parameter.
 
-        Buffers and frozen parameters stay. Not collective.
+        The tensors themselves are not copied. Buffers and frozen parameters stay. Not collective.
 
         Args:
             merged: this rank's parameters and buffers by name, the result of ``GradientSync.merged``.

@@ -25,9 +25,10 @@ class Strategy:
     A logical worker is one of N fixed shares of the global batch.
 
     Attributes:
-        layout, exchange: classes of model layout and gradient synchronisation, ``module:class`` below
-            ``tutti.parallel``.
-        layout_config, exchange_config: classes of their options; field names of the two do not overlap.
+        layout: class that places a replica of the model on ranks, as text ``module:class`` below ``tutti.parallel``.
+        exchange: class that reduces gradients over replicas and makes the updates, as text of the same form.
+        layout_config, exchange_config: dataclasses of the options of ``layout`` and of ``exchange``; no field name
+            occurs in both.
         summary: description in one line.
         reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
         single_update: whether all logical workers make one update together, from the sum of their gradients.
@@ -37,7 +38,7 @@ class Strategy:
             defined.
         worker_gradients: whether each logical worker's own gradient exists on one rank before the sum.
         own_backward: whether each micro-batch has a backward of its own; False where all of a worker's run together.
-        sparse_devices: largest number of devices with sparse gradients; None for no limit.
+        sparse_devices: largest number of devices on which models with sparse gradients run; None for no limit.
         own_copies: whether every rank has its own copy of the parameters, into which a script may load without
             collectives.
         optimizer_here: whether the optimizer's state is on ranks, and not on parameter servers.
@@ -46,7 +47,8 @@ class Strategy:
         synchronous: whether every rank makes all steps of the run.
         shares_workers: whether several data ranks may share the micro-batches of one logical worker.
         most_devices: largest number of devices; None for no limit.
-        needs: module, package and extra that the strategy requires; None for none.
+        needs: a package that the strategy requires, as (name to import, name to install, extra of tutti); None for
+            none.
     """
 
     layout: str

@@ -437,7 +437,10 @@ def axis(
 
 
 def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the members of ``parameters`` that are in the optimizer's ``param_groups``, in their given order."""
+    """Return a list of the members of ``parameters`` that are in the optimizer's ``param_groups``, in the given order.
+
+    ``requires_grad`` plays no part.
+    """
     members = {p for group in optimizer.param_groups for p in group["params"]}
     return [p for p in parameters if p in members]
 
@@ -488,6 +491,10 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
         mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``).
         parts: number of stages or ranks among which the tensors are divided; 1 is never refused.
         what: name of the stages or ranks in the error, such as "stages of the model".
+
+    Raises:
+        UsageError: ``parts`` is above 1, and the trial failed or a step on some of the tensors differed in it from
+            their step among all tensors.
     """
     if parts > 1 and not mixing.tensors:
         raise UsageError(
@@ -501,8 +508,11 @@ def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
     """Raise UsageError for an optimizer whose step needs a closure, which cannot run on gathered tensors.
 
     Args:
-        optimizer: named in the error.
-        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``).
+        optimizer: this rank's optimizer, named in the error; None if this rank has no parameters.
+        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``), of which ``closure`` is read.
+
+    Raises:
+        UsageError: ``mixing.closure`` is True; while tensors are gathered the closure would run on this rank alone.
     """
     if mixing.closure:
         raise UsageError(

@@ -285,7 +285,7 @@ class PipelineRunner(ReplicaPart):
         """Record that new parameter objects have taken the place of former ones in this rank's pipeline stages.
 
         Args:
-            by: the new parameter by the former one; parameters that are not among the keys stay.
+            by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
         """
         self._shared.replace(by)
         for each in self.split_backwards:
@@ -310,7 +310,8 @@ class PipelineRunner(ReplicaPart):
                 is complete; None to run forwards only. The hook of ``connect`` receives the completed gradients.
 
         Returns:
-            Loss sum, count and metric sums over all micro-batches, equal on every stage.
+            Sums over all micro-batches, equal on every stage: the float tensor ``sums`` holds loss sum, count and
+            metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
 
         Raises:
             UsageError: the loss function fails on the last stage (whose rank raises the error itself, the others a
@@ -500,7 +501,8 @@ class PipelineRunner(ReplicaPart):
         stage's activations have arrived.
 
         Args:
-            flight: state of the micro-batch on this stage, which is updated.
+            flight: state of the micro-batch on this stage. The received activations are stored in it, and the sent ones
+                where the next stage will send back gradients.
             stage: index of the virtual stage in the whole model; this rank holds the stage.
             given: arguments of the model's call, by name. Where the stages follow a recorded forward, two entries:
                 ``args``, the positional arguments, and ``kwargs``, the keyword arguments.
@@ -590,7 +592,10 @@ class _Turn:
     failure: Exception | None = None
 
     def arm(self) -> None:
-        """Call ``prepare_for_backward`` once, before the first backward after which a gradient is complete."""
+        """Call the gradient-ready hook's ``prepare_for_backward``, unless this was done earlier in this ``run``.
+
+        To be called before the first backward after which a gradient is complete. Without a hook nothing is called.
+        """
         if not self.armed and self.grad_hook is not None:
             self.grad_hook.prepare_for_backward(self.total)
         self.armed = True
@@ -632,14 +637,29 @@ class _Relay:
         self._failure: tuple[Exception, str] | None = None
 
     def enter(self, stage: int, flight: MicroBatchState) -> None:
-        """Expect the next call for this virtual stage and micro-batch."""
+        """Let the next call of this stand-in for the model compute the given virtual stage on a micro-batch.
+
+        Args:
+            stage: index of the virtual stage in the whole model; this rank holds the stage.
+            flight: state of the micro-batch on this stage.
+        """
         self._stage, self._flight, self.called, self.computed = stage, flight, False, False
         self._handed_over, self._failure = False, None
 
     def call(self, loss: LossFn, batch: Any) -> Any:
-        """Return the loss function's result; None on a stage that has sent its activations.
+        """Call the loss function with this stand-in for the model, which computes one virtual pipeline stage.
 
-        Raises the loss function's error; where it has caught an error of the model, that one or a UsageError.
+        Args:
+            loss: the user's loss function ``loss_fn(model, batch)``.
+            batch: the micro-batch.
+
+        Returns:
+            The loss function's result; None on a stage that has sent its activations to the next one.
+
+        Raises:
+            TuttiError: the loss function has caught an error of the model and gone on; the error itself if it is a
+                ``TuttiError``, else a ``UsageError``.
+            Exception: any error that the loss function lets through.
         """
         try:
             result = loss(self, batch)

@@ -33,7 +33,12 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Start and end of one forward or backward in a simulated schedule, in the unit of time of the simulation."""
+    """Start and end of one forward or backward in a simulated pipeline schedule.
+
+    Attributes:
+        action: the computation: its kind, virtual stage and micro-batch.
+        start, end: times in the unit of the simulation; 0 is when the first action of the whole schedule begins.
+    """
 
     action: Action
     start: float
@@ -56,11 +61,11 @@ class Order:
 
     @property
     def stages(self) -> int:
-        """Number of virtual stages of the whole model: pipeline ranks times virtual stages a rank."""
+        """Number of virtual stages into which the model is cut: pipeline ranks times virtual stages a rank."""
         return len(self.ranks) * self.chunks
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the forwards and backwards of this pipeline schedule whose results one action takes as inputs.
+        """Return a list of the forwards and backwards of this pipeline schedule whose results one action needs.
 
         A forward needs the previous stage's forward of the same micro-batch. A backward, or input backward, needs its
         own stage's forward and the next stage's backward. A weight backward needs its own stage's input backward. The

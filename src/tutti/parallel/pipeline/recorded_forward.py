@@ -187,6 +187,10 @@ class ForwardRecord:
             nodes: consecutive nodes of ``graph()``.
             incoming: nodes before ``nodes`` whose values the stage receives.
             outgoing: nodes whose values the stage sends; empty for the last stage, which returns the model's output.
+
+        Returns:
+            An ``nn.Module`` that holds the stage's blocks under their names in the whole model. Its forward takes
+            ``(args, kwargs, *received values)``, with the arguments of the model's call as a tuple and a mapping.
         """
         calls = [node.meta["call"] for node in nodes if "call" in node.meta]
         first, behind = (calls[0], calls[-1] + 1) if calls else (len(self.calls), len(self.calls))
@@ -293,7 +297,16 @@ class _BlockDispatch:
         self._first = {inner: dict(vars(inner)) for block in self.blocks.values() for inner in block.modules()}
 
     def run(self, run: _Recording | _StageRun, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model with its blocks' calls passed to ``run``."""
+        """Call the whole model's forward, with each call of a block (module called as a unit) handed to ``run``.
+
+        Args:
+            run: records the calls, or computes the blocks of one pipeline stage.
+            args: positional arguments of the model's call.
+            kwargs: keyword arguments of the model's call.
+
+        Returns:
+            The model's output; on a stage that is not the last one, the tuple of the activations to send.
+        """
         before = {name: replace_call(block, partial(self._call, name, block)) for name, block in self.blocks.items()}
         self.active = run
         try:
@@ -317,7 +330,19 @@ class _BlockDispatch:
             run.inside = False
 
     def shape(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what a block would return, with fake tensors, and remember its form for arguments of equal forms."""
+        """Return what a block (module called as a unit) would return for these arguments, with fake tensors in it.
+
+        The block runs on fake tensors, which have shapes and no values. The form of the result is cached for later
+        arguments of equal shapes and dtypes.
+
+        Args:
+            name: name of the block in the whole model.
+            block: the block.
+            args, kwargs: positional and keyword arguments of the call.
+
+        Raises:
+            UsageError: the block writes its arguments in place.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(_form, leaves))
         simple = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
@@ -381,7 +406,10 @@ class _Recording(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the operations of the forward between the model's blocks."""
+        """Return a context in which the operations between the model's blocks (modules called as units) are recorded.
+
+        Each tensor that such an operation returns is traced to the tensors of blocks from which it is computed.
+        """
         with self:
             yield
 
@@ -401,7 +429,11 @@ class _Recording(TorchDispatchMode):
         return result
 
     def sources(self, values: Any) -> set[BlockOutput]:
-        """Return the tensors of blocks from which ``values`` are computed."""
+        """Return the set of addresses of the block outputs from which ``values`` are computed in the recorded forward.
+
+        Args:
+            values: tensors, or nested lists, tuples and mappings of them; other values are ignored.
+        """
         leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         return set().union(*(self._sources.get(storage_key(leaf), set()) for leaf in leaves))
 
@@ -410,7 +442,16 @@ class _Recording(TorchDispatchMode):
         self._sources.setdefault(storage_key(tensor), set()).update(sources)
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Note a call of a block, and return fake tensors."""
+        """Record a call of a block (module called as a unit), and return its result as fake tensors, without values.
+
+        Appends the block's name, the block outputs that the arguments are computed from, and the number of tensors
+        returned to ``calls``.
+
+        Args:
+            name: name of the block in the whole model.
+            block: the block.
+            args, kwargs: positional and keyword arguments of the call.
+        """
         reads = self.sources((args, kwargs))
         result = self.dispatch.shape(name, block, args, kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -420,7 +461,11 @@ class _Recording(TorchDispatchMode):
         return result
 
     def end(self, output: Any) -> Any:
-        """Note what the model's output is computed from."""
+        """Add the block outputs from which the model's output is computed to ``reads``, and return the output.
+
+        Args:
+            output: what the recorded forward has returned, with fake tensors.
+        """
         self.reads |= self.sources(output)
         return output
 
@@ -434,11 +479,29 @@ class _StageRun:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Do nothing: a stage runs the forward without recording it."""
+        """Return a context that does nothing, for the forward of the model on a pipeline stage.
+
+        A recording of the forward has a context of the same name, which records the operations in it.
+        """
         yield
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Compute a block of this stage. For another stage's block return received activations, or fake tensors."""
+        """Compute a block (module called as a unit) of this pipeline stage, or stand in for a block of another stage.
+
+        After the stage's last block, an exception leaves the forward with the activations to send.
+
+        Args:
+            name: name of the block in the whole model.
+            block: the block.
+            args, kwargs: positional and keyword arguments of the call.
+
+        Returns:
+            The block's result. For another stage's block its received tensors, and fake tensors for all others.
+
+        Raises:
+            UsageError: the forward calls its blocks in another order than when it was recorded, or a block of this
+                stage needs a value that the stage has not received.
+        """
         number, calls, own = self._number, self._record.calls, self._stage.own
         self._number += 1
         if number >= len(calls) or calls[number].name != name:
@@ -472,7 +535,15 @@ class _StageRun:
             )
 
     def end(self, output: Any) -> Any:
-        """Check the order of calls at the end of the forward."""
+        """Return the model's output, after a check that this stage's forward has called all recorded blocks.
+
+        Args:
+            output: what the forward has returned.
+
+        Raises:
+            UsageError: the forward called fewer blocks than when it was recorded, or ended on a stage that must send
+                activations.
+        """
         if self._number != len(self._record.calls) or self._stage.sent:
             raise UsageError(
                 "the model's forward calls fewer blocks than when it was cut into stages",

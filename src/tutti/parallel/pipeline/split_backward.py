@@ -64,10 +64,10 @@ class SplitBackward:
         self.look()
 
     def look(self) -> None:
-        """Update this pipeline stage's list of trained parameters from their present ``requires_grad``.
+        """Update the list of this pipeline stage's trained parameters, by their present ``requires_grad``.
 
-        After a change the next weight backward again finds the parameters whose gradients need a backward through the
-        whole stage.
+        ``weights``, the weight half of the backward, computes gradients for the parameters in this list. After a change
+        the next call of ``weights`` finds anew which of their gradients need a backward through the whole stage.
         """
         trained = [p for p in self._all if p.requires_grad]
         if len(trained) != len(self._trained) or any(a is not b for a, b in zip(trained, self._trained, strict=True)):
@@ -76,8 +76,10 @@ class SplitBackward:
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Record that new parameter objects have taken the place of former ones in this pipeline stage.
 
+        The weight half of the stage's backward, ``weights``, then adds gradients to the new parameters.
+
         Args:
-            by: the new parameter by the former one; parameters that are not among the keys stay.
+            by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
         """
         self._all = [by.get(p, p) for p in self._all]
         self._trained = [by.get(p, p) for p in self._trained]
@@ -94,7 +96,10 @@ class SplitBackward:
         return self._calls
 
     def stop(self) -> None:
-        """End the recording of layer outputs that ``record`` began; called after the stage's forward."""
+        """Stop recording the outputs of this pipeline stage's layers; to be called after the forward.
+
+        The list that ``record`` has returned stays as it is; later forwards add nothing to it.
+        """
         self._calls = None
 
     def inputs(self, roots: BackwardRoots, entered: Sequence[Tensor], calls: list[LayerOutput]) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ class Counter(Protocol):
 
     @property
     def now(self) -> int:
-        """Bytes of all tensors that are alive on the device at this moment."""
+        """Bytes, an int, of all tensors that are alive at this moment on the device that this counter watches."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """For each pipeline stage but the first, the name of the module with which it begins.
+        """The name of the module with which each pipeline stage begins, in order; the first stage is left out.
 
         That is the module that the first node of the stage calls, in the graph of the model's forward; "" where this
         node calls no module.
@@ -104,9 +104,9 @@ class StagePlan:
 
     @property
     def shares(self) -> list[float]:
-        """Each virtual pipeline stage's fraction of the model's forward time, or of its parameters.
+        """A list of each virtual pipeline stage's fraction of the model's forward time, or of its parameters, in order.
 
-        The attribute ``measured`` says which of the two. The fractions add up to 1.
+        The attribute ``measured`` says which of the two: True for time. The fractions, floats, add up to 1.
         """
         sums = [sum(block.weight for block in self.blocks[a:b]) for a, b in pairwise(self.bounds)]
         return [part / (sum(sums) or 1) for part in sums]
@@ -310,7 +310,13 @@ class _Watched(fx.Interpreter):
         return getattr(self._plain, name)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Compute one node. Where it begins a block, close the record of the block before."""
+        """Compute one node of the model's graph and return its value, as ``fx.Interpreter.run_node``.
+
+        Where the node begins a block (a run of consecutive nodes), the memory record of the block before is closed.
+
+        Args:
+            n: the node.
+        """
         block = self._block.get(n, self._at)
         if block != self._at:
             self._leave()
@@ -324,7 +330,7 @@ class _Watched(fx.Interpreter):
         return result
 
     def end(self) -> None:
-        """Close the last record, after backward."""
+        """Close the memory record of the block that ran last; to be called after backward."""
         self._leave()
 
     def _begin(self, block: int) -> None:

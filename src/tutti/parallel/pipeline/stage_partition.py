@@ -54,17 +54,17 @@ class StagePartition:
     def stages(self) -> list[list[fx.Node]]:
         """The graph nodes that each virtual pipeline stage computes, one list a stage, in the model's order.
 
-        The lists leave out the graph's inputs and output, reads of attributes, and cheap values that all stages
-        recompute from the inputs.
+        The lists leave out the graph's inputs and output, reads of attributes, and cheap values, such as shapes, that
+        all stages recompute from the inputs.
         """
         nodes = body(self.graph)
         return [nodes[low:high] for low, high in pairwise(self.bounds)]
 
     @property
     def arguments(self) -> set[str]:
-        """Names of the arguments of the model's forward that are inputs of its graph.
+        """Names of the arguments of the model's forward that are inputs (placeholders) of its traced graph.
 
-        Stages compute with the defaults of all other arguments.
+        The pipeline stages take these arguments from a call of the model, and compute with the defaults of all others.
         """
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
@@ -181,13 +181,25 @@ class _Reader(Protocol):
     record: ForwardRecord | None
 
     def graph(self, opened: set[str]) -> fx.Graph:
-        """Return the calls in the forward of the model and of the modules in ``opened``, to which it may add some."""
+        """Return the graph of the forward: the calls of modules that the model and the modules in ``opened`` make.
+
+        Args:
+            opened: names of the modules to look into; "" is the model. Names of more modules may be added to this set.
+        """
 
     def openable(self, name: str) -> bool:
-        """Return whether a module may be cut inside to make stages even."""
+        """Return whether a cut between pipeline stages may lie inside of a module, to make the stages even.
+
+        Args:
+            name: name of the module in the whole model.
+        """
 
     def enterable(self, name: str) -> bool:
-        """Return whether a module may be cut inside where the user asks for it."""
+        """Return whether a cut between pipeline stages that the user names may lie inside of a module.
+
+        Args:
+            name: name of the module in the whole model.
+        """
 
 
 class _TracedForward:

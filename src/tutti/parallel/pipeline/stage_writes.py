@@ -51,11 +51,19 @@ class StageWrites(QuietMode):
             self._kept.append((parameter, parameter.detach().clone()))
 
     def forget(self) -> None:
-        """Free the kept copies of parameters that the script has written: ``undo`` no longer reverts these writes."""
+        """Accept the script's writes to this rank's parameters so far: free the copies kept from before these writes.
+
+        This function mode copies each parameter of this rank's pipeline stages before the script first writes it or
+        takes a view of it. After this call ``undo`` no longer reverts the writes so far.
+        """
         self._kept.clear()
 
     def undo(self) -> None:
-        """Restore this rank's parameters that the script has written since the last ``forget``, from kept copies."""
+        """Revert the script's writes to parameters of this rank's pipeline stages since the last ``forget``.
+
+        This function mode has copied each parameter before the script first wrote it or took a view of it; the values
+        are copied back in place, and the copies freed.
+        """
         with TorchFunctionDisabled(), torch.no_grad():
             for parameter, before in self._kept:
                 parameter.copy_(before)

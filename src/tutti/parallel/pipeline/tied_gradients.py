@@ -33,15 +33,22 @@ class SharedGradients:
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def look(self) -> None:
-        """Update the list of trained parameters that several pipeline stages share, by present ``requires_grad``."""
+        """Update the attribute ``parameters``: the shared parameters whose ``requires_grad`` is now True.
+
+        Shared parameters are those that several pipeline stages use, such as tied weights. This object sums gradients
+        over the stages for the ones in ``parameters`` only.
+        """
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Record that new parameter objects have taken the place of former ones in this rank's pipeline stages.
 
+        This object sums the gradients of parameters that several stages use; it sums those of the new objects from now
+        on. The attribute ``parameters`` is updated, also for changes of ``requires_grad``.
+
         Args:
-            by: the new parameter by the former one; parameters that are not among the keys stay.
+            by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
         """
         self._all = [(comm, by.get(p, p)) for comm, p in self._all]
         self.look()

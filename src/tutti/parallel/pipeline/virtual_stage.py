@@ -51,7 +51,9 @@ def body(graph: fx.Graph) -> list[fx.Node]:
 
 
 def modules_of(nodes: Iterable[fx.Node], plain: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return pairs of name and module for the ``call_module`` nodes among the given nodes, one a call, in order.
+    """Return a list of (module name, module) pairs for the ``call_module`` nodes among the given nodes, in order.
+
+    A module that several nodes call appears once for each call.
 
     Args:
         nodes: nodes of the graph of the model's forward; nodes that call no module are skipped.

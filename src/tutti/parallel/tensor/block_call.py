@@ -52,9 +52,10 @@ class BlockArguments:
         return form_of(self.args, self.kwargs, self.learned)
 
     def main_input(self, features: Collection[int]) -> int:
-        """Return the index of the block's main input among all values in ``(args, kwargs)``, flattened as a pytree.
+        """Return the index of the main input of this recorded call of a block, such as attention, among its arguments.
 
-        The main input is the first floating tensor of at least two dimensions whose last size is in ``features``.
+        The index counts all values in ``(args, kwargs)``, flattened as a pytree. The main input is the first floating
+        tensor of at least two dimensions whose last size is in ``features``.
 
         Args:
             features: allowed sizes of the last dimension, such as the input widths of the block's linear layers.

@@ -16,13 +16,18 @@ from tutti.torch_compat import module_parameters
 
 
 class TransposedLinear(nn.Module):
-    """A linear layer whose weight is (inputs, outputs), transposed from ``nn.Linear``'s; bias (outputs,) or None."""
+    """A linear layer whose weight is transposed from ``nn.Linear``'s, as in GPT-2's ``Conv1D``.
+
+    Attributes:
+        weight: (inputs, outputs).
+        bias: (outputs,), or None for none.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute input · W + bias with W (inputs, outputs): (…, inputs) → (…, outputs)."""
+        """Compute input · weight + bias of a layer with weight (inputs, outputs): (…, inputs) → (…, outputs)."""
         return functional.linear(input, self.weight.t(), self.bias)
 
 

@@ -123,7 +123,8 @@ class Outputs:
     def kept(self) -> Any:
         """Return a context in which the model's forward returns outputs split over ranks, as ``SplitTensor``.
 
-        It is for a loss function that takes split scores. After the context the model's outputs are gathered.
+        The loss function runs within it, so that cross-entropy works on split scores. After the context the model's
+        outputs are all-gathered again.
         """
         self._keep = True
         try:

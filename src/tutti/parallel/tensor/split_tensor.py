@@ -134,6 +134,10 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
         width: number of inputs on this rank.
         slice_: which slice of the layer's inputs this tensor-parallel rank has.
 
+    Returns:
+        The slice, a plain tensor. A plain ``value`` of another last size than the whole input's is taken for the slice,
+        and returned as it is.
+
     Raises:
         UsageError: an autograd function of the script has returned a ``SplitTensor``: it has computed on a slice.
     """

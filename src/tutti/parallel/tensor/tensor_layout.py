@@ -92,10 +92,12 @@ class TensorRunner(WholeRunner):
             micro_batches: the logical worker's micro-batches, in order; at least one.
             loss: the user's loss function ``loss_fn(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
                 count, metric_sums)``.
-            grad_hook: called with each gradient that backward has completed; None for forward alone.
+            grad_hook: object whose ``prepare_for_backward`` is called before the last micro-batch's backward; None for
+                forward alone. The hook given to ``connect`` receives the completed gradients.
 
         Returns:
-            The sums of loss, count and metrics over the micro-batches, on every rank of the replica.
+            Sums over the micro-batches, on every rank of the replica: the float tensor ``sums`` holds loss sum, count
+            and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
         """
         if self._outputs is None:
             return super().run(micro_batches, loss, grad_hook)

@@ -26,9 +26,10 @@ class SliceRanks(Protocol):
     size: int
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """Return ``whole`` for a use in which each rank reads its own slice; backward all-reduces (sums) its gradient.
+        """Return ``whole`` with its values unchanged; backward all-reduces (sums) its gradient over the tensor ranks.
 
-        Forward sends nothing.
+        For a use in which each rank reads its own slice, so that each rank has a part of the gradient. Forward sends
+        nothing.
 
         Args:
             whole: a tensor that is the same on all ranks.
@@ -36,10 +37,10 @@ class SliceRanks(Protocol):
         """
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """All-reduce: return the sum of the ranks' tensors; backward passes the gradient on unchanged.
+        """All-reduce: return the sum of the tensor-parallel ranks' tensors; backward passes the gradient on unchanged.
 
         Args:
-            part: this rank's summand.
+            part: this rank's summand, of the same shape on all ranks.
             name: name of the layer, for error messages.
         """
 
@@ -92,9 +93,10 @@ class SliceRanks(Protocol):
         """
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return ``tensors`` for uses in which each rank reads its own slice; backward all-reduces their gradients.
+        """Return several tensors with their values unchanged; backward all-reduces (sums) their gradients over ranks.
 
-        Like ``copy``, with one message for the gradients of all tensors.
+        For uses in which each tensor-parallel rank reads its own slice of them, so that each rank has a part of the
+        gradients. Backward sends one message for the gradients of all tensors; forward sends nothing.
 
         Args:
             tensors: tensors that are the same on all ranks.
@@ -102,11 +104,16 @@ class SliceRanks(Protocol):
         """
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape: return (ranks, *shape) in rank order; backward takes this rank's gradient.
+        """All-gather the tensor-parallel ranks' tensors, of one shape, and stack them along a new first dimension.
+
+        Backward takes this rank's row of the gradient, and sends nothing.
 
         Args:
             tensor: this rank's tensor, of the same shape on all ranks.
             name: name of the layer, for error messages.
+
+        Returns:
+            (ranks, *shape), in rank order.
         """
 
 

@@ -179,6 +179,9 @@ def refuse_hook(name: str, place: str, layer: str) -> NoReturn:
         name: name of the module with the hook.
         place: place of the hook's definition, as text for the message.
         layer: name of the split layer or block that the module belongs to.
+
+    Raises:
+        UsageError: always; the message proposes to register the hook before ``tutti.prepare``.
     """
     raise UsageError(
         f"the strategy cannot be combined with the forward hook on {name}",
@@ -195,7 +198,8 @@ _BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
 def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
     """Convert an unsplit layer into a tensor-parallel layer, in place, by a subclass of its own class.
 
-    Its parameters are left whole: the caller slices them.
+    The layer's class changes, and its attribute ``tutti_slice`` is set. Its parameters stay whole: the caller slices
+    them.
 
     Args:
         module: the layer.

@@ -47,9 +47,10 @@ class PlanEntry:
             ``slow`` turns off PyTorch's fused kernel, which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: how each of the module's own parameters is split, by the parameter's name.
-        local: for ``within``, the arguments ``width``, ``sizes`` and ``draws`` of
-            ``tutti.parallel.tensor.local_shape.LocalShapeMode``, and the kinds of arguments of the calls for which the
-            split was verified (texts of ``form_of``; none for blocks of one argument).
+        local: for ``within``, four values that fit the module's own code to a slice: ``width``, the features of all
+            heads; ``sizes``, for each view of other sizes the index of the size to reduce; ``draws``, for each call of
+            dropout or attention the split dimension; and the kinds of arguments of the calls for which the split was
+            verified (texts of ``form_of``; none for blocks of one argument).
     """
 
     name: str
@@ -70,7 +71,8 @@ class PlanEntry:
     def as_json(self) -> dict[str, Any]:
         """Return this entry of a tensor-parallel plan as a dictionary that JSON can hold, to broadcast the plan.
 
-        Keys are the attributes' names; each value of ``cuts`` is a list of ``dim``, ``units`` and ``blocks``.
+        Keys are ``name``, ``role``, ``units``, ``cuts`` and ``local``, as the attributes. ``cuts`` has a list for each
+        parameter: the split dimension, the number of undivided units along it, and the number of parts split alike.
         """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 

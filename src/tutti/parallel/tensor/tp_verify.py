@@ -93,8 +93,10 @@ class BlockSplit:
         row: name of the row-parallel layer in the block.
         units: number of heads or features that are divided over ranks.
         width: input features of the row-parallel layer.
-        sizes, draws: how views and dropout in the block's forward fit to a slice; see
-            ``tutti.parallel.tensor.local_shape.LocalShapeMode``.
+        sizes: for each view in the block's forward whose sizes do not fit a slice, in the order of the calls, the index
+            of the size to reduce.
+        draws: for each call of dropout or attention in it, the split dimension, counted from the last (-1); 0 where the
+            input is not split.
         dropout: whether attention itself applies dropout.
         forms: kinds of arguments (texts of ``form_of``) of the calls for which the split was verified; none for a block
             of one argument.
@@ -224,7 +226,12 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def groups(self) -> list[_Group]:
-        """Return the layers with a common input, the layer called next, and the number of heads between them."""
+        """Return the groups of linear layers in the recorded block that tensor parallelism may split together.
+
+        Returns:
+            A list, in the order of the calls: ``firsts``, names of consecutive layers with a common input; ``last``,
+            the name of the layer called next; and ``heads``, the number of attention heads between them, or None.
+        """
         calls = [i for i, (name, _) in enumerate(self.events) if name]
         names = [self.events[i][0] for i in calls]
         given = [self.events[i][1].data_ptr() for i in calls]
@@ -296,13 +303,29 @@ class _Trial:
         self.index = 0 if call is None else call.main_input(features)
 
     def run(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Call the block with an input; return the tensors of its output, and all that its gradient is wanted of."""
+        """Call the tried block with another main input, in double precision.
+
+        Args:
+            x: the main input, which the block's linear layers take.
+
+        Returns:
+            The tensors of the output, and a list of the tensors whose gradients are compared: ``x``, the other
+            arguments that require a gradient, and the parameters outside of the split layers.
+        """
         args, kwargs, learned = ((x,), {}, []) if self.call is None else self.call.arguments(self.index, x)
         outs = [leaf for leaf in tree_leaves(self.block(*args, **kwargs)) if isinstance(leaf, Tensor)]
         return outs, [x, *learned, *self.others]
 
     def with_other_masks(self, split: BlockSplit, prefer_last: bool) -> BlockSplit:
-        """Return the split with the forms of calls, also with other masks, for which it is proved right."""
+        """Return the split with the forms of calls (kinds of arguments) for which it has been verified.
+
+        These are the recorded call's form, and those of calls with other attention masks, with which the split is tried
+        here. The split of a block of one argument is returned as it is.
+
+        Args:
+            split: the split, verified with the recorded call.
+            prefer_last: cut the last size of a view that can be cut, not the first.
+        """
         if self.call is None:
             return split
         forms = [self.call.form]
@@ -318,10 +341,12 @@ class _Trial:
         return replace(split, forms=forms)
 
     def reference(self) -> _Whole | None:
-        """Run the block as it is.
+        """Run the whole block, not split, on random numbers in double precision, to compare its slices with.
 
-        None where it draws random numbers other than by dropout, writes attributes, calls a layer twice, or changes
-        leading dimensions.
+        Returns:
+            The input, the outputs and the gradients, with the groups of layers that may be split together. None where
+            the block draws random numbers other than by dropout, writes attributes, calls a layer twice, or changes
+            leading dimensions.
         """
         sizes = {n for m in self.linears.values() for n in matrix(m).shape}
         samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
@@ -453,7 +478,17 @@ class _Run:
         return found
 
     def backward(self, total: Tensor, sums: Mapping[str, Tensor] | None) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return outputs and gradients as in ``_Whole``; ``total`` and ``sums`` as in ``forward``."""
+        """Run forward and backward of one rank's slice of the block.
+
+        Args:
+            total: sum of the row-parallel layer's outputs over all ranks.
+            sums: gradients of the column-parallel layers' inputs, summed over all ranks, by layer; None in the first
+                pass.
+
+        Returns:
+            The detached tensors of the output, and the gradients, None where the output does not depend on a tensor, of
+            the tensors that ``forward`` returns second.
+        """
         outs, wanted = self.forward(total, sums)
         learned = [out for out in outs if out.requires_grad]
         gradients = torch.autograd.grad(learned, wanted, self._whole.directions, allow_unused=True)
