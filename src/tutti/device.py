@@ -65,11 +65,14 @@ WITHOUT_FLOAT64 = ("mps",)
 
 
 def is_device_choice(name: str) -> bool:
-    """Return whether ``--device`` may be ``name``: ``auto``, ``cpu``, an accelerator's type, or a plugin's device.
+    """Return whether a text can be the value of ``--device``: ``auto``, ``cpu``, an accelerator's type or a plugin's.
 
     Accelerators' types are the names that PyTorch itself knows, such as ``cuda``, ``xpu`` and ``mps``. The name of a
     plugin's device is known only once torch has loaded the plugin, so any identifier passes if a plugin is installed;
     ``choose`` refuses it later if it names no accelerator here.
+
+    Args:
+        name: the text.
 
     >>> is_device_choice("cuda"), is_device_choice("2 gpus")
     (True, False)
@@ -78,11 +81,14 @@ def is_device_choice(name: str) -> bool:
 
 
 def check_device(choice: str, where: str = "--device") -> None:
-    """Raise UsageError if ``--device`` cannot be ``choice`` on any machine with these packages; needs no torch.
+    """Check that a text can be the value of ``--device`` on some machine with these packages; needs no torch.
 
     Args:
         choice: the device that the user stated.
         where: the option or key that states it, for the message.
+
+    Raises:
+        UsageError: ``choice`` is none of the possible values; the error suggests one.
     """
     if is_device_choice(choice):
         return
@@ -187,7 +193,7 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
 
 
 def check_processes(choice: str, processes: int, where: str) -> None:
-    """Raise UsageError if a job cannot have so many processes on this type of device; needs no torch.
+    """Check that a job can have so many processes on a type of device; needs no torch.
 
     Only ``mps``, an Apple GPU, is limited, to one process.
 
@@ -195,6 +201,9 @@ def check_processes(choice: str, processes: int, where: str) -> None:
         choice: ``--device``, or the type of a device.
         processes: number of processes of the job, on all nodes.
         where: names the option or the rank, for the message.
+
+    Raises:
+        UsageError: more than one process on ``mps``.
     """
     if choice == "mps" and processes > 1:
         raise UsageError(
@@ -206,12 +215,16 @@ def check_processes(choice: str, processes: int, where: str) -> None:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether ``device`` is an accelerator: neither the CPU nor ``meta``."""
+    """Return whether a device is an accelerator: neither the CPU nor ``meta``.
+
+    Args:
+        device: the device.
+    """
     return device.type not in ("cpu", "meta")
 
 
 def is_compiled_in() -> bool:
-    """Return whether torch is built for an accelerator or has a plugin for one, present or not.
+    """Return whether torch is built for an accelerator or has a plugin for one, whether or not one is present.
 
     Does not touch the driver: a process that has used a driver must not fork.
     """
@@ -223,9 +236,9 @@ def is_compiled_in() -> bool:
 def reason_not_to_fork() -> str | None:
     """Return why a process that is forked from this one could not compute on the accelerator; None if it could.
 
-    A driver that a process has used does not work in its forks, and neither do the threads of autograd, which a
-    backward starts wherever there is an accelerator, also for CPU tensors. Where the system does not list the names of
-    threads (``/proc``), these are not seen.
+    The reason is a text for messages. A driver that a process has used does not work in its forks, and neither do the
+    threads of autograd, which a backward starts wherever there is an accelerator, also for CPU tensors. Where the
+    system does not list the names of threads (``/proc``), these threads are not seen.
     """
     if "torch" not in sys.modules:
         return None
@@ -273,14 +286,17 @@ def set_collective_defaults(device: torch.device, environ: MutableMapping[str, s
 
 
 def collective_options(device: torch.device, timeout: timedelta) -> Any:
-    """Return the ``pg_options`` of ``new_group`` for groups that reduce gradients: a high-priority stream with NCCL.
+    """Return the ``pg_options`` of ``new_group`` for groups that reduce gradients: with NCCL, a high-priority stream.
 
-    None for other backends. Kernels on such a stream start as soon as a multiprocessor is free, so that a reduction
-    overlaps with the backward and does not queue behind its kernels.
+    Kernels on such a stream start as soon as a multiprocessor is free, so that a reduction overlaps with the backward
+    and does not queue behind its kernels.
 
     Args:
         device: determines the backend.
         timeout: timeout of the group's collectives.
+
+    Returns:
+        NCCL's process group options; None for other backends.
     """
     from tutti.torch_compat import high_priority_options
 
@@ -291,7 +307,11 @@ def collective_options(device: torch.device, timeout: timedelta) -> Any:
 
 
 def pins_memory(device: torch.device) -> bool:
-    """Return whether ``non_blocking`` copies from the host to ``device`` need pinned memory to be asynchronous."""
+    """Return whether ``non_blocking`` copies from the host to a device need pinned memory to be asynchronous.
+
+    Args:
+        device: destination of the copies.
+    """
     return device.type not in _UNPINNED
 
 
@@ -325,7 +345,11 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def synchronize(device: torch.device) -> None:
-    """Block until all kernels of ``device`` have finished; does nothing on the CPU."""
+    """Block until all kernels of a device have finished; does nothing on the CPU.
+
+    Args:
+        device: the device.
+    """
     import torch
 
     if is_accelerator(device):
@@ -333,7 +357,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart the count of ``peak_memory`` from the tensors that ``device`` holds now; does nothing on the CPU."""
+    """Restart the count of ``peak_memory`` at the bytes that a device's tensors take now.
+
+    Does nothing on the CPU, and on ``mps``, whose allocator counts no peak.
+
+    Args:
+        device: the device.
+    """
     import torch
 
     if is_accelerator(device) and device.type != "mps":
@@ -341,9 +371,12 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes of tensors that ``device`` held since ``reset_peak_memory``.
+    """Return the largest number of bytes of tensors on a device since ``reset_peak_memory``.
 
     None on the CPU, and on ``mps``, whose allocator counts no peak.
+
+    Args:
+        device: the device.
     """
     import torch
 
@@ -352,9 +385,12 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype in which norms and counts are added up on ``device``: float64, or float32 where that is missing.
+    """Return the dtype in which norms and counts are added up on a device: float64, or float32 where that is missing.
 
     Only an Apple GPU (``mps``) has no float64.
+
+    Args:
+        device: the device.
     """
     import torch
 
@@ -362,7 +398,11 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operators on ``device`` use by default."""
+    """Return the generator that random operators on a device use by default.
+
+    Args:
+        device: the CPU, or an accelerator, whose index counts (0 if it has none).
+    """
     import torch
 
     if not is_accelerator(device):
@@ -376,9 +416,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager that restores the default random generators of the CPU and of ``device`` at its end.
+    """Return a context manager that restores the default random generators of the CPU and of a device at its end.
 
-    Random numbers that are drawn in its block so leave no trace.
+    Random draws within its block therefore do not change later ones.
 
     Args:
         device: device of the run; on the CPU only the CPU's generator is restored.
@@ -394,16 +434,23 @@ def forked_generators(device: torch.device) -> AbstractContextManager[None]:
 
 
 def has_fused_optimizers(device: torch.device) -> bool:
-    """Return whether PyTorch's optimizers have fused kernels on ``device``."""
+    """Return whether PyTorch's optimizers accept ``fused=True`` for parameters on a device.
+
+    Args:
+        device: the device.
+    """
     from tutti.torch_compat import fused_optimizer_devices
 
     return device.type in fused_optimizer_devices()
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:
-    """Return whether matrix products of float32 on ``device`` may round their factors to TensorFloat-32.
+    """Return whether matrix products of float32 on a device may round their factors to TensorFloat-32.
 
     PyTorch's default is no; ``torch.set_float32_matmul_precision("high")`` allows it.
+
+    Args:
+        device: the device; False for all types but ``cuda``.
     """
     import torch
 
@@ -413,9 +460,12 @@ def multiplies_in_tf32(device: torch.device) -> bool:
 
 
 def convolves_in_tf32(device: torch.device) -> bool:
-    """Return whether convolutions of float32 on ``device`` may round their factors to TensorFloat-32.
+    """Return whether convolutions of float32 on a device may round their factors to TensorFloat-32.
 
     PyTorch's default is yes; ``torch.backends.cudnn.allow_tf32 = False`` forbids it.
+
+    Args:
+        device: the device; False for all types but ``cuda``.
     """
     import torch
 
@@ -443,9 +493,12 @@ def describe_products(device: torch.device, precision: str) -> str | None:
 
 
 def reason_against_float8(device: torch.device) -> str | None:
-    """Return why ``device`` has no matrix products of 8-bit floats, in words; None if it has them.
+    """Return why a device has no matrix products of 8-bit floats, as a text for messages; None if it has such products.
 
     They need CUDA devices of compute capability 8.9 (Ada, Hopper and later).
+
+    Args:
+        device: the device.
     """
     import torch
 
@@ -469,7 +522,10 @@ def autocast_types() -> tuple[str, ...]:
 
 
 def profiled_activities(device: torch.device) -> list[Any]:
-    """Return what PyTorch's profiler has to record for a run on ``device``.
+    """Return the activities that PyTorch's profiler has to record for a run on a device.
+
+    Args:
+        device: the device.
 
     Returns:
         Values of ``torch.profiler.ProfilerActivity``: the CPU's, and for an accelerator also that of its kernels.
@@ -482,9 +538,15 @@ def profiled_activities(device: torch.device) -> list[Any]:
 
 
 def profiled_time(device: torch.device) -> str:
-    """Return the PyTorch profiler's column of operators' own time on ``device``, to sort by.
+    """Return the name of the PyTorch profiler's column with the operators' own time on a device, to sort a table by.
 
-    Time in operators that they call is not in it.
+    Time in operators that an operator calls is not in it.
+
+    Args:
+        device: the device.
+
+    Returns:
+        ``self_device_time_total`` for an accelerator, else ``self_cpu_time_total``.
     """
     return f"self_{'device' if is_accelerator(device) else 'cpu'}_time_total"
 

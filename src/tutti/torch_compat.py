@@ -195,30 +195,43 @@ GRADIENT_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def tensor_version(tensor: Tensor) -> int:
     """Return the version counter that a tensor shares with its views; every in-place write increments it.
 
-    Autograd relies on it; no public function returns it.
+    Autograd relies on the counter; no public function returns it.
+
+    Args:
+        tensor: the tensor.
     """
     return tensor._version
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage for the storage's lifetime.
+    """Return a number that identifies a tensor's storage as long as the storage exists; views have the same number.
 
     The public ``data_ptr()`` is 0 on ``meta``.
+
+    Args:
+        tensor: the tensor.
     """
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which ``tensor`` is a view, as autograd knows it; None for no view."""
+    """Return the tensor of which a tensor is a view, as autograd records it; None if it is no view.
+
+    Args:
+        tensor: the possible view.
+    """
     base: Tensor | None = tensor._base
     return base
 
 
 def sparse_indices(tensor: Tensor) -> Tensor:
-    """Return the indices of a sparse COO tensor, (sparse dimensions, entries), without coalescing it.
+    """Return the indices of a sparse COO tensor, int64 (sparse dimensions, entries), without coalescing it.
 
     The public ``indices()`` raises for an uncoalesced tensor.
+
+    Args:
+        tensor: the sparse tensor, coalesced or not.
     """
     return tensor._indices()
 
@@ -292,7 +305,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread.
+    """Return whether autograd runs a backward in this thread at this moment.
 
     True in a backward hook, or in a forward that activation checkpointing recomputes.
     """
@@ -303,12 +316,13 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def differentiable_once(node: Any) -> str | None:
-    """Return the name of an autograd node's custom function if its backward is marked ``once_differentiable``.
-
-    None for all other nodes.
+    """Return the name of a node's custom autograd function if its backward is ``once_differentiable``, else None.
 
     PyTorch's second backward raises an error for such a function in some graphs, and leaves out its terms in others. A
     public replacement would be a property of nodes.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
     """
     if not isinstance(node, BackwardCFunction):
         return None
@@ -347,7 +361,7 @@ def version_counting_view(tensor: Tensor) -> Tensor:
 
 
 class CrossEntropyNode(NamedTuple):
-    """A cross-entropy as its autograd node has it.
+    """Facts of a cross-entropy loss, read from the autograd node that computed it.
 
     Attributes:
         reduction: ``mean`` or ``sum``.
@@ -369,9 +383,9 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
         node: an autograd node, such as ``loss.grad_fn``.
 
     Returns:
-        ``reduction`` (``mean`` or ``sum``), ``total`` (a tensor (), the sum of the weights of the targets that are not
-        ignored, by which a mean is divided) and ``targets`` (number of targets, ignored ones included). None for other
-        nodes, and for a loss without reduction.
+        A ``CrossEntropyNode``: ``reduction`` (``mean`` or ``sum``), ``total`` (a tensor (), the sum of the weights of
+        the targets that are not ignored, by which a mean is divided) and ``targets`` (number of targets, ignored ones
+        included). None for other nodes, and for a loss without reduction.
     """
     if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
         return None
@@ -420,13 +434,13 @@ def saved_tensor_hooks() -> Any:
     No public function returns them.
 
     Returns:
-        Two functions, which pack a tensor for backward and unpack it.
+        A pair of functions: the first packs a tensor that is saved for backward, the second unpacks it.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def functorch_level() -> int | None:
-    """Return the nesting level of active ``torch.func`` transforms (``vmap``, ``grad``); None outside of them.
+    """Return the nesting level of active ``torch.func`` transforms (``vmap``, ``grad``); None outside of these.
 
     No public function returns it.
     """
@@ -494,7 +508,16 @@ def module_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the module's own non-persistent buffers; publicly, they are absent from ``state_dict()``."""
+    """Return the names of a module's own non-persistent buffers, without those of its submodules.
+
+    Publicly, such buffers can only be told by their absence from ``state_dict()``.
+
+    Args:
+        module: the module.
+
+    Returns:
+        The module's own set, not a copy.
+    """
     return module._non_persistent_buffers_set
 
 
@@ -552,9 +575,12 @@ def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recu
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` or ``Module.compile`` has been applied to the module itself, not to a submodule.
+    """Return whether ``torch.compile`` or ``Module.compile`` has been applied to a module itself, not to a submodule.
 
     No public function tells it.
+
+    Args:
+        module: the module, or the wrapper that ``torch.compile`` has returned.
     """
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
@@ -577,6 +603,9 @@ def is_fake(value: Any) -> bool:
     """Return whether a value is a ``FakeTensor``, which has shape, dtype and device but no values.
 
     The class is public in practice, as ``FakeTensorMode`` is.
+
+    Args:
+        value: any object.
     """
     return isinstance(value, FakeTensor)
 
@@ -587,7 +616,11 @@ pickles of a module have them all; no public function lists them."""
 
 
 def has_forward_hook(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks or forward pre-hooks. No public function lists them."""
+    """Return whether a module itself has forward hooks or forward pre-hooks. No public function lists them.
+
+    Args:
+        module: the module; hooks of its submodules do not count.
+    """
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
@@ -617,12 +650,20 @@ def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Any], Any]) -> None:
 
 
 def has_backward_hook(module: nn.Module) -> bool:
-    """Return whether a module has backward hooks or backward pre-hooks. No public function lists them."""
+    """Return whether a module itself has backward hooks or backward pre-hooks. No public function lists them.
+
+    Args:
+        module: the module; hooks of its submodules do not count.
+    """
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def draws_samples(pool: nn.FractionalMaxPool2d | nn.FractionalMaxPool3d) -> bool:
-    """Return whether fractional max pooling draws random regions: it was not given ``_random_samples=``."""
+    """Return whether fractional max pooling draws random regions: it was made without ``_random_samples=``.
+
+    Args:
+        pool: the pooling module.
+    """
     return pool._random_samples is None
 
 
@@ -638,9 +679,12 @@ def has_packed_projection(attention: nn.MultiheadAttention) -> bool:
 
 
 def is_hook_of_fsdp(hook: Any) -> bool:
-    """Return whether FSDP2 registered a module's or tensor's hook, by the Python module of the hook function.
+    """Return whether FSDP2 registered a hook on a module or tensor, judged by the Python module of the hook function.
 
     No public function tells it.
+
+    Args:
+        hook: the hook function.
     """
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
@@ -689,10 +733,13 @@ def optimizer_attributes() -> frozenset[str]:
 
 
 def is_wrapped_by_scheduler(step: object) -> bool:
-    """Return whether ``step`` is a learning-rate scheduler's wrapper of an optimizer's step.
+    """Return whether a function is a learning-rate scheduler's wrapper of an optimizer's ``step``.
 
     The wrapper lets the scheduler warn if it is stepped before the optimizer. A public replacement would be a hook
     (``register_step_post_hook``).
+
+    Args:
+        step: the function, such as ``optimizer.step``.
     """
     return hasattr(step, "_wrapped_by_lr_sched")
 
@@ -700,7 +747,10 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 def mark_wrapped_by_scheduler(step: Any) -> None:
     """Mark an optimizer's ``step`` function as wrapped, so that learning-rate schedulers do not wrap it again.
 
-    The wrapper records that the optimizer has stepped; without it, ``mark_stepped`` must be called.
+    The schedulers' wrapper records that the optimizer has stepped; in its place, ``step`` must call ``mark_stepped``.
+
+    Args:
+        step: the function, which gets an attribute.
     """
     step._wrapped_by_lr_sched = True
 
@@ -786,8 +836,8 @@ def forget_process_groups() -> None:
 def high_priority_options(timeout: timedelta) -> Any:
     """Return NCCL's process group options with a high-priority stream; None in a build of torch without NCCL.
 
-    The class exists only in builds with NCCL. ``new_group`` warns unless the options repeat the group's timeout, whose
-    public name would be ``timeout``.
+    The class of the options exists only in builds with NCCL. ``new_group`` warns unless the options repeat the group's
+    timeout, which has no public name.
 
     Args:
         timeout: timeout of the group's collectives.
@@ -801,9 +851,12 @@ def high_priority_options(timeout: timedelta) -> Any:
 
 
 def flight_recorder() -> Callable[..., Any] | None:
-    """Return the function that dumps the flight recorder's latest collectives as JSON, or None in a build without it.
+    """Return PyTorch's function that dumps the latest collectives of the flight recorder as JSON.
 
     The public way is environment variables with which NCCL's watchdog writes files.
+
+    Returns:
+        The function; None in a build of torch without it.
     """
     recorder: Callable[..., Any] | None = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return recorder

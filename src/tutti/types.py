@@ -140,16 +140,16 @@ class ShardSpec:
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Return the position in the global tensor of a run of consecutive rows of a local tensor.
+        """Return the position in the global tensor of consecutive rows of this rank's local tensor.
 
-        The local tensor is the slice of the global tensor that this spec describes.
+        This spec states the position of the local tensor, a slice of the global tensor.
 
         Args:
             local: shape of the local tensor.
-            begin: first of these rows, an index in the local tensor.
+            begin: index in the local tensor of the first of these rows.
 
         Returns:
-            The spec of a tensor that holds these rows; the tensor's own length says how many they are.
+            The ``ShardSpec`` of a tensor that holds these rows; the tensor's own length says how many they are.
         """
         if self.blocks > 1:
             return replace(self, rows=(begin, local[0]))
@@ -342,10 +342,13 @@ class NormReducer(Protocol):
         """Return the squared norms of full tensors from those of this rank's slices. Collective: one all-reduce.
 
         Every rank passes as many numbers in the same order. A tensor of which several ranks hold a copy, such as
-        weights tied over two stages, counts once.
+        weights tied over two pipeline stages, counts once.
 
         Args:
-            squares: sums of squares of this rank's slices, float64 on the CPU.
+            squares: sum of squares of each of this rank's slices, a 1-d float64 tensor on the CPU.
+
+        Returns:
+            The sum of squares of each full tensor, in the order of ``squares``.
         """
 
 
@@ -371,14 +374,14 @@ class FullTensorGatherer(Protocol):
         """
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Cut this rank's slice out of a full tensor. Not collective.
+        """Cut this rank's slice of a parameter out of a tensor of the parameter's full shape. Not collective.
 
         Args:
-            parameter: the parameter as which the tensor is to be split.
-            whole: a tensor of the parameter's full shape.
+            parameter: the parameter, as this rank holds it; the tensor is split over ranks in the same way.
+            whole: a tensor of the parameter's full shape, such as an orthogonalised gradient (Muon).
 
         Returns:
-            The slice, of the parameter's local shape.
+            The slice, of the parameter's local shape; ``whole`` itself where the parameter is not split.
         """
 
 
@@ -426,10 +429,10 @@ class RunContext:
 
     @property
     def begins_worker(self) -> bool:
-        """Whether this rank runs the first micro-batches of its logical workers.
+        """Whether this rank runs the first micro-batches of its logical workers in each step.
 
-        A logical worker is one of N fixed shares of the global batch. False only where R > N data ranks share the
-        workers' micro-batches, on all ranks of a worker but the first.
+        A logical worker is one of N fixed shares of the global batch. False only where more than N data ranks share the
+        workers' micro-batches, on every rank of a worker except its first.
         """
         return self.sharers is None or self.sharers.start == self.comms.replica.rank
 
@@ -468,7 +471,8 @@ class ReplicaRunner(Protocol):
 
     Attributes:
         parts: modules on this rank.
-        specs: every parameter and persistent buffer on this rank, by its name in the plain model.
+        specs: position in the full tensor of every parameter and persistent buffer on this rank, by its name in the
+            unsplit model.
         not_owned: names of tensors on this rank of which another rank of this replica owns the copy that is counted in
             norms and saved. If the owner has it under another name, that name is among ``tied`` in ``specs``.
         summary: lines for the run's header.
@@ -479,8 +483,9 @@ class ReplicaRunner(Protocol):
             that these hooks do not know.
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
-        script_code: context manager around code of the script, which may refuse what that code reads.
-        model_code: context manager within ``script_code``, around code that may read everything.
+        script_code: context manager around the script's own code, in which reads and writes of parameters that would
+            give each rank another result raise UsageError.
+        model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
         custom_loop: whether this object is a ``CustomLoopRunner``, whose forward and backward a custom training loop
             may call.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
@@ -509,10 +514,10 @@ class ReplicaRunner(Protocol):
         """
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Adapt the runner to new parameter objects in this rank's modules, as after sharding the optimizer state.
+        """Make this rank's part of the model use new parameter objects, as after sharding the optimizer state.
 
         Args:
-            by: for each parameter that was replaced, the new one.
+            by: from each ``nn.Parameter`` of this rank's modules that was replaced to the object that replaces it.
         """
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
@@ -537,10 +542,12 @@ class ReplicaRunner(Protocol):
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Return a context in which this rank's modules hold the given values and are in eval mode, without autograd.
 
-        On exit the former values and modes come back.
+        On exit the modules get their former values and modes back.
 
         Args:
-            values: values of parameters and buffers by their name in the plain model; all others stay.
+            values: values of parameters and buffers by their name in the unsplit model; the values of all other
+                parameters
+                and buffers stay.
         """
 
 
@@ -568,20 +575,20 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
-        """Run the backward of one micro-batch on the loss that the script computed; ``.grad`` accumulates.
+        """Run the backward of one micro-batch on the loss that the script computed; gradients add up in ``.grad``.
 
-        A worker is a logical worker, one of N fixed shares of the global batch.
+        A worker is a logical worker, one of N fixed shares of the global batch, which is cut into micro-batches.
 
         Args:
             result: the loss that the script computed: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
-            micro_batch: the micro-batch of the last ``begin``.
-            before: the worker's loss sums of its earlier micro-batches; None at its first.
-            grad_hook: gradient-ready hook, which is told of each gradient.
+            micro_batch: the micro-batch that was last passed to ``begin``, from which the loss was computed.
+            before: loss sums of the worker's earlier micro-batches in this step; None at its first.
+            grad_hook: its ``gradient_ready(parameter)`` is called for each gradient that the backward accumulates.
             retain_graph: keep the graph for another backward, as in PyTorch.
 
         Returns:
-            The worker's loss sums including this micro-batch (``sums`` is ``[loss sum, count, *metric sums]``); a dummy
-            micro-batch, which has no samples, adds zero.
+            A ``LossSums`` of the worker's micro-batches including this one: ``sums`` is the float tensor ``[loss sum,
+            count, *metric sums]``. A dummy micro-batch, which has no samples, adds zero.
         """
 
 
@@ -607,7 +614,7 @@ class SavedState(Protocol):
     """Read access (protocol) to the tensors of a checkpoint, by group and name."""
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the saved tensors of a group; none if the checkpoint does not have it.
+        """Return the names of the checkpoint's tensors in one group; empty if the checkpoint does not have the group.
 
         Args:
             group: ``model``, ``ema`` (average of the weights), ``optim`` or ``workers`` (state of each logical worker,
@@ -615,7 +622,7 @@ class SavedState(Protocol):
         """
 
     def get(self, group: str, name: str) -> Tensor:
-        """Read one saved tensor in full; it is on the CPU.
+        """Read one tensor of the checkpoint in full; the result is on the CPU.
 
         Args:
             group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
@@ -624,16 +631,19 @@ class SavedState(Protocol):
         """
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the full shape of one saved tensor, without reading the tensor.
+        """Return the full shape of one tensor of the checkpoint, without reading the tensor.
 
         Args:
             group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
                 fixed share of the global batch).
             name: the tensor's name.
+
+        Returns:
+            The size of each dimension; empty for a 0-d tensor.
         """
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read a rectangular region of one saved tensor; it is on the CPU.
+        """Read a rectangular region of one tensor of the checkpoint; the result is on the CPU.
 
         Args:
             group: group of the tensor: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each
@@ -657,26 +667,32 @@ class Average(Protocol):
         """Update the average of the weights with the present parameters; call it after each optimizer update."""
 
     def adopt(self, names: Collection[str]) -> None:
-        """Also average, from now on, parameters whose ``requires_grad`` the script has newly set to True.
+        """Include parameters that the script has newly made trainable in the average of the weights, from now on.
 
         Args:
-            names: names of these parameters in the plain model.
+            names: names of these parameters in the unsplit model; their ``requires_grad`` has been set to True.
 
         Raises:
-            UsageError: the strategy cannot average them.
+            UsageError: the distribution strategy cannot average them.
         """
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the merged model's tensors by name, with the averaged weights in place of the trained parameters.
+        """Return parameters and buffers by name, with the averaged weights in place of the trained parameters.
 
         Args:
-            merged: this rank's parameters and buffers by name, from ``GradientSync.merged``; buffers stay as they are.
+            merged: this rank's parameters and buffers by name, from ``GradientSync.merged``: those of one model, merged
+                over the data-parallel workers.
+
+        Returns:
+            A new dict with the names of ``merged``; buffers and frozen parameters have the values of ``merged``.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors and slices of the averaged weights for a checkpoint: ``{"ema": {name: tensor}}``.
+        """Return this rank's part of the averaged weights (EMA) for a checkpoint; all parts are the whole average.
 
-        The tensors of all ranks together are the whole average; a ``TensorSlice`` has its position in the full tensor.
+        Returns:
+            ``{"ema": {name: tensor}}``, with the names of the parameters. A tensor that is split over ranks is given as
+            a ``TensorSlice``, with its position in the full tensor.
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
@@ -709,7 +725,7 @@ class GradientSync(Protocol):
 
         Args:
             replica: this rank's part of the model.
-            make_optimizer: builds the optimizer over named parameters; it may be called several times.
+            make_optimizer: builds the optimizer over a list of (name, parameter); it may be called several times.
 
         Returns:
             The receiver of gradients for ``replica.connect`` and ``replica.run``: its ``gradient_ready(parameter)`` is
@@ -766,30 +782,38 @@ class GradientSync(Protocol):
         """
 
     def clear(self) -> None:
-        """Set ``.grad`` of all trained parameters to None after the update, so that the next step starts from none."""
+        """Set ``.grad`` of all trained parameters to None after the update.
+
+        The next step's backward then starts from no gradients.
+        """
 
     def merged(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers as *one* model, by name, merged over all ranks' logical workers.
+        """Return this rank's parameters and buffers as one model, merged over all ranks' logical workers.
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers. Collective: every rank
-        calls it. Parameters that are split over ranks are this rank's slices. Batch-norm statistics are pooled over the
-        workers, other floating buffers averaged; so are parameters where each worker has its own (local SGD).
+        calls it. Batch-norm statistics are pooled over the workers, other floating buffers averaged; so are parameters
+        where each worker has its own (local SGD).
+
+        Returns:
+            Tensors by name; those that are split over ranks are this rank's slices.
         """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return this rank's tensors, by name, of which several ranks must hold equal copies; None if there are none.
+        """Return this rank's tensors of which several ranks must hold equal copies; None if there are none.
 
-        Where ``ReplicaRunner.specs`` has the name, the tensor is this rank's slice, of which all ranks with the same
-        slice hold copies; tensors of other names are whole.
+        Returns:
+            Tensors by name. Where ``ReplicaRunner.specs`` has the name, the tensor is this rank's slice, of which all
+            ranks with the same slice hold copies; tensors of other names are whole.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors for a checkpoint, by group and name; all ranks' together are the full state.
+        """Return this rank's tensors for a checkpoint; those of all ranks together are the full state. Collective.
 
-        Collective. Group ``model`` has parameters and buffers by name, ``optim`` the optimizer state by
-        ``{parameter}/{key}``; neither depends on the strategy. ``workers`` holds the own state of each logical worker
-        (fixed share of the global batch), such as buffers. A tensor that is split over ranks is given as a
-        ``TensorSlice``, with its position in the full tensor.
+        Returns:
+            Tensors by group and name. Group ``model`` has parameters and buffers by name, ``optim`` the optimizer state
+            by ``{parameter}/{key}``; neither depends on the strategy. ``workers`` has the own state of each logical
+            worker (fixed share of the global batch), such as buffers. A tensor that is split over ranks is given as a
+            ``TensorSlice``, with its position in the full tensor.
         """
 
     def load(self, saved: SavedState) -> None:
@@ -816,28 +840,30 @@ class GradientSync(Protocol):
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what this strategy writes into ``summary.json``, such as traffic over ranks, by key; empty if nothing.
+        """Return what this strategy writes into ``summary.json``, such as traffic over ranks.
 
-        Values are JSON values; those of rank 0 are written. Called on all ranks: it is collective where the strategy
-        counts traffic over ranks.
+        Called on all ranks: collective where the strategy counts traffic over ranks.
+
+        Returns:
+            JSON values by key, of which those of rank 0 are written; empty if the strategy has none.
         """
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Also update, from now on, parameters that the script has added to an optimizer since ``tutti.prepare``.
+        """Begin to update the parameters that the script has added to one of its optimizers since ``tutti.prepare``.
 
         Args:
-            optimizer: one of the script's optimizers, with these parameters in new groups.
+            optimizer: this optimizer of the script, with the parameters in new parameter groups.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Begin to train parameters that were frozen: reduce their gradients and update them from now on. Collective.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has newly set to True.
-            late: whether a forward of this step has been computed already.
+            names: names of the parameters whose ``requires_grad`` the script has newly set to True.
+            late: whether a forward of the present step has been computed already.
 
         Raises:
-            UsageError: the strategy cannot train them.
+            UsageError: the distribution strategy cannot begin to train these parameters.
         """
 
 
@@ -873,7 +899,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """End a script's own loop over an epoch: buffers that it writes afterwards are set for all workers of the rank.
+        """End a script's own loop over an epoch: buffers that it writes later are set for all of a rank's workers.
 
         A worker is a logical worker, a fixed share of the global batch with buffers of its own. Within the loop, after
         an update, such a write counts for the last worker of this rank alone. Called after each epoch, and where the
@@ -881,72 +907,85 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the (name, parameter) pairs of the trainable parameters, as objects of the script's model.
+        """Return names and objects of the trainable parameters of the script's model.
 
-        Where parameters or gradients are sharded these are full parameters or DTensors, not the rows that the optimizer
-        updates.
+        Where parameters or gradients are sharded, the objects are full parameters or DTensors, not the rows that the
+        optimizer updates.
+
+        Returns:
+            A pair (name, parameter) for each trainable parameter.
         """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trainable parameters as objects of the script's model, in the order of ``named_trained``.
+        """Return the trainable parameters as objects of the script's model.
 
-        Where parameters or gradients are sharded these are full parameters or DTensors, not the rows that the optimizer
-        updates.
+        Where parameters or gradients are sharded, the objects are full parameters or DTensors, not the rows that the
+        optimizer updates.
+
+        Returns:
+            The parameters, in the order of ``named_trained``.
         """
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of the script's model that one of the script's optimizers updates.
+        """Return the parameters of the script's model that one of the script's optimizers updates, as a list.
 
         Args:
-            optimizer: the optimizer, which may hold shards in place of these parameters.
+            optimizer: the optimizer; its parameter groups may hold shards in place of the model's parameters.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Take the complete gradients that the script has not cleared out of ``.grad``, before the next backward.
+        """Return the gradients that earlier reductions left in ``.grad``, and set every ``.grad`` to None.
 
-        In this way a custom training loop can accumulate over several reductions: ``.grad`` is None afterwards, and
-        ``add_gradients`` adds these gradients to the next ones.
+        A custom training loop calls this method before the next backward, and ``add_gradients`` after it, to accumulate
+        over several reductions. Gradients that the script has cleared are not returned.
 
         Returns:
-            The gradients, by parameter object of the optimizer.
+            The gradients, by parameter object of the optimizer; parameters without a gradient are left out.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to those just reduced, and show the sums in ``.grad``.
+        """Add gradients of earlier reductions to those just reduced, and put the sums into ``.grad``.
 
-        Where the script must not read gradients of shards, reading ``.grad`` raises instead.
+        Where ranks hold different slices of a gradient (tensor parallelism), the script must not read it: ``.grad`` is
+        then an object that raises UsageError when it is read, and the update uses the true gradients.
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.
         """
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return the data of the trained parameters as this rank stores them: full tensors, slices or shards."""
+        """Return the data of all trained parameters as this rank stores them.
+
+        Returns:
+            A tensor for each parameter: the full tensor, a slice (tensor parallelism) or a shard (FSDP2).
+        """
 
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether a backward gave it a gradient since the last call; reset the flags.
 
-        For strategies whose backward itself reduces gradients (FSDP2), so that ``.grad`` does not tell; empty or all
-        False for others.
+        For strategies whose backward itself reduces gradients (FSDP2), where ``.grad`` does not show it. Other
+        strategies return an empty list or only False.
 
         Returns:
-            The flags, in the order that ``mark_reached`` takes.
+            One flag for each trained parameter, in the order that ``mark_reached`` takes.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Treat trained parameters in the coming reduction as if a backward on this rank had given them gradients.
+        """Mark trained parameters as reached by a backward on this rank, for the coming reduction of gradients.
 
-        Called in a custom training loop, with the flags of earlier micro-batches whose gradients belong to the same
-        reduction. For strategies whose backward itself reduces gradients (FSDP2); others do nothing.
+        For strategies whose backward itself reduces gradients (FSDP2); others do nothing. A custom training loop passes
+        the flags of earlier micro-batches whose gradients belong to the same reduction.
 
         Args:
-            used: one flag for each trained parameter, as ``pop_reached`` returned them.
+            used: whether a backward gave the parameter a gradient, one flag for each trained parameter, as
+                ``pop_reached`` returned them.
         """
 
     def apply_clearing(self) -> None:
         """Clear the gradients of shards whose full parameters' ``.grad`` the script has cleared since the last step.
 
-        Called after a forward. For FSDP2, where the two are different objects; other strategies do nothing.
+        For FSDP2, where shard and full parameter are different objects; other strategies do nothing. Called after a
+        forward.
         """
 
     def show_gradients(self) -> None:
@@ -972,25 +1011,29 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the L2 norm of the complete gradients of some parameters, for a script that clips them.
+        """Return the L2 norm of the complete gradients of some parameters together, for a script that clips them.
 
-        Collective over the ranks among which the gradients are split, if any.
+        Complete gradients are reduced over the global batch. Collective over the ranks among which the gradients are
+        split, if any.
 
         Args:
-            members: parameters, as the script's model has them.
-            step_context: facts of the step.
+            members: the parameters, as objects of the script's model.
+            step_context: facts of the step, such as its number and loss scale.
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Return a context in which ``optimizer_step`` updates the parameters of one of the script's optimizers alone.
 
         Args:
-            index: the optimizer's index in the order of ``tutti.prepare``; None for all optimizers.
-            members: the optimizer's parameters, as the script's model has them.
+            index: the optimizer's position in the list of optimizers that ``tutti.prepare`` got; None for all of them.
+            members: the optimizer's parameters, as objects of the script's model.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether the script's ``optimizer`` itself updates full parameters on this rank.
+        """Return whether the script's optimizer object itself updates full parameters on this rank.
 
         Only then can its ``step`` call a closure (LBFGS); False where shards, servers or another rank make the update.
+
+        Args:
+            optimizer: one of the script's optimizers.
         """

@@ -159,6 +159,10 @@ def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec
     Args:
         replica: this rank's part of the model.
         comm: the ranks of one replica, which together hold one copy of the model.
+
+    Returns:
+        A ``ShardSpec`` by name of each parameter and persistent buffer: the full ``shape``, and ``tied``, the other
+        names of a tied tensor; ``offset`` is 0.
     """
     specs, borrowed = replica.specs, replica.not_owned
     local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}
@@ -175,13 +179,16 @@ def check_model(
     where: str,
     remedy: str = "build the model that was saved",
 ) -> None:
-    """Raise CheckpointError, naming tensors, unless a checkpoint has the tensor names and shapes of this run's model.
+    """Check that a checkpoint has the tensor names and shapes of this run's model.
 
     Args:
-        own: every tensor of the model, from ``catalogue``.
+        own: every tensor of the model, from ``catalogue``; a tied tensor may be saved under any of its names.
         saved: shapes of the checkpoint's tensors, by name.
         where: the checkpoint's path, for the error.
         remedy: advice at the end of the error.
+
+    Raises:
+        CheckpointError: names or shapes differ; the error lists tensors.
     """
     wrong = [
         text
@@ -217,13 +224,16 @@ def _more(count: int) -> str:
 
 
 def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, name: str) -> None:
-    """Restore a saved value by ``load(saved)``, and turn the errors of a malformed value into CheckpointError.
+    """Call ``load(saved)``, and turn the errors of a malformed value into CheckpointError.
 
     Args:
         manifest: the checkpoint's manifest, for the error.
         load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
         saved: the value from the manifest's ``facts``, the run's state beside its tensors.
         name: name of the value, for the error.
+
+    Raises:
+        CheckpointError: ``load`` raised one of these errors.
     """
     try:
         load(saved)

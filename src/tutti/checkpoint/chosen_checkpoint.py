@@ -15,19 +15,21 @@ from tutti.errors import CheckpointError, UsageError
 
 
 def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Manifest:
-    """Return the manifest of a run's checkpoint, after comparing every byte with the hashes in the manifest.
-
-    The manifest has the checkpoint's path and step, facts of the run, and records of files and tensors.
+    """Return the manifest of one of a run's checkpoints, after comparing every byte with the hashes in the manifest.
 
     Args:
         run: a run directory, one of its checkpoints, or a folder that a script's ``run.save`` has filled.
-        step: the checkpoint's step as text, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best`` (by
-            that of the run's ``--keep-best``).
+        step: which checkpoint, as text: its step, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best``
+            (by the metric of the run's ``--keep-best``).
         warn: called with a line on each damaged checkpoint that was passed over.
+
+    Returns:
+        A ``Manifest``: the checkpoint's path and step, facts of the run, and records of files and tensors.
 
     Raises:
         UsageError: there is no such run, ``step`` is malformed, or no checkpoint has this step.
-        CheckpointError: all checkpoints are damaged, or none has been saved, or evaluated for ``best``.
+        CheckpointError: all checkpoints are damaged, none has been saved, or ``best`` is asked for and none has been
+            evaluated.
     """
     if (run / MANIFEST).exists():
         if step != "newest":

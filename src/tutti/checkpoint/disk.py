@@ -17,7 +17,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_new(path: Path, buffers: Iterable[memoryview], progress: Callable[[], object] = lambda: None) -> str:
-    """Write a new file, fsync it and return the SHA-256 of the bytes in memory.
+    """Write a new file, fsync it and return the SHA-256 of the bytes in memory, in hexadecimal.
 
     Args:
         path: the file, which must not exist.
@@ -44,7 +44,11 @@ def write_new(path: Path, buffers: Iterable[memoryview], progress: Callable[[], 
 
 
 def sync(directory: Path) -> None:
-    """Fsync a directory, so that the files created or renamed in it are still there after a crash of the machine."""
+    """Fsync a directory, so that the files created or renamed in it are still there after a crash of the machine.
+
+    Args:
+        directory: path of the directory.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -54,12 +58,15 @@ def sync(directory: Path) -> None:
 
 @contextmanager
 def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None) -> Iterator[None]:
-    """Within the block, turn OSErrors into DiskError, and delete a partial file after any exception.
+    """Return a context manager that turns an OSError into DiskError, and deletes a partial file after any exception.
 
     Args:
         path: file or directory that the block writes, for the error.
-        what: noun for the error.
+        what: noun for the error, such as ``the weights``.
         remove: the partial file to delete; None for none.
+
+    Raises:
+        DiskError: the block raised an OSError.
     """
     try:
         yield
@@ -80,7 +87,13 @@ def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None
 def discard(path: Path) -> None:
     """Rename a checkpoint's directory to ``{name}.tmp-discarded``, then delete it with its files.
 
-    By the rename, a crash in between leaves no partial checkpoint under the checkpoint's name. Raises OSError.
+    By the rename, a crash in between leaves no partial checkpoint under the checkpoint's name.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        OSError: the directory cannot be renamed or deleted.
     """
     doomed = path.with_name(f"{path.name}.tmp-discarded")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -15,11 +15,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_from_bytes(numbers: NDArray[Any], dtype: str) -> Tensor:
-    """Return a tensor of ``dtype`` with the bits of an array of unsigned integers, whose memory it shares.
+    """Return a CPU tensor with the bits of an array of unsigned integers, whose memory it shares.
 
     Args:
         numbers: unsigned integers as wide as an element of ``dtype``, in the tensor's shape.
-        dtype: safetensors' name, such as ``BF16``; a key of ``tutti.checkpoint.tensorfile.DTYPES``.
+        dtype: dtype of the tensor by safetensors' name, such as ``BF16``; a key of
+            ``tutti.checkpoint.tensorfile.DTYPES``.
     """
     # NumPy gives an empty array strides of zero, and torch cannot view such a tensor as another dtype.
     if not numbers.size:

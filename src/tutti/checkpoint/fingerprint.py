@@ -16,9 +16,12 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <<
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over tensors in sorted order of names: name, dtype, shape, little-endian bytes.
+    """Return a SHA-256, in hexadecimal, over tensors in sorted order of names: name, dtype, shape, little-endian bytes.
 
     Two runs with equal hashes hold bit-identical parameters and persistent buffers.
+
+    Args:
+        tensors: whole tensors by name, on any device.
     """
     digest = WeightsHash()
     for name in sorted(tensors):

@@ -25,34 +25,34 @@ Score = Callable[[Mapping[str, Any]], float | None]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """Return the newest checkpoint in a run's folder that verifies, and the error texts of damaged ones.
+    """Return the newest intact checkpoint in a run's folder, and the error texts of damaged ones.
 
-    A checkpoint verifies if its manifest is valid and all files have the hashes in it. Reads every byte of the
+    A checkpoint is intact if its manifest is valid and all files have the hashes in it. Reads every byte of the
     checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
 
     Args:
         folder: the run's ``checkpoints``.
 
     Returns:
-        The manifest (path, step, facts of the run, records of files and tensors), None where there is no such
-        checkpoint; and a text for each damaged checkpoint found.
+        A tuple of the manifest (path, step, facts of the run, records of files and tensors), None where there is no
+        intact checkpoint; and a list with a text for each damaged checkpoint found.
     """
     return _trusted(*_scan(folder))
 
 
 def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[str]]:
-    """Return the checkpoint with the highest score of all that verify, and the error texts of damaged ones.
+    """Return the intact checkpoint with the highest score, and the error texts of damaged ones.
 
-    A checkpoint verifies if its manifest is valid and all files have the hashes in it. The newest of equal scores comes
-    first; checkpoints without a score are left out.
+    A checkpoint is intact if its manifest is valid and all files have the hashes in it. Of equal scores the newest
+    checkpoint is taken; checkpoints without a score are left out.
 
     Args:
         folder: the run's ``checkpoints``.
         score: maps the facts of a manifest to a score, higher is better; None for a checkpoint without one.
 
     Returns:
-        The manifest (path, step, facts of the run, records of files and tensors), None where no checkpoint has a score
-        and verifies; and a text for each damaged checkpoint found.
+        A tuple of the manifest (path, step, facts of the run, records of files and tensors), None where no intact
+        checkpoint has a score; and a list with a text for each damaged checkpoint found.
     """
     manifests, broken = _scan(folder)
     return _trusted(ranked(manifests, score), broken)
@@ -61,11 +61,12 @@ def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[s
 def scan(folder: Path) -> list[Manifest]:
     """Return the manifests of all checkpoints in a folder, newest first; no tensor file is read.
 
-    A manifest has path, step, facts of the run, and records of files and tensors. Checkpoints whose manifest cannot be
-    read are left out.
-
     Args:
         folder: a run's ``checkpoints``.
+
+    Returns:
+        A list of manifests (path, step, facts of the run, and records of files and tensors). Checkpoints whose manifest
+        cannot be read are left out.
     """
     return _scan(folder)[0]
 

@@ -32,9 +32,12 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         """Return the whole tensor whose first name is ``name``."""
 
     def all(self) -> dict[str, Tensor]:
-        """Gather every tensor of the model and return them by name; a tied tensor is gathered once.
+        """Gather every tensor of a model that is distributed over ranks. Collective: every rank calls this method.
 
-        Collective: every rank calls it. Needs memory for the whole model on each rank.
+        Needs memory for the whole model on each rank.
+
+        Returns:
+            The whole tensors by name; a tied tensor is gathered once and is found under each of its names.
         """
         found: dict[str, Tensor] = {}
         for name, others in self._tied.items():
@@ -128,14 +131,17 @@ def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
 def gather_rows(
     rows: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], comm: Communicator
 ) -> dict[str, Tensor]:
-    """Gather tensors that are sharded along their first dimension, and return the whole tensors by name.
+    """Gather tensors that are sharded along their first dimension.
 
-    Collective: one all-gather a tensor, in the order of ``rows``; all ranks of ``comm`` need the same names.
+    Collective: one all-gather for each tensor, in the order of ``rows``; all ranks of ``comm`` need the same names.
 
     Args:
         rows: this rank's shard of each tensor, by name: the contiguous rows that ``tutti.comm.partition.block`` gives.
         shapes: shapes of the whole tensors, by name.
         comm: the ranks that hold the shards, in the order of the rows.
+
+    Returns:
+        The whole tensors by name, in the order of ``rows``, on the device of the shards.
     """
     whole = {}
     for name, mine in rows.items():

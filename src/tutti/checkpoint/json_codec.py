@@ -51,6 +51,9 @@ def encode_json(value: Any, name: str) -> Any:
 def decode_json(value: Any) -> Any:
     """Return the value that ``encode_json`` has encoded, with its tuples, number keys, NaN and infinities restored.
 
+    Args:
+        value: a JSON value, the result of ``encode_json``.
+
     >>> decode_json(encode_json({"best": float("-inf"), "milestones": {30: 1}, "betas": (0.9, 0.99)}, "extra"))
     {'best': -inf, 'milestones': {30: 1}, 'betas': (0.9, 0.99)}
     """

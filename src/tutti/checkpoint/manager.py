@@ -277,11 +277,16 @@ class CheckpointManager:
         return bytes(store.get(key)).decode()
 
     def newest(self) -> Manifest | None:
-        """Return the manifest of the newest checkpoint that verifies, on every rank; None where there is none.
+        """Return the manifest of the newest intact checkpoint of the run, on every rank; None where there is none.
 
-        A checkpoint verifies if its manifest is valid and all files have the hashes in it. The manifest has path, step,
-        facts of the run, and records of files and tensors. Rank 0 warns of damaged
-        checkpoints. Collective: a broadcast. Raises CheckpointError if all are damaged.
+        A checkpoint is intact if its manifest is valid and all files have the hashes in it. Rank 0 reads every byte of
+        the checkpoint, and warns of damaged checkpoints. Collective: a broadcast.
+
+        Returns:
+            A ``Manifest``: path, step, facts of the run, and records of files and tensors.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged.
         """
         answer: list[str] = []
         if self._world.identity.rank == 0:
@@ -307,6 +312,10 @@ def share_folder(comm: Communicator, folder: Path) -> None:
     """Create ``folder`` on rank 0 and check that every rank sees a file that rank 0 creates there.
 
     Collective: a broadcast and an all-gather over ``comm``.
+
+    Args:
+        comm: all ranks.
+        folder: the folder of the checkpoints, on rank 0; all ranks look there for the file.
 
     Raises:
         CheckpointError: some ranks cannot see rank 0's folder; the text names them.

@@ -62,19 +62,24 @@ class FileRecord:
         return f"rank{self.rank}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record of a tensor file as a JSON object, which ``from_json`` parses.
+        """Return the record of a checkpoint's tensor file as a JSON object, which ``from_json`` parses.
 
         Keys are ``group``, ``rank``, ``size`` (bytes), ``sha256`` and ``slices``, a list of [name, dtype, shape of the
-        whole tensor, offset, shape of the slice]. Ranks report it to rank 0, and the manifest stores it.
+        whole tensor, offset, shape of the slice]. Each rank sends such objects to rank 0, which stores them in the
+        manifest.
         """
         slices = [[s.name, s.dtype, s.shape, s.offset, s.part] for s in self.slices]
         return {"group": self.group, "rank": self.rank, "size": self.size, "sha256": self.sha256, "slices": slices}
 
     @classmethod
     def from_json(cls, value: object) -> FileRecord:
-        """Parse and check the JSON object of ``as_json``, and return the record of the tensor file.
+        """Parse and check the JSON object of ``as_json``, and return the record of a checkpoint's tensor file.
 
-        Raises ValueError where a member is missing or invalid, or the size is not that of the slices.
+        Args:
+            value: the object, with the keys ``group``, ``rank``, ``size``, ``sha256`` and ``slices``.
+
+        Raises:
+            ValueError: a key is missing, a value is invalid, or the size is not that of a file with these slices.
         """
         group, rank = _member(value, "group", str), _number(_member(value, "rank", int))
         if group not in GROUPS:

@@ -86,7 +86,8 @@ class PlainFile:
     def verify(self) -> None:
         """Hash all weights of the safetensors file and compare with the hash in its metadata, if there is one.
 
-        Raises CheckpointError where they differ.
+        Raises:
+            CheckpointError: the weights do not have that hash.
         """
         if HASH in self.metadata and weights_hash(self) != self.metadata[HASH]:
             raise self._broken(f"its weights do not have the {HASH} that it states")

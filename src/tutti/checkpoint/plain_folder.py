@@ -24,7 +24,10 @@ _DCP = ".metadata"
 def is_plain_folder(path: Path) -> bool:
     """Return whether a folder holds safetensors files, their index, or a ``torch.distributed.checkpoint``.
 
-    The last cannot be read: ``PlainFolder`` raises an error for it, which says how to convert it.
+    A ``torch.distributed.checkpoint`` cannot be read: ``PlainFolder`` raises an error that says how to convert it.
+
+    Args:
+        path: the folder.
     """
     return any(path.glob("*.safetensors")) or any(path.glob(f"*{INDEX_END}")) or (path / _DCP).exists()
 
@@ -70,7 +73,8 @@ class PlainFolder:
     def verify(self) -> None:
         """Hash the weights of each safetensors file in the folder and compare with the hash in its metadata, if any.
 
-        Raises CheckpointError where they differ.
+        Raises:
+            CheckpointError: a file's weights do not have the hash that its metadata state.
         """
         for file in self._files.values():
             file.verify()

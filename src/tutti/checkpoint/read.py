@@ -34,10 +34,15 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``, checked in itself but not against the files: see ``verify``.
+    """Read the manifest of a checkpoint and check it in itself, but not the files against it: see ``verify``.
 
-    The manifest has path, step, facts of the run, and records of files and tensors. For ranks to which rank 0
-    broadcasts the path of a checkpoint that it has verified.
+    For ranks to which rank 0 broadcasts the path of a checkpoint that it has verified.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Returns:
+        A ``Manifest``: path, step, facts of the run, and records of files and tensors.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, of another version, or contradicts itself.
@@ -52,10 +57,11 @@ def load_manifest(path: Path) -> Manifest:
 def verify(path: Path) -> Manifest:
     """Read every byte of a checkpoint, compare the files' hashes with its manifest, and return the manifest.
 
-    The manifest has path, step, facts of the run, and records of files and tensors.
-
     Args:
         path: the checkpoint's directory.
+
+    Returns:
+        A ``Manifest``: path, step, facts of the run, and records of files and tensors.
 
     Raises:
         CheckpointError: a file is missing, no regular file, of another size, or damaged; the error names it.
@@ -82,7 +88,7 @@ class TensorReader:
         self._begins: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def read(self, group: str, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of ``group``, one at a time, on the CPU.
+        """Yield tensors of one group of a checkpoint as (name, whole tensor), one at a time, on the CPU.
 
         Args:
             group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``; a group
@@ -98,7 +104,7 @@ class TensorReader:
             yield name, self.read_slice(group, name, (0,) * len(shape), shape)
 
     def read_slice(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a region of one tensor, on the CPU, in the tensor's dtype.
+        """Return a rectangular region of one tensor of a checkpoint, on the CPU, in the tensor's dtype.
 
         Only files that hold a part of the region are opened.
 
@@ -106,7 +112,7 @@ class TensorReader:
             group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
-            shape: of the region, one number a dimension.
+            shape: shape of the region, one number a dimension.
 
         Raises:
             CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.
@@ -116,15 +122,16 @@ class TensorReader:
         return tensor_from_bytes(self.numbers(group, name, offset, shape), self._record(group, name).dtype)
 
     def numbers(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
-        """Return a region of one tensor as unsigned integers of its elements' width; files without it are not opened.
+        """Return a rectangular region of one tensor of a checkpoint as an array of unsigned integers.
 
-        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16.
+        The array has the region's shape, and integers as wide as the tensor's elements. Bits are unchanged: a bfloat16
+        tensor, a dtype that NumPy lacks, becomes uint16. Files that hold no part of the region are not opened.
 
         Args:
             group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
             name: the tensor's name.
             offset: index of the region's first element, one number a dimension.
-            shape: of the region, one number a dimension.
+            shape: shape of the region, one number a dimension.
 
         Raises:
             CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.
@@ -173,7 +180,11 @@ class TensorReader:
 
 
 def unsigned(dtype: str) -> str:
-    """Return NumPy's name of the unsigned integer as wide as an element of ``dtype``: ``<u2`` for ``BF16``."""
+    """Return NumPy's name of the unsigned integer as wide as an element of a dtype: ``<u2`` for ``BF16``.
+
+    Args:
+        dtype: safetensors' name of the dtype, a key of ``DTYPES``.
+    """
     return f"<u{DTYPES[dtype][1]}"
 
 

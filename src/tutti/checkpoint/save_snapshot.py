@@ -37,8 +37,8 @@ def slices(state: State, copy: bool) -> dict[str, list[WritableSlice]]:
         copy: copy them to host memory; otherwise the slices alias ``state``, which must not change before the write.
 
     Returns:
-        For each group, such as ``model``, a list of slices: each has the tensor's name, the slice's values, the shape
-        of the whole tensor and the slice's offset in it.
+        For each group, such as ``model``, a list of ``WritableSlice``: each has the tensor's name, the slice's values
+        (on any device if not copied), the shape of the whole tensor and the slice's offset in it.
     """
     return {
         group: [part for name, value in named.items() for part in _slices(name, value, copy)]

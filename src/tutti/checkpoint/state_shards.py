@@ -52,11 +52,11 @@ def load_optimizer(
 ) -> None:
     """Load an optimizer's state from a checkpoint, named as by ``optimizer_tensors``; each rank reads only its slices.
 
-    A parameter without saved state keeps its own. Not collective.
+    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. Not collective.
 
     Args:
-        optimizer: its ``state`` is set for each parameter that has saved state.
-        named: names and parameters on this rank.
+        optimizer: the optimizer over this rank's parameters.
+        named: (name, parameter) pairs of this rank.
         saved: the checkpoint.
         group: the checkpoint's group, such as ``optim``.
         prefix: beginning of the tensors' names before ``{parameter}/{key}``.
@@ -189,7 +189,11 @@ def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, T
 
 
 def number_tensor(value: Any) -> Tensor:
-    """Return a tensor unchanged, and a number as a 0-d float64 tensor, so that every optimizer state can be saved."""
+    """Return a tensor unchanged, and a Python number as a 0-d float64 tensor, so that checkpoints can hold both.
+
+    Args:
+        value: a tensor or a number of an optimizer's state, such as a step counter.
+    """
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 

@@ -92,17 +92,20 @@ class SliceRecord:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of the slice's dtype."""
+        """Bytes of one element of the tensor slice's dtype."""
         return DTYPES[self.dtype][1]
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Index in the whole tensor just after the slice's last element, one number a dimension."""
+        """Index in the whole tensor just after the tensor slice's last element, one number for each dimension.
+
+        Equal to the slice's ``offset`` plus its shape (``part``).
+        """
         return tuple(map(sum, zip(self.offset, self.part, strict=True)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slice's elements in its file."""
+        """Bytes of the tensor slice's elements in its file, without the file's header."""
         return math.prod(self.part) * self.itemsize
 
 
@@ -122,11 +125,15 @@ class FileLayout:
 
 
 def file_layout(slices: Sequence[SliceRecord], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay out a safetensors file: return its header's bytes, the offset of each slice, and the file's size.
+    """Lay out a safetensors file with tensor slices one after another.
 
     Args:
         slices: the tensor slices, in the order of their bytes.
         metadata: further entries of the header's ``__metadata__``.
+
+    Returns:
+        A ``FileLayout``: ``header`` (the file's first bytes), ``begins`` (the byte at which each slice starts, counted
+        from the file's start) and ``size`` (bytes of the file).
 
     >>> layout = file_layout([SliceRecord("w", "F32", (2, 3), (0, 0), (2, 3))])
     >>> layout.size - layout.begins[0]

@@ -142,6 +142,9 @@ def weights_hash(weights: Weights) -> str:
     """Return the SHA-256, in hexadecimal, over name, dtype, shape and bytes of all tensors in sorted order of names.
 
     Equal to ``fingerprint.weights_sha256`` of the same model; one tensor at a time is in memory.
+
+    Args:
+        weights: the tensors of a checkpoint or file.
     """
     digest = WeightsHash()
     for name in sorted(weights.records):
@@ -151,7 +154,11 @@ def weights_hash(weights: Weights) -> str:
 
 
 def flat(numbers: NDArray[Any]) -> memoryview:
-    """Return the bytes of a C-contiguous array as a one-dimensional view, without a copy."""
+    """Return the bytes of an array as a one-dimensional memoryview, without a copy.
+
+    Args:
+        numbers: a C-contiguous array of any shape and dtype.
+    """
     return numbers.reshape(-1).view("u1").data
 
 

@@ -17,7 +17,10 @@ FOLDER = "checkpoints"
 
 
 def check_source(path: Path) -> None:
-    """Raise an error unless ``path`` is a run, a checkpoint, or a safetensors file or folder; tensors are not read.
+    """Check that ``path`` is a run, a checkpoint, or a safetensors file or folder; tensors are not read.
+
+    Args:
+        path: where a run is to read its initial weights.
 
     Raises:
         UsageError: ``path`` does not exist, or is a directory of another kind.
@@ -42,8 +45,11 @@ def check_source(path: Path) -> None:
 def verified(path: Path) -> Path:
     """Return the checkpoint directory or file that ``path`` stands for, after verifying the hashes of its bytes.
 
-    A run directory stands for its newest checkpoint that verifies. Of a file without a stored hash, only the header is
-    checked.
+    Of a file without a stored hash, only the header is checked.
+
+    Args:
+        path: a run directory, which stands for its newest intact checkpoint; a checkpoint directory; or a safetensors
+            file or folder, which stands for itself.
 
     Raises:
         UsageError: ``path`` does not exist, or is a directory of another kind.

@@ -41,7 +41,7 @@ class WritableSlice:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> WritableSlice:
-        """Return the slice that covers all of ``tensor``, for a tensor that is not sharded; ``name`` is its name.
+        """Return the slice that covers all of a tensor, for a tensor that is not sharded.
 
         Args:
             name: the tensor's name, the same on every rank.
@@ -50,7 +50,7 @@ class WritableSlice:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def record(self) -> SliceRecord:
-        """Return the slice's name, dtype, shapes and offset, as the manifest stores them.
+        """Return name, dtype, shapes and offset of a tensor slice as a ``SliceRecord``, which the manifest stores.
 
         Raises:
             CheckpointError: the tensor is not dense, its dtype is not in the format, or the slice leaves its tensor.
@@ -175,9 +175,12 @@ def commit(
 
 
 def abandon(temporary: Path) -> None:
-    """Delete the directory ``temporary`` of an unfinished checkpoint; errors are ignored.
+    """Delete the temporary directory of an unfinished checkpoint with its files; errors are ignored.
 
-    Rank 0 only, once no rank writes to it any more.
+    Rank 0 only, once no rank writes to the directory any more.
+
+    Args:
+        temporary: the directory from ``begin``.
     """
     shutil.rmtree(temporary, ignore_errors=True)
 

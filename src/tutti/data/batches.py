@@ -189,6 +189,9 @@ def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Cal
         device: the device that the batch is moved to.
         dtype: dtype that floating-point tensors are cast to; other tensors keep theirs.
         channels_last: whether to convert 4-d tensors to the channels-last memory format.
+
+    Returns:
+        A function from a batch to a batch of the same structure (tuples, lists and dicts).
     """
 
     def place(tensor: Tensor) -> Tensor:

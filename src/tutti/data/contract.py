@@ -98,10 +98,11 @@ class BatchContract:
     def samples(self, step: int) -> int:
         """Return the number of samples in one global batch of an epoch; the last batch may have fewer than others.
 
-        Raises UsageError if the length of an epoch is not known.
-
         Args:
             step: number of the global batch in the epoch, from 0.
+
+        Raises:
+            UsageError: the length of an epoch is not known.
         """
         return min(self.batch, self.known - step * self.batch)
 
@@ -140,7 +141,8 @@ class BatchContract:
             rank: the data rank, from 0.
 
         Returns:
-            Contiguous positions from 0; an empty range where a small global batch leaves nothing for the rank.
+            Contiguous positions, where 0 is the first sample of the global batch; an empty range where a small global
+            batch leaves nothing for the rank.
         """
         workers = self.mine(rank)
         first, last = self.worker(samples, workers[0]), self.worker(samples, workers[-1])
@@ -239,7 +241,7 @@ class BatchContract:
         ]
 
     def check_whole(self) -> None:
-        """Raise UsageError unless all samples of a data rank can form one micro-batch, for synchronised batch norm.
+        """Check that all samples of a data rank can form one micro-batch, as synchronised batch norm needs.
 
         Raises:
             UsageError: ``micro``, the largest size of a micro-batch, is smaller than the largest number of samples of a
@@ -282,11 +284,12 @@ class BatchContract:
         return self.micro_batches(len(self.worker(samples, 0)))[0]
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header that say how a global batch is divided: label → text.
+        """Return lines for the run's header that say how a global batch is divided.
 
-        Lines "global batch", "workers" (shares of the batch), "micro-batch", "data ranks" and "epoch" are always there;
-        "identical batches", "imbalance" (share of time that ranks are busy, where ranks run unequally many
-        micro-batches) and "last batch" only where they apply.
+        Returns:
+            The text of each line by its label. The labels "global batch", "workers" (shares of the batch),
+            "micro-batch", "data ranks" and "epoch" are always there; "identical batches", "imbalance" (share of time
+            that ranks are busy, where ranks run unequally many micro-batches) and "last batch" only where they apply.
         """
         big, small = (
             len(even_share(self.batch, self.workers, 0)),

@@ -17,6 +17,9 @@ def digest(sample: Any) -> str:
 
     Objects other than tensors, arrays, numbers, strings, bytes, None and containers of them count by their type alone.
 
+    Args:
+        sample: a sample of a data set.
+
     >>> digest({"x": 1, "y": [2.0, "three"]}) == digest({"x": 1, "y": [2.0, "three"]})
     True
     >>> len({digest(1), digest(1.0), digest("1"), digest([1]), digest((1,)), digest(b"1"), digest(None)})

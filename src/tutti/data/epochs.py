@@ -76,7 +76,7 @@ class Epochs:
 
     @cached_property
     def phases(self) -> tuple[EpochPhase, ...]:
-        """The run's epochs in spans with one batch size, in order; the last has no end.
+        """The run's epochs in spans with one batch size, as a tuple of ``EpochPhase``; the last has no end.
 
         There is one span if the batch never changes. Each has its range of epochs (``start``, ``end``), their batch
         contract (global batch size and its division over logical workers, which are fixed shares, and ranks), and the
@@ -146,7 +146,13 @@ class Epochs:
     def consumed(self, steps: int) -> int:
         """Return the number of samples consumed by the first ``steps`` steps of the run, over all ranks.
 
-        Raises UsageError if the length of an epoch is not known.
+        Each epoch counts with its own batch size and number of samples.
+
+        Args:
+            steps: number of steps since the start of the run.
+
+        Raises:
+            UsageError: the length of an epoch is not known.
         """
         total = 0
         for phase in self.phases:
@@ -155,10 +161,15 @@ class Epochs:
         return total
 
     def place(self, steps: int) -> tuple[int, int]:
-        """Return the data position after ``steps`` steps of the run: (whole epochs, steps taken in the next one).
+        """Return the position in the training data after the first steps of a run.
+
+        Each epoch counts with its own batch size and number of samples.
 
         Args:
             steps: number of steps since the start of the run.
+
+        Returns:
+            A pair: number of whole epochs, and number of steps taken in the epoch after these.
 
         Raises:
             UsageError: the length of an epoch is not known.

@@ -86,7 +86,11 @@ class Feed:
         return self.reader.source
 
     def describe(self) -> dict[str, str]:
-        """Return lines for the run's header, label → text, about batch sizes, order and loader processes."""
+        """Return lines for the run's header about the batches that a rank reads: sizes, order and loader processes.
+
+        Returns:
+            The text of each line by its label, such as ``global batch``.
+        """
         lines = {**self.epochs.describe(), **self.reader.describe()}
         if self.together:
             lines["micro-batch"] = "all samples of a device at once, normalised over the global batch"
@@ -241,7 +245,7 @@ class HeldOut:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Number of samples of each block: index of the block, from 0 → number.
+        """Number of samples of each block of held-out samples, by the index of the block from 0.
 
         A block is a list of held-out samples that one rank reads and evaluates as one batch; the ranks divide the
         blocks among themselves. Blocks do not depend on the number of ranks, and so the loss sums of the blocks, added
@@ -256,6 +260,9 @@ class HeldOut:
 
     def shares(self, ranks: int) -> list[list[int]]:
         """Divide the blocks of held-out samples, which are evaluated as one batch each, over ``ranks`` data ranks.
+
+        Args:
+            ranks: number of data ranks.
 
         Returns:
             For each data rank, in order, a list of the indices of its blocks. The indices are consecutive, and the

@@ -50,8 +50,11 @@ class HeldOutStream:
 
         Block b, a batch of held-out samples, is for data rank b mod ``ranks``.
 
+        Args:
+            ranks: number of data ranks.
+
         Returns:
-            For each data rank, in order, the indices of its blocks.
+            For each data rank, in order, a list of the indices of its blocks.
         """
         return [[number for number in self.sizes if number % ranks == rank] for rank in range(ranks)]
 

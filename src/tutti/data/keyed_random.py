@@ -51,7 +51,13 @@ def hash64(*keys: Key) -> NDArray[np.uint64]:
 
 
 def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) from the 53 highest of 64 random bits; same shape.
+    """Return numbers in [0, 1) from the 53 highest of 64 random bits.
+
+    Args:
+        bits: uint64 of any shape, such as a result of ``hash64``.
+
+    Returns:
+        float64 of the same shape.
 
     >>> float(uniform(np.asarray(2**63, dtype=np.uint64)))
     0.5

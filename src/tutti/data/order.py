@@ -37,10 +37,10 @@ class SampleOrder(Protocol):
         """
 
     def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
-        """Return how often each sample of a global batch was drawn earlier in the epoch (with replacement).
+        """Return how often each sample of a global batch was drawn earlier in the epoch, by a draw with replacement.
 
         Args:
-            epoch: from 0; that of the last call of ``batches``.
+            epoch: from 0; must be that of the last call of ``batches``.
             step: number of the global batch in the epoch, from 0.
 
         Returns:
@@ -51,7 +51,9 @@ class SampleOrder(Protocol):
         """Return a hexadecimal digest of the order of samples in an epoch, to compare over ranks and with a saved run.
 
         The digest is an empty string if the order follows from settings that are compared anyway, such as the seed.
-        ``epoch`` counts from 0.
+
+        Args:
+            epoch: from 0.
         """
 
 
@@ -83,12 +85,20 @@ class ShuffledOrder:
         return cut(permutation(self.seed, epoch, self.samples)[: self.used], batch)
 
     def repeats(self, epoch: int, step: int) -> None:
-        """Return None: no sample is drawn twice in an epoch."""
+        """Return None, for any global batch: a shuffled order draws no sample twice in an epoch.
+
+        Args:
+            epoch: from 0; has no effect.
+            step: number of the global batch in the epoch; has no effect.
+        """
 
     def digest(self, epoch: int) -> str:
-        """Return an empty string, as there is no order to compare between ranks or with a saved run.
+        """Return an empty string, as a shuffled order need not be compared between ranks or with a saved run.
 
         The order follows from seed and number of samples, which are compared anyway.
+
+        Args:
+            epoch: from 0; has no effect.
         """
         return ""
 
@@ -116,12 +126,20 @@ class SequentialOrder:
         return cut(np.arange(self.used), batch)
 
     def repeats(self, epoch: int, step: int) -> None:
-        """Return None: no sample is drawn twice in an epoch."""
+        """Return None, for any global batch: a sequential order draws no sample twice in an epoch.
+
+        Args:
+            epoch: from 0; has no effect.
+            step: number of the global batch in the epoch; has no effect.
+        """
 
     def digest(self, epoch: int) -> str:
-        """Return an empty string, as there is no order to compare between ranks or with a saved run.
+        """Return an empty string, as a sequential order need not be compared between ranks or with a saved run.
 
         The order is 0, 1, 2, … in every epoch.
+
+        Args:
+            epoch: from 0; has no effect.
         """
         return ""
 

@@ -104,7 +104,11 @@ class BatchReader(Protocol):
         """
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text, about order, resuming and loader processes; may be empty."""
+        """Return lines for the run's header about order, resuming and loader processes of the training data.
+
+        Returns:
+            The text of each line by its label; may be empty.
+        """
 
     def close(self) -> None:
         """End the reader's loader processes and close its files; a second call does nothing."""
@@ -253,9 +257,10 @@ class MapReader:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return the line ``data workers`` for the run's header, label → text: number of loader processes of a device.
+        """Return lines for the run's header about how a map-style data set is read.
 
-        The mapping is empty if there are no loader processes.
+        Returns:
+            ``{"data workers": text}`` with the number of loader processes of a device; empty if there are none.
         """
         workers = self._prefetch.workers
         return {"data workers": f"{workers} a device, which fetch ahead"} if workers else {}

@@ -185,6 +185,9 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
 
     The loader's ``batch_size`` becomes the size of the global batch, over all ranks. The loader is not iterated.
 
+    Args:
+        loader: the loader that the script has made for one device.
+
     Returns:
         A ``Sampling``, which holds these values; its ``batch_size`` is None with a batch sampler of the script's own.
 

@@ -15,7 +15,7 @@ from tutti.types import Batch
 class AugmentKey:
     """Key of the random augmentation of a batch: seed, epoch, and how often samples were drawn before.
 
-    With the sample's index it decides each random draw; rank and data position do not.
+    Each random draw for a sample is a function of this key and the sample's index, and not of rank or data position.
 
     Attributes:
         seed: seed of the run.

@@ -185,7 +185,10 @@ class Cursor:
         self.number = 0
 
     def take(self, count: int) -> list[Any]:
-        """Read the next ``count`` samples of the epoch; fewer at its end, and none after it.
+        """Read the next samples of the epoch of an iterable data set, and count them as consumed.
+
+        Args:
+            count: number of samples; fewer are read at the end of the epoch, and none after it.
 
         Returns:
             List of the samples, not collated.
@@ -211,15 +214,21 @@ class Cursor:
         return (self._epoch, self._key, self.number) == (epoch, key, 0)
 
     def peek(self, count: int) -> list[Any]:
-        """Return a list of the next ``count`` samples of the epoch without consuming them; fewer at the epoch's end.
+        """Return a list of the next samples of an iterable data set's epoch without consuming them.
 
         The next ``take`` returns them again.
+
+        Args:
+            count: number of samples; fewer are returned at the end of the epoch.
         """
         self.more(count)
         return self._ahead[:count]
 
     def skip(self, count: int) -> list[Any]:
-        """Read samples and discard them, until ``count`` samples of the epoch have been taken in all or the epoch ends.
+        """Read samples of an iterable data set and discard them, up to a position in the epoch or the epoch's end.
+
+        Args:
+            count: the position: number of samples of the epoch that have been taken or discarded in all afterwards.
 
         Returns:
             The last sample discarded, in a list; empty if none was.
@@ -230,9 +239,12 @@ class Cursor:
         return last
 
     def more(self, count: int = 1) -> bool:
-        """Return whether the epoch has at least ``count`` more samples.
+        """Return whether the epoch of an iterable data set has at least ``count`` more samples.
 
         These samples are read ahead and kept for the next ``take``.
+
+        Args:
+            count: number of samples.
         """
         with own_generators():
             while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):

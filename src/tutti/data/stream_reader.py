@@ -176,9 +176,11 @@ class ReplicatedStream:
         self._loaded = at, state
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text: the order of samples is that of the iterable data set.
+        """Return lines for the run's header about how an iterable data set is read that is the same on all ranks.
 
-        With several loader processes a second line gives their number, over which the data set divides its samples.
+        Returns:
+            The text of each line by its label: ``order``, which says that it is that of the data set; and with several
+            loader processes ``data workers``, their number, over which the data set divides its samples.
         """
         workers = self._prefetch.workers
         lines = {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
@@ -294,9 +296,11 @@ class ShardedStream:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return the lines ``order`` and ``resume`` for the run's header, label → text.
+        """Return lines for the run's header about how an iterable data set is read that differs between data ranks.
 
-        The lines say that results depend on the number of devices, and on how many data ranks the run can be resumed.
+        Returns:
+            The text of each line by its label: ``order``, which says that results depend on the number of devices, and
+            ``resume``, which says on how many data ranks the run can be resumed.
         """
         return {
             "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",

@@ -67,11 +67,15 @@ class WindowSource:
         return len(self._inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:
-        """Return windows of the text as (characters, next character of each), both int64 (samples, block).
+        """Return windows of the text and, as targets, the next character of each of their characters.
 
         Args:
             indices: int64 (samples,), numbers of the windows.
             augment: has no effect, as nothing is random.
+
+        Returns:
+            (characters, next characters), both int64 (samples, block) on the CPU, where ``block`` is the length of a
+            window.
         """
         import torch
 
@@ -81,7 +85,14 @@ class WindowSource:
 
 
 def check_text(data: str) -> None:
-    """Raise DataError unless ``data`` is the path of a file that is not empty; reads nothing."""
+    """Check that a text file exists and is not empty; its content is not read.
+
+    Args:
+        data: path of the file.
+
+    Raises:
+        DataError: ``data`` is no file, or the file is empty or not accessible.
+    """
     path = Path(data).expanduser()
     try:
         # Reading a named pipe would block.
@@ -95,13 +106,13 @@ def check_text(data: str) -> None:
 
 
 def read_text(data: str | None) -> Text:
-    """Read a UTF-8 text with its line ends, and encode its characters.
+    """Read a UTF-8 text with its line ends, and encode its characters as numbers.
 
     Args:
         data: path of the file; None for the embedded text, from Python's standard library.
 
     Returns:
-        The codes of the characters, their vocabulary and the text's name.
+        A ``Text``: ``codes`` ((characters,) uint16), ``vocabulary`` (the distinct characters, sorted) and ``name``.
 
     Raises:
         DataError: no such file, an empty file, invalid UTF-8, or too many distinct characters.
@@ -128,6 +139,9 @@ def encode_characters(text: str, name: str) -> Text:
     Args:
         text: the text.
         name: its name, for messages.
+
+    Returns:
+        A ``Text``: ``codes`` ((characters,) uint16), ``vocabulary`` (the distinct characters, sorted) and ``name``.
 
     Raises:
         DataError: more than 65,536 distinct characters.

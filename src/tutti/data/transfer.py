@@ -92,7 +92,7 @@ def make_transfer(device: torch.device, data: object) -> Transfer | None:
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items of an iterator, each fetched before the one before it is yielded.
+    """Yield the items of an iterator unchanged, always fetching the next item before yielding the present one.
 
     An error of the iterator is raised only after all items before it have been yielded.
 

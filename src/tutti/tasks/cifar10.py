@@ -24,8 +24,11 @@ def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool
 
     Args:
         config: options of the model, whose class selects it: a small residual network or a ResNet-18.
-        data: a folder in hub layout or of image files, or ``uoft-cs/cifar10``.
+        data: a folder of parquet files as on the Hugging Face hub or of image files, or ``uoft-cs/cifar10``.
         augment: whether to randomly crop (border of 4 pixels) and mirror the training images.
+
+    Returns:
+        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
 
     Raises:
         DataError: the data are missing or empty, an image is broken or not 32×32, or a label is out of range.

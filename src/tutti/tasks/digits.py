@@ -30,6 +30,9 @@ def digits_task(config: CnnConfig | MlpConfig) -> Task:
     Args:
         config: options of the model, whose class selects it: a CNN or a multi-layer perceptron.
 
+    Returns:
+        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+
     Raises:
         DataError: scikit-learn is not installed.
     """

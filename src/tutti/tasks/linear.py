@@ -25,6 +25,9 @@ def linear_task(config: LineConfig) -> Task:
 
     Args:
         config: options of the model y = w·x + b; there are none.
+
+    Returns:
+        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
     """
     inputs, targets = points(TRAIN + HELD_OUT)
     return Task(

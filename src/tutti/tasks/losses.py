@@ -9,15 +9,15 @@ from torch.nn import functional
 
 
 def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Compute the cross-entropy of class scores and the number of correct predictions.
+    """Compute the cross-entropy of class scores and the number of correct predictions, without host synchronisation.
 
     Args:
         model: maps inputs to logits (samples, classes, …).
         batch: inputs, and class indices (samples, …) as int64.
 
     Returns:
-        -log p(target) summed over each sample's targets (samples,), number of targets, and the number of correct
-        predictions as ``accuracy``, without host synchronisation.
+        A tuple of the losses (samples,), -log p(target) summed over each sample's targets; the number of targets; and a
+        dict with ``accuracy``, the number of correct predictions (a 0-d tensor).
     """
     inputs, targets = batch
     scores = model(inputs)
@@ -41,5 +41,9 @@ def regression(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def per_sample(values: Tensor) -> Tensor:
-    """Sum the values of each sample, over all dimensions but the first: (samples, …) → (samples,)."""
+    """Sum the values of each sample, over all dimensions but the first: (samples, …) → (samples,).
+
+    Args:
+        values: such as the loss of each target; a 1-d tensor is returned as it is.
+    """
     return values if values.dim() == 1 else values.flatten(1).sum(dim=1)

@@ -28,6 +28,9 @@ def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
             five images of ``train/`` are held out.
         augment: whether to rotate and mirror the training images together with their masks.
 
+    Returns:
+        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+
     Raises:
         DataError: data are missing, an image is broken, masks are missing, of another size or not binary, or the size
             cannot be halved ``config.depth`` times.
@@ -63,12 +66,12 @@ def mask_pixels(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Te
 
     Args:
         model: maps images to logits of the same shape.
-        batch: ``image`` (samples, 1, height, width), and ``mask`` of the same shape, 0 or 1.
+        batch: a dict with ``image`` (samples, 1, height, width), and ``mask`` of the same shape, 0 or 1.
 
     Returns:
-        -log p(mask) summed over each image (samples,), the number of pixels, and as metrics the number of correct
-        pixels, ``accuracy``, and the sum over images of 2·|A∩B| / (|A| + |B|) times its pixels, ``dice``; the overlap
-        of two empty masks is 1.
+        A tuple of the losses (samples,), -log p(mask) summed over each image; the number of pixels, by which sums are
+        divided; and a dict of metric sums: ``accuracy``, the number of correct pixels, and ``dice``, the sum over
+        images of 2·|A∩B| / (|A| + |B|) times the image's pixels, where the overlap of two empty masks is 1.
     """
     scores, mask = model(batch["image"]), batch["mask"]
     values = functional.binary_cross_entropy_with_logits(scores, mask.to(scores.dtype), reduction="none")

@@ -14,7 +14,11 @@ from tutti.config.task_config import CnnConfig, CourseConfig, LineConfig, MlpCon
 
 
 def line_model(config: LineConfig) -> nn.Sequential:
-    """Build a model of the line y = w·x + b: (samples, 1) → (samples, 1). ``config`` has no options."""
+    """Build a model of the line y = w·x + b: (samples, 1) → (samples, 1).
+
+    Args:
+        config: options of the model, of which there are none.
+    """
     return nn.Sequential(OrderedDict(line=nn.Linear(1, 1)))
 
 

@@ -26,6 +26,9 @@ def text_task(config: GptConfig, data: str | None) -> Task:
         config: options of the model.
         data: a UTF-8 text file; None for source files of Python's standard library.
 
+    Returns:
+        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+
     Raises:
         DataError: the file is missing or not text, too short, or has too many different characters.
     """
@@ -51,8 +54,8 @@ def next_character(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
         batch: characters, and the next character of each, both (samples, block) int64.
 
     Returns:
-        -log p(next) summed over each window (samples,), the number of characters, and the number of correct predictions
-        as ``accuracy``.
+        A tuple of the losses (samples,), -log p(next) summed over each window; the number of characters; and a dict
+        with ``accuracy``, the number of correct predictions (a 0-d tensor).
     """
     inputs, targets = batch
     scores = model(inputs)

@@ -24,7 +24,11 @@ _SCRIPT = "; a script that calls tutti.prepare is started by: tutti run {0}, and
 
 
 def is_own(text: str) -> bool:
-    """Return whether ``text`` names a user's task and not a built-in one: it has a colon or ends in ``.py``."""
+    """Return whether a task's name is a user's and not that of a built-in task: it has a colon or ends in ``.py``.
+
+    Args:
+        text: the name, such as ``path/to/file.py:function``.
+    """
     return ":" in text or text.endswith(".py")
 
 

@@ -161,7 +161,11 @@ class BodyComparison:
             )
 
     def refuse_different(self) -> NoReturn:
-        """Raise UsageError: the script's loop body did different things for the micro-batches of one global batch."""
+        """Raise the error that the script's loop body did different things for the micro-batches of one global batch.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             "the loop's body did not do the same for each micro-batch of one global batch",
             where=f"step {self._run.clock + 1}",
@@ -191,10 +195,10 @@ class BodyComparison:
         return [len(getattr(p, GRADIENT_HOOK_ATTRIBUTES[0]) or ()) for _, p in parameters(self._run.replica.parts)]
 
     def retrained(self) -> None:
-        """Accept that the script's loop body has changed ``requires_grad`` of parameters.
+        """Accept that the script's loop body has changed ``requires_grad`` of parameters during a micro-batch.
 
-        To be called in the body's pass over a micro-batch; the parameters' present values then count as those before
-        it.
+        The versions and values of the trainable parameters are recorded anew, so that the check of writes by the loop
+        body compares with these.
 
         Raises:
             UsageError: the micro-batch's forward had begun before, and the rank has several micro-batches.

@@ -54,9 +54,10 @@ class Callbacks:
         self._inside = self._begun = False
 
     def names(self) -> list[str]:
-        """Return ``NAME on RANKS`` for each callback of the run, in order.
+        """Return a text for each callback of the run, which must be equal on all ranks.
 
-        RANKS is ``first`` (rank 0 alone) or ``all``. The texts must be equal on all ranks.
+        Returns:
+            A list of ``NAME on RANKS``, in the order of the callbacks; RANKS is ``first`` (rank 0 alone) or ``all``.
         """
         return [f"{_name(each)} on {_ranks(each)}" for each in self.own]
 
@@ -81,13 +82,20 @@ class Callbacks:
         return self.reason is not None
 
     def handles(self, event: str) -> bool:
-        """Return whether a callback of the run has the method ``event``, such as ``on_evaluation``."""
+        """Return whether any callback of the run has a method for an event.
+
+        Args:
+            event: name of the event and the method, such as ``on_evaluation``.
+        """
         return any(_handler(each, event) is not None for each in self.own)
 
     def begin(self, run: Run) -> None:
         """Call ``on_train_begin`` of the run's callbacks, once: later calls of this method do nothing.
 
         Collective over all ranks if a callback has the method: an all-gather of the reasons to stop.
+
+        Args:
+            run: the training run, passed to the callbacks.
         """
         if not self._begun:
             self._begun = True
@@ -145,17 +153,20 @@ class Callbacks:
         self.call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
     def facts(self) -> list[Any]:
-        """Return a list with the ``state_dict()`` of each callback, in order, as JSON values for a checkpoint.
+        """Return the states of the run's callbacks for a checkpoint.
 
-        The entry is None for a callback that lacks ``state_dict`` or ``load_state_dict``.
+        Returns:
+            A list with the ``state_dict()`` of each callback, in order, as a JSON value; None for a callback that lacks
+            ``state_dict`` or ``load_state_dict``.
         """
         return [_state(each) for each in self.own]
 
     def saved(self) -> dict[str, Any]:
         """Return the callbacks' entries of a checkpoint's manifest; empty without callbacks.
 
-        Keys: ``callbacks`` (their states), ``callback_names``, and ``stopped`` (why a callback has stopped training, or
-        None).
+        Returns:
+            A dict with ``callbacks`` (list of their states, as ``facts`` returns it), ``callback_names`` (list, as
+            ``names`` returns it) and ``stopped`` (why a callback has stopped training, or None).
         """
         if not self.own:
             return {}
@@ -243,7 +254,7 @@ def _state(callback: Any) -> Any:
 
 
 class _Follower:
-    """Follows a metric of evaluations.
+    """Base of callbacks that compare a metric of each evaluation with its best value so far.
 
     Args:
         metric: ``loss``, or a metric of the loss function.
@@ -256,7 +267,14 @@ class _Follower:
         self.values = BestValue(Metric.parse(metric if mode is None else f"{metric}:{mode}", type(self).__name__))
 
     def better(self, evaluation: Evaluation) -> bool:
-        """Add an evaluation, and return whether it is the best. Raises UsageError without the metric."""
+        """Add an evaluation, and return whether its value of the callback's metric is better than all before.
+
+        Args:
+            evaluation: loss and metrics on held-out samples.
+
+        Raises:
+            UsageError: the evaluation does not report the metric.
+        """
         name = self.values.metric.name
         if name not in evaluation.values:
             raise UsageError(
@@ -267,13 +285,21 @@ class _Follower:
         return self.values.add(evaluation.values[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with ``metric`` (its name), ``best`` (best value or None), ``stale`` (evaluations since)."""
+        """Return the state of a callback that follows a metric's best value, for a checkpoint.
+
+        Returns:
+            A dict with ``metric`` (its name), ``best`` (best value, or None) and ``stale`` (number of evaluations since
+            the best one).
+        """
         return {"metric": str(self.values.metric.name), "best": self.values.best, "stale": self.values.stale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the best value and the number of evaluations since from a ``state_dict()`` of this callback.
+        """Restore a callback's best value and the number of evaluations since from a checkpoint.
 
         A state of another metric is ignored.
+
+        Args:
+            state: the result of ``state_dict``.
 
         Raises:
             CheckpointError: the saved best value is not finite.

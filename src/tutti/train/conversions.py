@@ -46,15 +46,21 @@ class ModelConversions:
             vars(module)[CONVERSION] = _Conversion(module, self)
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Convert a module of the model, or leave it as it is if that changes nothing, and return it.
+        """Convert a module of a prepared model to another dtype or device, as ``nn.Module._apply`` does.
+
+        Where each rank has only a part of the model, the module is left as it is if the conversion would change
+        nothing.
 
         Args:
-            module: the module.
+            module: the module of the model.
             function: converts a tensor.
-            recurse: whether to convert its children.
+            recurse: whether to convert the module's children as well.
+
+        Returns:
+            The module.
 
         Raises:
-            UsageError: another dtype or device, and each rank has a part of the model.
+            UsageError: the conversion changes dtype or device, and each rank has only a part of the model.
         """
         changed = self._change(module, function)
         if not self._in_parts:

@@ -21,13 +21,16 @@ CONFIGURATION = "engine.toml"
 
 
 def engine_rank(directory: Path) -> int:
-    """Train as one rank of a job that an engine such as Slurm or Ray has started, and return the exit code.
+    """Train as one rank of a job that an engine such as Slurm or Ray has started.
 
-    Rank, world size and address come from environment variables. A failure is recorded in the run directory, as by
-    ranks of ``tutti train`` itself.
+    Rank, world size and address come from environment variables. No exception is raised: a failure is recorded in the
+    folder ``logs`` of the run directory and printed on stderr.
 
     Args:
         directory: the run directory, on a disk that all nodes share; the configuration is in its ``logs/engine.toml``.
+
+    Returns:
+        The exit code for this process: 0 after success, otherwise that of the exception.
     """
     replace_unencodable(sys.stdout, sys.stderr)
     stdin_control.control_by_stdin(os.environ)

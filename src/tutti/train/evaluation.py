@@ -53,7 +53,10 @@ class Evaluation:
 
     @property
     def values(self) -> dict[str, float]:
-        """Mean loss and mean of each metric over the held-out samples, by name: ``{"loss": …, "accuracy": …}``."""
+        """Mean loss and mean of each metric over the held-out samples, as Python floats by name.
+
+        The dict is ``{"loss": …, "accuracy": …}``, with the names of the metrics that the loss function reports.
+        """
         return {"loss": self.loss, **self.metrics}
 
 
@@ -175,11 +178,11 @@ def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool)
     are compared.
 
     Args:
-        run: the run.
+        run: the training run whose model is evaluated.
         held_out: the samples, divided into blocks.
         ranks: number of data ranks.
         rank: index of this data rank.
-        even: give every rank equally many blocks, padded with dummy micro-batches.
+        even: give every rank equally many blocks, padded with dummy micro-batches, which have no samples.
     """
     if isinstance(held_out, HeldOutStream):
         return held_out.micro_batches(ranks, rank, run.feed.place, even, run.context.comms.world)

@@ -58,15 +58,18 @@ class GradientOrigin:
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters as the objects of the script's model, whose ``.grad`` the script reads.
 
-        They may differ from the parameters that the strategy updates, such as shards.
+        These objects may differ from the parameters that the strategy updates, such as shards.
         """
         return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
-        """Return the trained parameters that one of the script's optimizers updates, as the script's model has them.
+        """Return the trained parameters that one of the script's optimizers updates.
 
         Args:
-            index: the optimizer's index in the order of ``tutti.prepare``; None for all parameters.
+            index: the optimizer's position among the optimizers that ``tutti.prepare`` got; None for all parameters.
+
+        Returns:
+            A list of the parameters, as the objects of the script's model.
         """
         if index is None or not self._optimizers:
             return list(self.script_parameters())
@@ -76,7 +79,11 @@ class GradientOrigin:
         """Return the parameters whose gradient of an earlier backward pass the script cannot read and has not cleared.
 
         Their ``.grad`` is an ``IncompleteGradient``, a placeholder of a gradient that is held elsewhere and would be
-        added to the next one. Only parameters of the script's optimizers count; all, if the script has none.
+        added to the next one.
+
+        Returns:
+            A list of the parameters, as the objects of the script's model; only those of the script's optimizers, or
+            all if the script has none.
         """
         updated = self._optimizers and {p for o in self._optimizers for p in self._sync.script_parameters_of(o)}
         return [
@@ -90,9 +97,9 @@ class GradientOrigin:
     def watch(self) -> None:
         """Register hooks on the trained parameters that record gradients of a plain ``loss.backward()`` as local.
 
-        A local gradient is of one micro-batch, not reduced over ranks. Parameters that have such a hook already keep
-        it, and frozen ones get none. No hooks are registered where such gradients cannot be told apart (FSDP2), or
-        where they are complete because this rank computes the whole global batch.
+        A local gradient is of one micro-batch, not reduced over ranks. A parameter that has such a hook already gets no
+        second one, and a frozen parameter none. No hooks are registered where local gradients cannot be told apart
+        (FSDP2), or where they are complete because this rank computes the whole global batch.
         """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
@@ -107,7 +114,7 @@ class GradientOrigin:
     def own_backward(self) -> Iterator[None]:
         """Return a context manager within which gradients are not recorded as those of a plain ``loss.backward()``.
 
-        ``run.backward`` computes its gradients within such a block.
+        ``run.backward`` computes its gradients within such a context.
         """
         self._in_own_backward = True
         try:
@@ -240,10 +247,13 @@ class GradientOrigin:
     # --- edits of complete gradients -------------------------------------------------------------------------------
 
     def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters whose ``.grad`` the script has written to or assigned since it was reduced.
+        """Return the parameters whose ``.grad`` the script has written to or replaced since the gradients were reduced.
+
+        Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
+        record, any ``.grad`` counts as edited. Placeholders of gradients that the script cannot read never do.
 
         Args:
-            members: parameters to look at.
+            members: parameters to look at, as the script's model has them.
         """
         found = []
         for parameter in members:
@@ -258,14 +268,14 @@ class GradientOrigin:
         return found
 
     def check_edits(self) -> None:
-        """Check, after the script has edited complete gradients, that ``.grad`` has the same values on every rank.
+        """Check, after the script has edited reduced gradients, that ``.grad`` has the same values on every rank.
 
         Collective over the data ranks where each has the complete gradient: an all-gather of each gradient's sum and
         sum of squares. Gradients that are sharded over ranks are not checked.
 
         Raises:
-            UsageError: tensor parallelism: gradients of split layers cannot be edited.
-            MismatchError: ranks hold different gradients.
+            UsageError: the model's layers are split by tensor parallelism, where a script cannot edit gradients.
+            MismatchError: ranks hold different gradients; the error names a parameter.
         """
         run = self._run
         if self._sync.gradient_at == "slices":

@@ -47,17 +47,20 @@ class HookWatch:
 
     @property
     def originals(self) -> list[Tensor]:
-        """The parameter objects of the script's model before the strategy replaced any, as far as they still exist.
+        """The parameter objects that the script's model had before the strategy replaced any of them, in a list.
 
-        Sharding replaces parameters by other objects; the script may still hold the earlier ones.
+        Sharding replaces parameters by other objects; the script may still hold the earlier ones. Objects that have
+        been deleted since are left out.
         """
         return [original for each in self._originals.values() if (original := each()) is not None]
 
     def watch(self, parts: Sequence[nn.Module]) -> None:
         """Set the modules and parameters whose gradient hooks are checked in each step from now on.
 
+        Called again when the model gets other parameters to train.
+
         Args:
-            parts: this rank's parts of the model.
+            parts: the modules of the model that this rank has, such as its pipeline stages.
         """
         self._parameters = parameters(parts)
         self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
@@ -138,7 +141,7 @@ class HookWatch:
         self._hooked = f"the hook on the gradients of {name}"
 
     def check_part(self, part: LossSums) -> None:
-        """Raise UsageError if a gradient hook of the script saw a worker's gradient at another scale than the update's.
+        """Check, before a worker's own update, that no gradient hook of the script saw gradients of another scale.
 
         Hooks see gradients that are divided by samples; where the loss counts another unit, such as tokens, the update
         divides by that. For strategies whose workers make updates of their own. Not collective.
@@ -154,7 +157,7 @@ class HookWatch:
             self._refuse(float(part.sums[1]), part.samples)
 
     def check_sum(self, stats: StepStats, step_context: StepContext) -> None:
-        """Raise UsageError, before the update, if a gradient hook of the script saw gradients of another scale.
+        """Check, before the update, that no gradient hook of the script saw gradients of another scale.
 
         Hooks see gradients that are divided by the global batch's samples; where the loss counts another unit, such as
         tokens, the update divides by that. Collective under pipeline stages, if the loss counts another unit: an

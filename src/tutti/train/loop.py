@@ -59,9 +59,11 @@ class Means:
             self.metrics[name] = self.metrics.get(name, 0.0) + value * count
 
     def facts(self) -> dict[str, Any]:
-        """Return the epoch's sums so far as a JSON value for a checkpoint; non-finite numbers become null.
+        """Return the sums of the present epoch's means so far as a JSON value for a checkpoint.
 
-        Keys: ``count``, and ``loss`` and ``metrics`` (by name), which are sums weighted by the steps' counts.
+        Returns:
+            A dict with ``count``, and ``loss`` and ``metrics`` (a dict by name), which are sums weighted by the steps'
+            counts. Numbers that are not finite are None.
         """
         metrics = {name: _finite(value) for name, value in self.metrics.items()}
         return {"loss": _finite(self.loss), "count": _finite(self.count), "metrics": metrics}
@@ -85,7 +87,11 @@ class Means:
             raise CheckpointError("the checkpoint's 'means' are not numbers", why=repr(error), remedy=REMEDY) from error
 
     def summary(self) -> dict[str, float]:
-        """Return the mean loss and metrics of the epoch's steps so far, by name: ``{"loss": …, "accuracy": …}``."""
+        """Return the mean loss and metrics of the epoch's steps so far, each step weighted by its count.
+
+        Returns:
+            Python floats by name: ``{"loss": …, "accuracy": …}``; 0 before the first step.
+        """
         count = self.count or 1.0
         return {"loss": self.loss / count, **{name: value / count for name, value in self.metrics.items()}}
 
@@ -120,9 +126,9 @@ class Speed:
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
-        """Set tokens and FLOP of a sample, so that ``mark`` and ``overall`` report tokens/s, MFU and HFU of a device.
+        """Set the tokens and FLOP of one sample, so that ``mark`` and ``overall`` report tokens/s, MFU and HFU.
 
-        Figures that cannot be computed from the known numbers are left out.
+        These are figures of one device. Figures that cannot be computed from the known numbers are left out.
 
         Args:
             throughput: tokens and FLOP of one sample, and number and peak FLOP/s of the devices.
@@ -151,7 +157,13 @@ class Speed:
         return Pace(rate, elapsed, remaining, device_rates(self._factors, rate), self._waited)
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged, and measure how long the loop waits for each; the next ``mark`` reports it."""
+        """Yield the batches unchanged, and measure the seconds that the training loop waits for each.
+
+        The next call of ``mark`` reports the wait for the last batch.
+
+        Args:
+            batches: the batches of an epoch.
+        """
         while True:
             begin = time.perf_counter()
             try:
@@ -175,7 +187,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent within the block, such as that of callbacks, from the run's time of training."""
+        """Return a context manager whose time does not count as training time, such as that of callbacks."""
         begin = time.perf_counter()
         try:
             yield
@@ -222,8 +234,8 @@ def passed(length: Length, run: Run) -> int:
     """Return how many whole intervals of ``length`` the run has trained so far, counted from its first start.
 
     Args:
-        length: an interval in steps (an int), samples or epochs (a ``Duration``).
-        run: the run, whose position counts from its first start.
+        length: an interval: a number of steps, or a ``Duration`` in samples or epochs.
+        run: the run; steps, samples and epochs before a resume count, too.
     """
     if isinstance(length, int):
         return run.clock // length
@@ -258,7 +270,7 @@ class Due:
         self._count = 0 if every is None else passed(every, run)
 
     def __call__(self) -> bool:
-        """Return whether the periodic event is due after the last step; must be called exactly once a step.
+        """Return whether the periodic event is due after the last training step; must be called exactly once a step.
 
         The event is due when a whole interval has passed since the last call, or the run has ended.
         """

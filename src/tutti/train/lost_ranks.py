@@ -29,10 +29,11 @@ class LostRanks:
         self.found: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Look for ranks of the run that were killed since the last call; add a dict for each to ``found``, and warn.
+        """Find ranks of the run that were killed since the last call; append a dict for each to ``found``, and warn.
 
-        Keys: ``rank``, ``workers`` (indices of its logical data-parallel workers, which are fixed shares of the global
-        batch), ``steps`` (that they made) and ``cause`` (text). Not collective.
+        Not collective. Keys of a dict: ``rank``, ``workers`` (list of the indices of the rank's logical data-parallel
+        workers, which are fixed shares of the global batch), ``steps`` (number of steps that these workers made) and
+        ``cause`` (text).
         """
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):

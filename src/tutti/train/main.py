@@ -341,11 +341,11 @@ def _saver(
 def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
     """Build the task's model; its large tensors are on disk if the strategy leaves each rank only a part of the model.
 
-    Tensors go to disk beyond a quarter of the free memory (a guess): the rank's part, gradients and optimizer state
-    must fit, too.
+    Tensors go to disk once the model exceeds a quarter of this rank's share of the free memory (a guess): the rank's
+    part, gradients and optimizer state must fit into memory, too.
 
     Args:
-        task: the task.
+        task: the task, whose function ``model`` builds the model.
         config: the resolved configuration.
         world: all ranks.
 

@@ -61,18 +61,25 @@ class MetricLogger(ABC):
         """
 
     def on_train_begin(self, run: Run) -> None:
-        """Open the metric logger when training begins.
+        """Call ``open`` when training begins, and store the run name that it returns in ``self.identity``.
 
         If the process exits before ``on_train_end``, the logger is closed as failed.
+
+        Args:
+            run: the training run that begins.
         """
         self.identity = self.open()
         self._open = True
         atexit.register(self._close, True)
 
     def on_step_end(self, run: Run) -> None:
-        """Write the training step's ``train/loss``, ``train/{metric}``, ``train/grad_norm`` and ``train/lr``.
+        """Write ``train/loss``, ``train/{metric}``, ``train/grad_norm`` and ``train/lr`` of the last training step.
 
-        ``train/lr`` is the learning rate of the first parameter group. Values that are None are left out.
+        Loss and metrics are means over the global batch, ``train/lr`` is the learning rate of the first parameter
+        group. Values that are None are left out; nothing is written before the first step.
+
+        Args:
+            run: the training run, whose last step is written.
         """
         if run.stats is None:
             return
@@ -91,7 +98,11 @@ class MetricLogger(ABC):
         self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
 
     def on_train_end(self, run: Run) -> None:
-        """Close the metric logger as finished when training ends."""
+        """Call ``close(failed=False)`` when training ends: the logger closes its file or ends its run at the service.
+
+        Args:
+            run: the training run that has ended.
+        """
         self._close(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +145,12 @@ class JsonLinesLogger(MetricLogger):
             raise DiskError("the log cannot be written", where=str(self.path), why=str(error)) from error
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Append one line ``{"step": …, name: value, …}`` to the file, and flush it."""
+        """Append one line ``{"step": …, name: value, …}`` to the file, and flush it.
+
+        Args:
+            values: values of a training step or evaluation by name, such as ``train/loss``.
+            step: steps of the run so far.
+        """
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
@@ -187,7 +203,12 @@ class WandbLogger(MetricLogger):
         return str(self._run.id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log values by name to Weights & Biases, with ``step`` (steps of the run so far) as their horizontal axis."""
+        """Log values to Weights & Biases, with ``step`` as their horizontal axis.
+
+        Args:
+            values: values of a training step or evaluation by name, such as ``train/loss``.
+            step: steps of the run so far.
+        """
         self._run.log({"step": step, **values})
 
     def close(self, failed: bool) -> None:
@@ -231,7 +252,12 @@ class MLflowLogger(MetricLogger):
         return str(self._client.create_run(number, run_name=self.name).info.run_id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log values by name, such as ``train/loss``, to MLflow in one request; ``step`` is the run's steps so far."""
+        """Log values to MLflow in one request, each with the step and the present time.
+
+        Args:
+            values: values of a training step or evaluation by name, such as ``train/loss``.
+            step: steps of the run so far.
+        """
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self.identity, metrics=metrics)

@@ -452,9 +452,9 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context for evaluations by tutti itself: forwards in eval mode are not reported as mistakes in it.
+        """Return a context for evaluations by tutti itself, in which forwards in eval mode are not taken as mistakes.
 
-        Outside, a forward of the model in eval mode is the script's own, for which mistakes may be reported.
+        Outside such a context a forward of the model in eval mode counts as the script's own.
         """
         before, self._aside = self._aside, True
         try:
@@ -523,8 +523,12 @@ class Hook:
 def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
     """Return optimizer class, learning rate and momentum of each parameter group of the first optimizer.
 
-    The rate is the largest of the group's ``lr``, ``initial_lr`` and ``max_lr``. With local updates there are several
-    optimizers, which have the same rates.
+    Args:
+        optimizers: the optimizers of this rank; with local SGD one for each logical worker, with the same rates.
+
+    Returns:
+        A ``Rate`` for each parameter group: ``kind`` (class name in lower case), ``peak`` (the largest of the group's
+        ``lr``, ``initial_lr`` and ``max_lr``) and ``momentum``.
     """
     return [
         Rate(

@@ -96,10 +96,13 @@ def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> Los
     """Return a function that calls the loss function under autocast to the precision's 16-bit dtype.
 
     Args:
-        loss_fn: the loss function ``loss_fn(model, batch)``; None for none.
+        loss_fn: the loss function ``loss_fn(model, batch)``; None if the run has no loss function.
         device: type of the device, such as ``cpu`` or ``cuda``.
         precision: ``bf16``, ``fp16``, or ``fp8``, whose other operations than 8-bit linear layers run in bfloat16; for
             any other precision, and None, ``loss_fn`` is returned as it is.
+
+    Returns:
+        A function with the arguments and the result of ``loss_fn``; None where ``loss_fn`` is None.
     """
     dtype = _CAST.get(precision or "")
     if loss_fn is None or dtype is None:

@@ -64,13 +64,16 @@ class NoiseProbe:
     def begin(self, replica: ReplicaRunner, step_context: StepContext) -> Runner:
         """Begin a training step, and return the function that runs forward and backward of a worker's micro-batches.
 
-        In every ``every``-th step the function also records the squared norms of the gradients, to measure the gradient
-        noise scale; in other steps it is ``replica.run`` itself. A worker is a logical data-parallel worker, a fixed
-        share of the global batch; a rank may compute several.
+        A worker is a logical data-parallel worker, a fixed share of the global batch; a rank may compute several.
 
         Args:
             replica: this rank's part of the model.
             step_context: number of the step, which decides whether it is measured, and its factor on the loss.
+
+        Returns:
+            A function with the arguments and the result of ``replica.run``: (micro-batches, loss function, gradient
+            hook) → ``LossSums``. In every ``every``-th step it also records the squared norms of the gradients, to
+            measure the gradient noise scale, and does not call the hook; in other steps it is ``replica.run`` itself.
         """
         self._latest, self._measured = {}, None
         if step_context.global_step % self._every:
@@ -124,19 +127,21 @@ class NoiseProbe:
         }
 
     def values(self) -> Mapping[str, float]:
-        """Return the gradient noise figures of the last step, by name; empty if the step was not measured.
+        """Return the gradient noise figures of the last step; empty if the step was not measured.
 
-        ``noise/trace`` and ``noise/square`` are the step's own estimates of tr Σ and |G|², ``noise/scale`` the ratio
-        of their averages in samples, ``noise/low`` and ``noise/high`` its 90 % band. ``noise/adam/…`` are the same with
-        Adam's preconditioner, where it can be measured.
+        Returns:
+            Python floats by name: ``noise/trace`` and ``noise/square``, the step's own estimates of tr Σ and |G|²;
+            ``noise/scale``, the ratio of their averages in samples, and ``noise/low`` and ``noise/high``, its 90 %
+            band. ``noise/adam/…`` are the same with Adam's preconditioner, where it can be measured.
         """
         return self._latest
 
     def state(self) -> dict[str, Any]:
-        """Return the running averages of the gradient noise estimates as a JSON value for a checkpoint and ``load``.
+        """Return the running averages of the gradient noise estimates for a checkpoint; ``load`` restores them.
 
-        Keys are ``simple`` (of the gradient) and ``adam`` (of the gradient scaled by Adam's preconditioner), each the
-        result of ``NoiseAverage.state``.
+        Returns:
+            A JSON value with the keys ``simple`` (of the gradient) and ``adam`` (of the gradient scaled by Adam's
+            preconditioner), each the result of ``NoiseAverage.state``.
         """
         return {"simple": self._simple.state(), "adam": self._scaled.state()}
 

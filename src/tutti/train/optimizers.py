@@ -30,18 +30,20 @@ def factory(
 ) -> OptimizerFactory:
     """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
 
-    The returned function takes (name, parameter) pairs, and returns an optimizer over them, or None where a single
-    optimizer has no parameter among them; several optimizers become one object. A script's own optimizer is returned
-    itself if all of its parameters are given for the first time, else an optimizer of the same class and settings.
-
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
         rule: rule for the learning rate at ``batch_size``; ``NoRule`` is the base class of all rules.
         batch_size: samples of the global batch.
         sparse: names of parameters that may have sparse gradients.
 
+    Returns:
+        A function that takes (name, parameter) pairs and returns an optimizer over them, or None where a single
+        optimizer has no parameter among them; several optimizers become one object. A script's own optimizer is
+        returned itself if all of its parameters are given for the first time, else a new one of the same class and
+        settings.
+
     Raises:
-        UsageError: a rule for the script's own optimizers.
+        UsageError: a rule other than ``NoRule`` for the script's own optimizers.
     """
     if not isinstance(optimizer, OptimizerChoice):
         if type(rule) is not NoRule:
@@ -148,11 +150,14 @@ def _trials(
 
 
 def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: object) -> list[str]:
-    """Return lines that state each optimizer's class and its options by parameter group, to be compared over ranks.
+    """Return lines of text that state each optimizer's class and options, to be compared over ranks.
 
     Args:
         optimizer: options, or the script's optimizers.
         lr_scale: the rule for the learning rate, which the line of options names.
+
+    Returns:
+        A single line for options; for the script's optimizers lines with the options of each parameter group.
     """
     if isinstance(optimizer, OptimizerChoice):
         return [f"optimizer {optimizer.text}, lr_scale {lr_scale}"]

@@ -13,14 +13,17 @@ from tutti.python_compat import live_objects
 
 
 def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[Optimizer]:
-    """Return the optimizers of this process that have parameters of the model and were not given to ``tutti.prepare``.
+    """Find the optimizers of this process that have parameters of the model and were not given to ``tutti.prepare``.
 
-    All objects of the process are searched. Optimizers that share a parameter group with a given one, such as the inner
-    one of a wrapper, are left out. To be called before tutti makes optimizers of its own.
+    All objects of the process are searched. To be called before tutti makes optimizers of its own.
 
     Args:
         given: the optimizers that ``tutti.prepare`` was given.
         parameters: the model's parameters.
+
+    Returns:
+        A list of the optimizers found, without those that share a parameter group with a given one, such as the inner
+        optimizer of a wrapper.
     """
     known = {id(p) for p in parameters}
     own = {id(group) for optimizer in given for group in optimizer.param_groups}

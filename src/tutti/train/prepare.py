@@ -208,24 +208,29 @@ def prepare_run(
     lr_schedule: Callable[[Epochs], Callable[[int], float]] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Run:
-    """Prepare a model for training, as ``tutti.prepare`` does, with all further options in one object.
+    """Prepare a model for training, as ``tutti.prepare`` does, with all further options in one object. Collective.
 
-    Collective; raises as ``tutti.prepare``. The order: checks → device mesh → model surgery (batch norm, dtype) →
-    layout (tensor slices, stages, activation checkpointing, compilation) → gradient synchronisation and optimizer
-    (shards) → data → run.
+    The order: checks → device mesh → model surgery (batch norm, dtype) → layout (tensor slices, stages, activation
+    checkpointing, compilation) → gradient synchronisation and optimizer (shards) → data → run.
 
     Args:
         model: a module, or several in a list or dict.
-        optimizer: an optimizer, several, or options.
-        dataset: the training samples, as ``tutti.prepare`` takes them.
+        optimizer: an optimizer, several in a list, or options of an optimizer that the run makes, also as text.
+        dataset: the training samples: tensors, a map-style or iterable data set, a ``tutti.data.Source``, a function
+            that returns one, or a ``DataLoader``.
         loss_fn: ``loss_fn(model, batch)``; None for custom training loops.
         options: all other arguments of ``tutti.prepare``.
-        lr_schedule: makes the schedule of the learning rate, a factor by step, from the run's epochs; None leaves the
-            rate to the caller.
+        lr_schedule: from the run's epochs, makes the function that maps a step to a factor on the learning rate; None
+            leaves the rate to the caller.
         warn: receives warnings about the run's mistakes and lost ranks; None for Python's ``warnings`` and stderr.
 
     Returns:
-        The run, ready to train.
+        The ``Run``, ready to train.
+
+    Raises:
+        UsageError, DataError: arguments that do not go together or cannot be trained.
+        CheckpointError: ``init_from`` is damaged, or of another model.
+        MismatchError: models or arguments differ between ranks.
     """
     checked = check_run(model, optimizer, dataset, loss_fn, options)
     o, choice, grid, data = options, checked.choice, checked.grid, checked.data

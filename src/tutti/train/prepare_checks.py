@@ -140,15 +140,15 @@ def check_run(
 
     Args:
         model: a module, or several in a list or dict.
-        optimizer: an optimizer; several in a list or dict; or a choice such as ``adam:lr=0.01``, as text or parsed.
+        optimizer: an optimizer; several in a list; or a choice such as ``adam:lr=0.01``, as text or parsed.
         dataset: the training samples: a map-style or iterable data set, tensors, or a ``DataLoader``.
         loss_fn: the loss function; None for custom training loops.
         options: all other arguments of ``tutti.prepare``.
 
     Returns:
-        The checked arguments in the forms that the next stages of the preparation take: model as one module, lists of
-        optimizers and schedulers, parsed strategy, device mesh, data set, and the global batch's division into
-        the shares of logical workers and micro-batches.
+        A ``CheckedRun``, the arguments in the forms that the next stages of the preparation take: model as one module,
+        list of optimizers, parsed strategy, device mesh, data set, schedulers and callbacks, and the global batch's
+        division into the shares of logical workers and micro-batches.
 
     Raises:
         UsageError, DataError: arguments that do not go together or cannot be trained.
@@ -261,9 +261,13 @@ def one_module(model: Models) -> nn.Module:
 
 
 def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Optimizer]:
-    """Return the script's optimizers as a list; empty if the optimizer is given by options or text.
+    """Return the script's optimizers as a list; empty if the optimizer is given as options or text.
 
-    Raises UsageError for other types, for an empty list, and for optimizers that share parameters.
+    Args:
+        optimizer: a ``torch.optim.Optimizer``, a sequence of them, or options of an optimizer that tutti is to make.
+
+    Raises:
+        UsageError: an object of another type, an empty sequence, or optimizers that share parameters.
     """
     if isinstance(optimizer, str | OptimizerChoice):
         return []

@@ -17,9 +17,10 @@ _handlers: list[PrepareHandler] = []
 
 @contextmanager
 def intercept_prepare(handler: PrepareHandler) -> Iterator[None]:
-    """Within the block, let ``tutti.prepare`` call ``handler`` and return its result, without preparing a run.
+    """Return a context manager within which ``tutti.prepare`` calls ``handler`` and returns its result.
 
-    No process group is joined and no model is moved. Of nested blocks, the innermost handler is called.
+    No run is prepared, no process group is joined and no model is moved. Of nested contexts, the innermost handler is
+    called.
 
     Args:
         handler: takes model, optimizer, data set, loss function and options of ``tutti.prepare`` as the script gave

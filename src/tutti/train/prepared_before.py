@@ -65,16 +65,16 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
 
 
 def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
-    """Record that a run has split its model, or its optimizers' state, over ranks, if it has; for ``check_earlier``.
+    """Record that a run has split its model, or its optimizers' state, over ranks, if it has.
 
     ``check_earlier`` then refuses a later ``tutti.prepare`` of the same model or optimizers, of which this rank holds
-    only a part.
+    only a part. Does nothing where each rank holds the whole model and its optimizer state.
 
     Args:
         model: the script's model.
         optimizers: the script's optimizers.
         strategy: name of the strategy.
-        setting: the run's grid of ranks and number of workers.
+        setting: the run's grid of ranks and number of logical data-parallel workers.
     """
     grid = setting.grid
     if grid.stage > 1 or grid.tensor > 1 or grid.shard > 1:
@@ -91,7 +91,7 @@ def keeps_state(strategy: str, setting: RunContext) -> bool:
 
     Args:
         strategy: name of the strategy.
-        setting: the run's grid of ranks and number of workers.
+        setting: the run's grid of ranks and number of logical data-parallel workers.
     """
     alone = setting.grid.size == 1 and strategy not in (*_BY_WORKER, "parameter_server")
     one_each = strategy in _BY_WORKER and setting.workers == setting.grid.data_ranks

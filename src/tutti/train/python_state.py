@@ -22,13 +22,14 @@ _SMALL = 1024
 
 @contextmanager
 def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
-    """Restore, after the block, attributes of the modules, and the variables and objects that a function reads.
+    """Return a context manager that restores, at its end, attributes of modules and what a function reads.
 
-    Objects are restored as shallow copies: an attribute or variable is bound again to the object that it had, and
-    lists, dicts, sets and small tensors get the elements that they had.
+    What a function reads are its variables and their objects. Objects are restored as shallow copies: an attribute or
+    variable is bound again to the object that it had, and lists, dicts, sets and small tensors get the elements that
+    they had.
 
     Args:
-        parts: modules.
+        parts: modules, whose submodules are included.
         function: a Python function, method or callable object; the functions that it reads are followed.
     """
     kept = _Kept()

@@ -47,13 +47,18 @@ def check_replicas(run: Run, what: str) -> None:
 
 
 def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
-    """Return text that names the tensors, and text that names the ranks, of copies that are not bit-identical.
+    """Find tensors of which ranks hold copies that are not bit-identical, by 64-bit digests.
 
-    None if all copies are. Collective, as ``check_replicas``.
+    Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
+    that are tied over stages. Collective: two small all-gathers, none if ranks keep no copies.
 
     Args:
-        run: the run.
-        what: the next action, which the collectives name.
+        run: the training run.
+        what: the next action, such as ``its checkpoint``, for errors of the collectives.
+
+    Returns:
+        A text that names the tensors and a text that names the ranks that differ, the same on every rank; None if all
+        copies are equal.
     """
     comm = run.context.comms.world
     held = run.gradient_sync.replicated() if comm.size > 1 else None
@@ -86,6 +91,9 @@ def seldom(run: Run) -> bool:
     """Return whether at least 100 steps (``SELDOM``) have passed since copies of tensors were last compared over ranks.
 
     The end of an epoch compares them again only then, because the comparison reads every tensor.
+
+    Args:
+        run: the training run.
     """
     return run.taken - run.compared >= SELDOM
 

@@ -97,12 +97,15 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
 
 
 def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges, where: str) -> None:
-    """Raise CheckpointError if a setting differs from the checkpoint's and the user has not named it as changed.
+    """Check that the user has named every setting that differs from the checkpoint's (``--change``).
 
     Args:
-        differences: all settings that differ; the error states both values of each.
-        named: names of the settings that the user allows to differ (``--change``).
+        differences: all settings that differ.
+        named: names of the settings that the user allows to differ.
         where: path of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: a setting differs that is not named; the error states both values of each such setting.
     """
     wrong = [each for each in differences if not named.covers(each.name)]
     if not wrong:
@@ -117,7 +120,7 @@ def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges
 
 
 def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
-    """Raise CheckpointError if a setting that the user changes on resuming cannot change at this point or in this run.
+    """Check that the settings that the user changes on resuming can change at this point and in this run.
 
     Batch size, data and seed can change only at the end of an epoch; batch size and data not with batch growth,
     AdaScale or a strategy whose options are in epochs.
@@ -126,6 +129,9 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
         manifest: the checkpoint.
         differences: the settings that change, all of them named by the user (``--change``).
         run: the run that resumes.
+
+    Raises:
+        CheckpointError: a setting cannot change.
     """
     names = [each.name for each in differences]
     reordered = [name for name in names if name in BETWEEN_EPOCHS]

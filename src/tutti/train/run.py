@@ -212,10 +212,10 @@ class Run:
         self._script_code = ExitStack()
 
     def begin_script(self) -> None:
-        """Check from now on the script's reads and writes of parameters that are split over ranks.
+        """Begin to check the script's reads and writes of parameters that are split over ranks.
 
-        The checks last until the run object is gone. Does nothing for strategies that leave each rank whole parameters.
-        A read or write that would give each rank another result raises UsageError.
+        A read or write that would give each rank another result then raises UsageError. The checks last until the run
+        object is deleted. Does nothing for strategies that leave each rank whole parameters.
         """
         if max(self.context.grid.tensor, self.context.grid.stage, self.context.grid.shard) > 1:
             self._script_code.enter_context(self.replica.script_code())
@@ -243,18 +243,19 @@ class Run:
 
     @property
     def progress(self) -> int:
-        """Number of steps so far, as the learning-rate schedule and the run's length count them.
+        """Number of steps of the training run so far, as the learning-rate schedule and the run's length count them.
 
-        It is ``clock``, the steps taken; with AdaScale ⌊τ⌋, τ the sum of the steps' gains: each step counts as the
-        number of steps on the batch of one logical worker (share of the global batch) that it is worth.
+        Equal to ``clock``, the steps taken; with AdaScale ⌊τ⌋, where τ is the sum of the gains of all steps: the gain
+        is the number of steps on the batch of one logical worker (share of the global batch) that a step is worth.
         """
         return self.clock if self.adascale is None else int(self.adascale.tau)
 
     @property
     def place(self) -> Position:
-        """Position in the training data after the steps so far, as (whole epochs, global batches of the current epoch).
+        """Position of the training run in its data after the steps so far: a ``Position`` with ``epoch`` and ``batch``.
 
-        With asynchronous servers that count the steps of all workers, the position follows from this count.
+        ``epoch`` is the number of whole epochs consumed, ``batch`` that of global batches of the current epoch. With
+        asynchronous servers that count the steps of all workers, the position follows from this count.
         """
         return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
@@ -266,10 +267,10 @@ class Run:
         self._stop = True
 
     def stop(self, reason: str) -> None:
-        """End training on every rank after the event that a callback handles; only callbacks may call it.
+        """End training on every rank after the event that a callback handles; only callbacks may call this method.
 
         Args:
-            reason: text that ``stopped`` then returns.
+            reason: why training ends; the property ``stopped`` returns this text afterwards.
 
         Raises:
             UsageError: no callback is being called.
@@ -278,13 +279,13 @@ class Run:
 
     @property
     def stopped(self) -> str | None:
-        """The reason for which a callback has ended training; None while none has."""
+        """The reason for which a callback has ended training, as text; None while no callback has."""
         return self.callbacks.reason
 
     # --- steps: the same code for every strategy -------------------------------------------------------------------
 
     def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """Iterate over this rank's part of every global batch of an epoch, for ``step``, and call its callbacks.
+        """Iterate over this rank's part of every global batch of an epoch, and call the callbacks of epoch and step.
 
         Collective: events of callbacks, comparisons of replicas at the end of some epochs, and for a stream or a
         sampler comparisons of samples over ranks.
@@ -292,6 +293,9 @@ class Run:
         Args:
             number: the epoch, from 0.
             start: first batch; default: 0, or after ``restore`` the batch after the last one consumed.
+
+        Yields:
+            This rank's samples of the next global batch, to be passed to ``step``.
 
         Raises:
             UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
@@ -476,9 +480,10 @@ class Run:
 
     @property
     def stepping(self) -> bool:
-        """Whether the run itself is making an update, so that ``optimizer.step()`` is its call and not the script's.
+        """Whether the training run itself is making an update at this moment.
 
-        The script's optimizers, whose ``step`` is wrapped, then update parameters at once, in place of asking the run.
+        If so, the wrapped ``step`` of the script's optimizers updates parameters at once; otherwise such a call is the
+        script's, in a custom training loop.
         """
         return self._stepping
 
@@ -636,6 +641,9 @@ class Run:
         Args:
             number: the epoch, from 0.
             start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
+
+        Returns:
+            An iterator over the samples of each micro-batch, on the device.
         """
         warnings.warn("run.cells is now run.microbatches", DeprecationWarning, stacklevel=2)
         return self.microbatches(number, start)
@@ -684,7 +692,8 @@ class Run:
     def stepped(self) -> bool:
         """Whether the last ``optimizer.step()`` of a custom training loop updated parameters.
 
-        It does so for the rank's last micro-batch of a global batch, and does nothing for earlier micro-batches.
+        ``step`` makes an update in the rank's last micro-batch of a global batch, and does nothing in earlier ones. A
+        step that was skipped because a gradient is not finite counts as an update here.
         """
         return self.custom.stepped
 
@@ -706,10 +715,14 @@ class Run:
     # ---------------------------------------------------------------------------------------------------------------
 
     def stopping(self) -> AbstractContextManager[StopReason]:
-        """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C call ``ask_to_stop``; a second ends at once.
+        """Return a context within which SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C call ``ask_to_stop``.
 
-        ``with run.stopping() as reason`` yields a ``StopReason``, whose ``exit_code`` is 75, or 130 after Ctrl-C. The
-        loop checks ``run.stats.stop``, saves and leaves.
+        All ranks then stop after the next step; a second signal ends the process at once. The script's loop checks
+        ``run.stats.stop``, saves and leaves.
+
+        Returns:
+            A context manager; ``with run.stopping() as reason`` gives a ``StopReason``, whose ``exit_code`` is 75, or
+            130 after Ctrl-C.
         """
         return stop_on_signals(self)
 
@@ -786,10 +799,13 @@ class Run:
 
         Args:
             source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
-            function: returns a tensor, or tuples, lists and dicts of them, with a row for each sample.
+            function: returns a tensor, or tuples, lists and dicts of tensors, with a row for each sample.
             batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
             averaged: whether to use the average of the weights; default: if the run keeps one.
             collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
+
+        Returns:
+            The structure that ``function`` returns, with tensors that have a row for each sample of ``source``.
 
         Raises:
             UsageError: the model is split into stages or tensor slices, or a prediction has other rows than samples.
@@ -830,16 +846,20 @@ class Run:
             yield
 
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers of the plain model, by name, on every rank. Collective.
+        """Return all parameters and persistent buffers of the plain model on every rank. Collective.
 
-        Shards and slices are gathered; replicas that differ (local SGD) are merged. Tensors may be those of the model
-        itself.
+        Shards and slices are gathered; replicas that differ (local SGD) are merged.
 
         Args:
-            averaged: the average of the weights in place of the trained parameters, with the model's own buffers.
+            averaged: return the average of the weights over the updates (EMA) in place of the trained parameters, with
+                the
+                model's own buffers.
+
+        Returns:
+            Whole tensors by name; they may be those of the model itself and not copies.
 
         Raises:
-            UsageError: ``averaged`` without an average.
+            UsageError: ``averaged``, and the run keeps no average.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
@@ -874,17 +894,20 @@ class Run:
         return gathered_model(self.replica, self.context.comms, self.merged(averaged), at_first_shard)
 
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers, merged over logical data-parallel workers, by name.
+        """Return this rank's parameters and buffers, merged over logical data-parallel workers. Collective.
 
         A logical worker is a fixed share of the global batch; under local SGD each has its own parameters, of which
-        the mean is returned. Collective over all ranks. Tensors that are split over ranks stay this rank's slices.
+        the mean is returned.
 
         Args:
-            averaged: return the average of the weights in place of the trained parameters.
-            as_trained: cast the average to the dtypes of the weights.
+            averaged: return the average of the weights over the updates (EMA) in place of the trained parameters.
+            as_trained: cast the average of the weights to the dtypes of the parameters.
+
+        Returns:
+            Tensors by name; those that are split over ranks are this rank's slices.
 
         Raises:
-            UsageError: ``averaged`` without an average.
+            UsageError: ``averaged``, and the run keeps no average.
         """
         merged = self.gradient_sync.merged()
         if not averaged:
@@ -897,16 +920,19 @@ class Run:
     def position(self) -> dict[str, Any]:
         """Return the run's position in the training data as a JSON value for a checkpoint and ``seek``.
 
-        Keys: ``epoch`` and ``batch`` (global batches consumed in it), ``samples`` (consumed in all), and ``state`` (of
-        the data set's reader, or None).
+        Returns:
+            A dict with ``epoch`` (whole epochs consumed), ``batch`` (global batches consumed of the next epoch),
+            ``samples`` (consumed in all), and ``state`` (of the data set's reader, or None).
         """
         return {**self.place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue at a saved position in the data, without training: the next ``epoch(number)`` starts there.
+        """Continue at a saved position in the training data, without training: the next ``epoch(number)`` starts there.
+
+        Sets ``at``, ``samples`` and the state of the data set's reader.
 
         Args:
-            position: the result of ``position``.
+            position: the result of ``position``: ``epoch``, ``batch``, ``samples`` and ``state``.
 
         Raises:
             CheckpointError: the data set cannot continue there, such as a sampler of another order.
@@ -920,9 +946,9 @@ class Run:
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint to ``folder/step-N``, and return when it is on disk. Collective.
 
-        It holds the model, the optimizer with its settings, the own state of each logical worker (a fixed share of the
-        global batch) and the position in the data. ``restore`` reads it on any number of devices and under any
-        strategy; with another number of workers if ``tutti.prepare`` was given that number.
+        The checkpoint holds the model, the optimizer with its settings, the own state of each logical worker (a fixed
+        share of the global batch) and the position in the data. ``restore`` reads it on any number of devices and under
+        any strategy; with another number of workers if ``tutti.prepare`` was given that number.
 
         Args:
             folder: directory for this run's checkpoints alone, on a file system that all ranks share.
@@ -969,9 +995,9 @@ class Run:
         Raises:
             UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers.
             CheckpointError: the checkpoint is of another model, data set, batch size, seed or optimizer with other
-                options, and ``change`` does not name the difference; it cannot change here; or the number of workers
-                differs from that of the data ranks. It may differ, with a warning, from a number of workers that
-                ``tutti.prepare`` was given.
+                options, and ``change`` does not name the difference; a named setting cannot change at this position; or
+                the checkpoint has another number of workers, and ``tutti.prepare`` was not given ``workers`` (if it
+                was, there is only a warning).
         """
         named = NamedChanges.parse(change)
         named.check({key for group in self.optimizer_settings for key in group}, "change")

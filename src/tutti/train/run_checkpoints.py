@@ -98,10 +98,10 @@ class Checkpoints(CheckpointManager):
         self.write(run.clock, state, facts)
 
     def restore(self, named: NamedChanges = NOTHING_NAMED) -> Mapping[str, Any] | None:
-        """Restore the run from the newest checkpoint that verifies, on every rank.
+        """Restore the run from the newest checkpoint in its folder whose files are intact, on every rank. Collective.
 
         The number of workers may differ from the checkpoint's only if the user named it; a warning then says which
-        state starts afresh. Collective.
+        state starts afresh.
 
         Args:
             named: settings that may differ from the checkpoint's; a warning says what changes.
@@ -110,7 +110,7 @@ class Checkpoints(CheckpointManager):
             The checkpoint's facts by key, such as ``step`` and ``position``; None where the folder has no checkpoint.
 
         Raises:
-            CheckpointError: no checkpoint in the folder verifies, or the newest is of another run: another model,
+            CheckpointError: no checkpoint in the folder is intact, or the newest is of another run: another model,
                 optimizer, global batch size or seed that is not named, or another number of workers that the user did
                 not name; or a named setting cannot change at this position.
         """
@@ -181,14 +181,14 @@ def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> 
 
 
 def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
-    """Return how the name of a checkpoint's optimizer differs from the run's; options such as ``lr`` may differ.
+    """Compare the name of a checkpoint's optimizer with the run's; options such as ``lr`` may differ.
 
     Args:
         manifest: the checkpoint's manifest.
         run_facts: settings of the run by key; ``optimizer`` is ``name:key=value,…``, of which the name is compared.
 
     Returns:
-        A list of one text that states the difference, for the error; empty if there is none.
+        A list of one text that states the difference, for the error; empty if the names are equal or the run has none.
     """
     saved, chosen = (str(facts.get("optimizer", "")).partition(":")[0] for facts in (manifest.facts, run_facts))
     if not chosen or saved == chosen:
@@ -212,14 +212,14 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
 def other_workers(manifest: Manifest, run: Run) -> str:
     """Return a warning that says which state starts afresh when a run resumes with another number of workers.
 
-    Workers are logical data-parallel workers (fixed shares of the global batch). The caller issues the warning.
+    Workers are logical data-parallel workers (fixed shares of the global batch). This function only composes the text.
 
     Args:
         manifest: the checkpoint's manifest.
         run: the run that resumes.
 
     Raises:
-        CheckpointError: with AdaScale, whose step count depends on the number of workers.
+        CheckpointError: the run uses AdaScale, whose step count depends on the number of workers.
     """
     saved, mine = manifest.facts["workers"], run.feed.contract.workers
     if run.adascale is not None:

@@ -45,10 +45,15 @@ def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
 
 
 def checkpoint_identity(run: Run) -> dict[str, Any]:
-    """Return the facts that ``restore`` compares with a checkpoint's, by key, and a hash of them (``config_sha256``).
+    """Return the settings of a run that ``restore`` compares with a checkpoint's, by key, and a hash of them.
 
-    Keys: ``workers``, ``global_batch_size``, ``batch_growth`` (text, or None), ``training_samples``, ``seed``,
-    ``optimizer_class`` (classes joined by ``+``; absent without an optimizer) and ``clip``, which the hash leaves out.
+    Args:
+        run: the run that is saved or restored.
+
+    Returns:
+        JSON values with the keys ``workers``, ``global_batch_size``, ``batch_growth`` (text, or None),
+        ``training_samples``, ``seed``, ``optimizer_class`` (class names joined by ``+``; absent without an optimizer),
+        ``clip`` and ``config_sha256``, the SHA-256 in hexadecimal of all others but ``clip``.
     """
     contract = run.feed.contract
     known: dict[str, Any] = {
@@ -68,14 +73,16 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
 
 
 def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a checkpoint that ``restore_run`` restores, as a JSON value.
-
-    Keys: ``within`` (the epoch whose loop the run is in, or None), ``settings`` (of the parameter groups),
-    ``schedulers``, ``callbacks``, ``callback_names`` and ``extra``.
+    """Return the values that a checkpoint of ``Run.save`` holds beside tensors and settings, for ``restore_run``.
 
     Args:
         run: the run to save.
-        extra: the script's own values.
+        extra: the script's own values, by name.
+
+    Returns:
+        JSON values with the keys ``within`` (number of the epoch whose loop the run is in, or None), ``settings`` (a
+        dict of options, such as ``lr``, for each parameter group), ``schedulers``, ``callbacks``, ``callback_names``
+        and ``extra``.
 
     Raises:
         UsageError: ``extra`` holds a value that ``encode_json`` does not support.

@@ -14,14 +14,15 @@ _SMALL = 1e-7
 
 
 class MixingProbe:
-    """Looks once whether a loss mixes samples: whether one sample's gradient depends on outputs of the others.
+    """Tests in one micro-batch whether a loss mixes samples: a sample's gradient then depends on outputs of the others.
 
     A loss is a mean over samples only if the derivative with respect to the output of one sample is a function of that
     output alone. The probe differentiates the part of the graph between the loss and the model's outputs twice; it
     leaves the graph as it was, calls no hook of the model, and is not collective.
 
     Args:
-        model: the model; it gets a forward hook, which replaces tensors among its outputs by views, until ``mixes``.
+        model: the model; until ``mixes`` or ``close`` is called it has a forward hook that replaces tensors among its
+            outputs by views.
         samples: number of samples in the micro-batch.
     """
 
@@ -57,8 +58,9 @@ class MixingProbe:
         False where that cannot be told, such as for functions without a second derivative. Ends the probe.
 
         Args:
-            loss: what the loss function returned, or what ``run.backward`` was given; of a tuple the first element
-                counts.
+            loss: what the loss function returned, or what ``run.backward`` was given; if it is a tuple or list, its
+                first
+                element is tested.
         """
         outputs = self._outputs
         self.close()

@@ -79,7 +79,7 @@ class Schedulers:
         scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_unreserved": kind})
 
     def after_update(self, optimizer: Optimizer | None) -> None:
-        """Step the script's schedulers after an update of the optimizer; nothing if they step once an epoch.
+        """Step the script's learning-rate schedulers after an update; do nothing if they step once an epoch.
 
         Args:
             optimizer: the optimizer that made the update, whose schedulers step; None for those of all optimizers.
@@ -106,7 +106,11 @@ class Schedulers:
             self._stepping = False
 
     def facts(self) -> list[Any]:
-        """Return each learning-rate scheduler's ``state_dict()`` as a JSON value, in a list, for a checkpoint."""
+        """Return the states of the run's learning-rate schedulers for a checkpoint.
+
+        Returns:
+            A list with each scheduler's ``state_dict()`` as a JSON value, in the order in which the script gave them.
+        """
         return [encode_json(scheduler.state_dict(), "the state of a scheduler") for scheduler in self._own]
 
     def load(self, saved: Mapping[str, Any]) -> None:

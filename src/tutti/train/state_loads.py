@@ -163,11 +163,11 @@ class GivenState:
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one of the full tensors in memory, without a copy; a tied weight by any of its names.
+        """Return one of the full tensors in memory, without a copy.
 
         Args:
             group: ``model`` or ``optim``.
-            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
+            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``.
         """
         if group == "optim":
             return self._optim[name]

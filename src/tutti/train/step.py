@@ -36,14 +36,14 @@ def train_step(
 ) -> tuple[StepStats, UpdateResult]:
     """Train on one global batch: forward and backward passes, gradient reduction, update, clearing of gradients.
 
-    Collective as the strategy's gradient synchronisation. A worker is a logical data-parallel worker: it has a fixed
-    share of the global batch, and a rank may compute several workers one after another.
+    Collective where the strategy's gradient reduction and update are. A worker is a logical data-parallel worker: it
+    has a fixed share of the global batch, and a rank may compute several workers one after another.
 
     Args:
         replica: this rank's part of the model.
-        sync: gradient synchronisation, which owns the update.
+        sync: gradient synchronisation, which reduces gradients over ranks and makes the update.
         grad_hook: object that is told of each parameter when a backward pass has made its gradient.
-        work: each worker of this rank, in order, with its micro-batches (none where its share is empty).
+        work: pairs (worker, micro-batches) of this rank's workers, in order; no micro-batches where its share is empty.
         loss: the loss function.
         step_context: number of the step, samples of its global batch, factors on learning rate and loss.
         hooks: raises UsageError before the update if the script's gradient hooks saw gradients of another scale.
@@ -51,8 +51,8 @@ def train_step(
         noise: measures the gradient noise scale, in some steps; None: in none.
 
     Returns:
-        Loss, metrics and gradient norm reduced over the global batch, and the result of the update (number of updates
-        made, whether it was skipped).
+        A ``StepStats`` (loss, metrics and gradient norm, reduced over the global batch) and an ``UpdateResult`` (number
+        of updates made, whether the update was skipped).
     """
     run = replica.run if noise is None else noise.begin(replica, step_context)
     for worker, micro_batches in work:

@@ -27,7 +27,7 @@ Region: TypeAlias = Callable[[str], AbstractContextManager[Any]]
 
 @contextmanager
 def profiled(run: Run, folder: Path) -> Iterator[None]:
-    """Run PyTorch's profiler on this rank within the block, and write its trace and a table to ``folder``.
+    """Return a context manager that profiles this rank with PyTorch's profiler, and writes the files to ``folder``.
 
     Args:
         run: the run, whose steps are divided into named phases.
@@ -45,9 +45,9 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def traced(run: Run, folder: Path) -> Iterator[None]:
-    """Measure the phases of every rank's training steps within the block; rank 0 writes a timeline to ``folder``.
+    """Return a context manager that measures the phases of every rank's training steps.
 
-    Collective at its beginning and its end.
+    At its end rank 0 writes a timeline to ``folder``. Collective at its beginning and its end.
 
     Args:
         run: the run, whose steps are divided into named phases.

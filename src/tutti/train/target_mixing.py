@@ -27,18 +27,19 @@ _SMALL = 1e-4
 
 
 class TargetProbe(TorchFunctionMode):
-    """Looks once whether one sample's gradient depends on targets, other data or the outputs of other samples.
+    """Tests in one micro-batch whether a sample's gradient depends on targets, other data or outputs of other samples.
 
-    The probe notes what a loss function, or a loop's body, computes from its batch and from the model's outputs. It
-    then computes the loss twice more from the same outputs: for the batch, and for a batch in which all other
-    samples equal the first. A mean over samples gives the first sample's outputs the same gradient both times. A
-    selection of samples (top-k, quantile, hard negatives) is seen where the outputs of all samples but one move far
-    up, far down, or to that sample's: its gradient then changes. The probe changes nothing: calls that write to tensors
-    of the script, or draw, end it. Not collective. Call ``close`` at the end of the loss function or body.
+    The probe records what a loss function, or the body of a custom training loop, computes from its batch and from the
+    model's outputs. It then computes the loss twice more from the same outputs: for the batch, and for a batch in which
+    all other samples equal the first. A mean over samples gives the first sample's outputs the same gradient both
+    times. To find a selection of samples (top-k, quantile, hard negatives), the outputs of all samples but one are
+    moved far up, far down, or to that sample's: with a selection the sample's gradient changes. The probe changes
+    nothing: calls that write to tensors of the script, or draw random numbers, end it. Not collective. Call ``close``
+    at the end of the loss function or loop body.
 
     Args:
-        model: the model; it gets hooks, which only look, until ``mixes``.
-        micro_batch: the micro-batch of the loss function or body.
+        model: the model; it gets hooks that only read, until ``mixes`` is called.
+        micro_batch: the micro-batch of the loss function or loop body.
     """
 
     def __init__(self, model: nn.Module, micro_batch: MicroBatch) -> None:
@@ -93,13 +94,14 @@ class TargetProbe(TorchFunctionMode):
         return result
 
     def mixes(self, loss: Any) -> str:
-        """Return on what of the batch's other samples one sample's gradient depends; empty for nothing.
-
-        ``"targets of"`` stands for targets and other data, ``"model's outputs for"`` for a selection by the outputs.
-        Empty where that cannot be told, such as after a random draw. Ends the probe.
+        """Return whether, and on what of the batch's other samples, a sample's gradient depends. Ends the probe.
 
         Args:
-            loss: what the loss function returned, or what ``run.backward`` was given.
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+
+        Returns:
+            ``"targets of"`` for targets and other data, ``"model's outputs for"`` for a selection by the model's
+            outputs; empty if it depends on neither, or that cannot be told, such as after a random draw.
         """
         calls, outputs = self._calls, list(self._outputs.values())
         self._calls = None

@@ -69,11 +69,14 @@ class TargetWatch:
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
-        """Raise UsageError, which suggests the nearest name, unless the run's evaluations report the watched metric.
+        """Check that the run's evaluations report the metric that is watched for ``--until`` or ``--patience``.
 
         Args:
             reported: names of the values that the loss function reports, with ``loss``.
             averaged: whether the run keeps an average of its weights, and so reports ``raw_`` values as well.
+
+        Raises:
+            UsageError: no value has the metric's name; the error suggests the nearest name.
         """
         check_metric(self.metric.name, self.option, reported, averaged)
 
@@ -104,9 +107,11 @@ class TargetWatch:
     def state(self) -> dict[str, Any]:
         """Return the state of target and early stopping as a JSON value for a checkpoint; ``load`` restores it.
 
-        Keys: ``metric``, ``value`` (the target, or None), ``best``, ``reached`` and ``last`` (evaluations, or None),
-        ``evaluations`` and ``stale`` (numbers of all, and of those since the best), ``samples_before`` (the target was
-        reached).
+        Returns:
+            A dict with ``metric``, ``value`` (the target, or None), ``best``, ``reached`` and ``last`` (each an
+            evaluation as a dict, or None), ``evaluations`` and ``stale`` (numbers of all evaluations, and of those
+            since the best), and ``samples_before`` (samples at the evaluation before the one that reached the target,
+            or None).
         """
         return {
             "metric": asdict(self.metric),
@@ -149,10 +154,13 @@ class TargetWatch:
         return True
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries ``target`` (``--until``) and ``early_stopping`` (``--patience``) of ``summary.json``.
+        """Return what ``summary.json`` says about the target (``--until``) and early stopping (``--patience``).
 
-        Each is a dict with the metric, its best value and step, the number of evaluations and what ended the run;
-        ``target`` also says where the target was reached, in steps, samples, epochs and seconds, or None.
+        Returns:
+            A dict with the key ``target`` if the run has a target and ``early_stopping`` if it has a patience. The
+            value of each is a dict with the metric, its best value and step, the number of evaluations and what ended
+            the run; ``target`` also says where the target was reached, in steps, samples, epochs and seconds (None if
+            it was not).
         """
         best, at = self._best, self._reached
         common = {

@@ -15,13 +15,13 @@ from tutti.types import Average, GradientSync, ReplicaRunner
 
 
 class TrainabilityWatch:
-    """Carries changes of ``requires_grad`` and of the optimizers' groups over to gradient synchronisation.
+    """Finds changes of ``requires_grad`` and of optimizers' parameter groups, and passes them to gradient reduction.
 
     Args:
         replica: this rank's part of the model.
-        sync: gradient synchronisation.
+        sync: gradient synchronisation, which reduces gradients and makes the update.
         optimizers: the script's optimizers; none where ``tutti.prepare`` was given options.
-        average: average of the weights, which takes thawed parameters in; None for none.
+        average: average of the weights, which takes in parameters that become trainable; None for none.
         given: parameters of the script's model before the strategy replaced any of them.
         shards: whether parameters are sharded, so that modules may get other objects of the same names; parameters are
             then told apart by name.

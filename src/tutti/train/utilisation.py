@@ -38,12 +38,14 @@ def measured_throughput(
         config: the configuration.
         world: ranks and device.
         run: the run, for its batches.
-        warn: called with a text where a peak is known and the FLOP are not, or where a stated machine has no peak.
+        warn: called with a text where a peak is known and the FLOP are not, or where the machine file that the
+            configuration names has no peak for this device.
         batch: this rank's first batch, whose first sample is traced.
 
     Returns:
-        Number of devices, tokens and FLOP of a sample (forward and backward), and peak FLOP/s of a device; None for
-        what is unknown.
+        A ``DeviceThroughput``: number of devices, tokens of a sample, FLOP of its forward and backward (those of the
+        model, and those of the hardware with recomputed activations), and peak FLOP/s of a device; None for what is
+        unknown.
     """
     devices = world.identity.size
     if not length(batch):

@@ -50,15 +50,16 @@ class _RenamedWeights:
 
 
 def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None) -> WarmStart:
-    """Load the weights and buffers at ``path`` into a fresh run; no optimizer state is read.
+    """Load the weights and buffers at ``path`` into a run before its first step; no optimizer state is read.
 
-    Rank 0 verifies every byte and compares names and shapes; then every rank reads its own slices. An EMA of the
-    weights starts from them. Replicas with their own parameters (local SGD) all start with the same. Collective.
+    Collective. Rank 0 verifies every byte and compares names and shapes; then every rank reads its own slices. A moving
+    average of the weights (EMA) starts from the loaded ones. Replicas with their own parameters (local SGD) all start
+    with the same weights.
 
     Args:
         run: a run that has taken no step.
-        path: a run directory (its newest checkpoint that verifies), a checkpoint directory, a safetensors file, or a
-            folder of them.
+        path: a run directory (its newest intact checkpoint), a checkpoint directory, a safetensors file, or a folder of
+            such files.
         init_map: renames of the saved tensors, and differences that are allowed; default: none.
 
     Returns:

@@ -33,11 +33,12 @@ _GUARDED = 3
 class WrittenParameters:
     """Finds parameters that the script has written since the last update, where every data rank has all of them.
 
-    The versions of the tensors tell. A write through ``parameter.data`` has none: at the beginning of an epoch, where
-    scripts reset layers, the copies are compared in any case, and others are found by ``run.state()`` and the like.
+    The version counters of the tensors tell of such writes. A write through ``parameter.data`` does not change the
+    counter: at the beginning of an epoch, where scripts reset layers, ``digest`` therefore reads the values in any
+        case.
 
     Args:
-        run: the run.
+        run: the training run, whose parameters are watched.
     """
 
     def __init__(self, run: Run) -> None:
@@ -61,12 +62,12 @@ class WrittenParameters:
         self._versions = [tensor_version(p) for p in self._parameters]
 
     def digest(self) -> int:
-        """Return a positive digest of all parameters' bytes if the script may have written any; otherwise 0.
+        """Return a positive hash of the bytes of all parameters if the script may have written any of them; else 0.
 
-        The script may have if a version has changed since ``note``, and at the beginning of an epoch. Not collective.
-        After four calls that found a write, only those calls whose number is a power of two return a digest, and the
-        others 0, because a digest reads every parameter; so do beginnings of epochs that follow within 16 steps, after
-        four of them.
+        The script may have written parameters if a version counter has changed since ``note``, or an epoch begins. Not
+        collective. To save time, as a hash reads every parameter, not every such call computes one: of the calls that
+        found a changed counter, the first four do and then the 8th, 16th, 32nd and so on; of the beginnings of epochs,
+        the first four do and then those at least 16 steps after the last hash at the beginning of an epoch.
         """
         if self._seen():
             self._count += 1
@@ -90,15 +91,18 @@ class WrittenParameters:
         return True
 
     def guarded(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
-        """Return ``loss`` wrapped to refuse, in the first three steps, a forward that moves parameters again and again.
+        """Return the loss function wrapped to raise UsageError if its forward changes parameters in every micro-batch.
 
-        A teacher that the forward averages moves once a micro-batch, and so further on few devices. Writes that change
-        nothing when repeated, such as a clamp, pass. ``loss`` itself is returned where this rank's parameters see one
-        micro-batch a step, for parameters in shards or stages, and later.
+        An example is a moving average of the weights that the forward updates: it would change once a micro-batch, and
+        so less often on more devices. Writes that change nothing when they are repeated, such as a clamp, are allowed.
 
         Args:
             loss: the loss function of ``run.step``.
             work: pairs (worker, micro-batches) of this rank's logical workers (shares of the global batch).
+
+        Returns:
+            The wrapped function in the first three calls of this method; ``loss`` itself afterwards, where this rank's
+            parameters see only one micro-batch a step, and where parameters are sharded or in pipeline stages.
         """
         run = self._run
         self._steps += 1
