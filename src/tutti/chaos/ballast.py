@@ -59,7 +59,7 @@ class Ballast:
         return taken
 
     def release(self) -> None:
-        """Free the disk space that this object has allocated, by closing its unnamed file."""
+        """Free the disk space that this object has allocated to fill the disk, by closing its unnamed file."""
         self._file.close()
 
 

@@ -171,7 +171,10 @@ class StoppedProcess:
                 return
 
     def release(self) -> None:
-        """End the stop or the slowdown of the process: continue it with SIGCONT; do nothing if it has ended."""
+        """Let the process that this object has stopped or slowed down run on, by SIGCONT.
+
+        Does nothing if the process has ended.
+        """
         self._over.set()
         if self._thread:
             self._thread.join()

@@ -311,7 +311,11 @@ class CheckpointManager:
 def share_folder(comm: Communicator, folder: Path) -> None:
     """Create ``folder`` on rank 0 and check that every rank sees a file that rank 0 creates there.
 
-    Collective: a broadcast and an all-gather over ``comm``.
+    Collective: a broadcast and an all-gather over ``comm``; blocks.
+
+    Args:
+        comm: the ranks that share the folder, such as all ranks of the job.
+        folder: folder of the run's checkpoints; the same path on all ranks.
 
     Args:
         comm: all ranks.

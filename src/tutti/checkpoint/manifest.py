@@ -58,7 +58,7 @@ class FileRecord:
 
     @property
     def name(self) -> str:
-        """The file's name, ``rank{N}.safetensors``, within the directory of its group."""
+        """Name of the tensor file that rank N wrote, ``rank{N}.safetensors``, in the directory of its kind of state."""
         return f"rank{self.rank}.safetensors"
 
     def as_json(self) -> dict[str, Any]:

@@ -24,7 +24,10 @@ class Weights(Protocol):
 
     @property
     def records(self) -> Mapping[str, SliceRecord]:
-        """Dtype and shape of each tensor by name; a ``SliceRecord`` that covers the whole tensor."""
+        """Description of each tensor of the model by name: a ``SliceRecord`` with ``dtype`` and ``shape``.
+
+        The record covers the whole tensor. ``dtype`` is safetensors' name, such as ``BF16``.
+        """
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.

@@ -29,5 +29,5 @@ class WeightsHash:
         self._digest.update(data)
 
     def hexdigest(self) -> str:
-        """Return the SHA-256 of the tensors added so far, in hexadecimal."""
+        """Return the SHA-256 of the model's tensors that were added so far, as 64 hexadecimal digits."""
         return self._digest.hexdigest()

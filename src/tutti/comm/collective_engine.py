@@ -67,6 +67,10 @@ class CollectiveHandle:
 
     Attributes:
         call: description of the collective.
+        session: namespace in which the ranks' calls are matched by name; carries the call out.
+        inputs: this rank's tensors; emptied once the collective is complete.
+        outputs: tensors that take the result; None: new tensors are made.
+        convert: turns ``result`` into what ``wait`` returns; None: ``wait`` returns ``result``.
         result: result of the collective, before conversion to what ``wait`` returns; None until the collective is
             complete.
         error: exception that ``wait`` raises; None if the collective has not failed.
@@ -934,10 +938,10 @@ def default_session() -> CollectiveSession:
 
 
 def close_engine() -> None:
-    """End this process's collective engine, if it has one; pending collectives fail with PeerError.
+    """End the thread that performs this process's collectives, if it runs; pending collectives fail with PeerError.
 
-    Other ranks are told. May block until rank 0 has answered. Called at ``tutti.shutdown`` and at the end of the
-    process.
+    Calls of other ranks that need this rank then fail, too. May block until rank 0 has answered. Called at
+    ``tutti.shutdown`` and at the end of the process.
     """
     global _engine, _default
     with _lock:
@@ -947,7 +951,7 @@ def close_engine() -> None:
 
 
 def abandon_engine() -> None:
-    """End this process's collective engine, if it has one, without telling or awaiting other ranks.
+    """End the thread that performs this process's collectives, if it runs, without telling or awaiting other ranks.
 
     Pending collectives of this rank fail with PeerError.
     """
@@ -961,7 +965,8 @@ def abandon_engine() -> None:
 def interrupt_engine(text: str) -> None:
     """Make all collectives of this process, pending and later ones, raise PeerError.
 
-    Local: other ranks are not told. No effect if the collective engine was not started. Safe from any thread.
+    Local: nothing is sent to other ranks. No effect if the thread that performs collectives was not started. Safe from
+    any thread.
 
     Args:
         text: the error message, such as why a rank was lost.

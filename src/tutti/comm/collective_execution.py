@@ -129,10 +129,10 @@ def gather_all(
 
     Args:
         tensor: this rank's, (counts[me], …).
-        counts: first dimension of each rank's tensor.
+        counts: size of the first dimension of each rank's tensor, in the order of ``ranks``.
         ranks: global ranks of the members.
-        me: index of this rank among them.
-        group: their process group; None for one rank.
+        me: index of this rank in ``ranks``.
+        group: process group of ``ranks``; None for one rank.
 
     Returns:
         (sum(counts), …), a new tensor.

@@ -66,11 +66,11 @@ class ProcessSet:
         return list(range(context.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """Return the number of member ranks of the process set."""
+        """Return the number of ranks that are members of the process set, an ordered set of ranks for collectives."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Return whether the rank of this process is a member of the process set."""
+        """Return whether this process's rank is a member of the process set, and so may call collectives on it."""
         return context.rank() in self.ranks
 
     def rank(self) -> int:

@@ -115,14 +115,16 @@ class Communicator:
         """Indices, within this communicator, of the ranks that took part in the last collective that compares calls.
 
         Such collectives are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks,
-        unless ``Communicators.tolerate_loss`` was called and a rank was killed since. Local.
+        unless ``Communicators.tolerate_loss`` was called, which lets the run go on without killed ranks, and a rank was
+        killed since. Local.
         """
         return range(self.size) if self.meetings is None else self.meetings.there
 
     def lost_ranks(self) -> Mapping[int, str]:
         """Return the ranks of the job that were killed while the run continued: global rank → description of its end.
 
-        Empty unless ``Communicators.tolerate_loss`` was called. Local, not collective.
+        Empty unless ``Communicators.tolerate_loss`` was called, which lets the run go on without killed ranks. Local,
+        not collective.
         """
         return {} if self.meetings is None else self.meetings.notes.lost()
 
@@ -689,8 +691,8 @@ class Communicators:
         rank, with the whole model on every rank.
 
         Returns:
-            True if losses are tolerated; False with one data rank, or under a launcher that ends all ranks with the
-            first.
+            True if losses are tolerated; False with one data-parallel rank, or under a launcher that ends all ranks
+            with the first.
         """
         notes = lost_rank_notes.lost_rank_notes()
         if notes is None or self.replica.size < 2:

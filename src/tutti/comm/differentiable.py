@@ -1,4 +1,4 @@
-"""Differentiable collectives among the tensor ranks of one replica, which compute on the same samples.
+"""Differentiable collectives among the tensor-parallel ranks of one replica, which compute on the same samples.
 
 Shoeybi et al. 2019, arXiv 1909.08053, §3: ``copy`` is their f, ``reduce`` their g. Korthikanti et al. 2022, arXiv
 2205.05198, §4.2: ``widen`` is their g, ``scatter`` their ḡ. Every rank must call them in the same order, with tensors
@@ -27,11 +27,11 @@ class TensorRanks:
     divide ``length``, the first ranks have one more.
 
     Args:
-        comm: communicator of the tensor ranks.
+        comm: communicator of the tensor-parallel ranks.
         compiled: whether the script has compiled the model, whose graphs then end before these calls.
 
     Attributes:
-        rank, size: index of this tensor rank, number of tensor ranks.
+        rank, size: index of this tensor-parallel rank, number of these ranks.
     """
 
     def __init__(self, comm: Communicator, compiled: bool = False) -> None:
@@ -44,7 +44,7 @@ class TensorRanks:
         return self
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """Return ``whole`` unchanged, and in backward all-reduce (sum) its gradient over the tensor ranks.
+        """Return ``whole`` unchanged, and in backward all-reduce (sum) its gradient over the tensor-parallel ranks.
 
         f of Shoeybi et al. 2019, for the input of layers that are split over the ranks. The forward sends nothing.
         Consecutive calls with the same tensor return the same result, whose gradient is all-reduced once.
@@ -76,10 +76,10 @@ class TensorRanks:
         return self._copied[2]
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) ``part`` over the tensor ranks; its backward is the identity.
+        """All-reduce (sum) ``part`` over the tensor-parallel ranks; its backward is the identity.
 
-        Collective over the tensor ranks. For the output of layers that are split over the ranks: g of Shoeybi et al.
-        2019.
+        Collective over the tensor-parallel ranks. For the output of layers that are split over the ranks: g of Shoeybi
+        et al. 2019.
 
         Args:
             part: this rank's summand, of equal shape on all ranks.
@@ -95,8 +95,8 @@ class TensorRanks:
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim`` into the whole tensor, in rank order.
 
-        Collective over the tensor ranks. Its backward takes this rank's slice of the gradient and sends nothing, so
-        that the gradient must be equal on all ranks.
+        Collective over the tensor-parallel ranks. Its backward takes this rank's slice of the gradient and sends
+        nothing, so that the gradient must be equal on all ranks.
 
         Args:
             part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
@@ -113,9 +113,10 @@ class TensorRanks:
         return result
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Return this rank's slice along ``dim`` of a tensor that all tensor ranks hold. The forward sends nothing.
+        """Return this rank's slice along ``dim`` of a tensor that all tensor-parallel ranks hold.
 
-        Its backward all-gathers the gradients of the slices, and is collective over the tensor ranks.
+        The forward sends nothing. Its backward all-gathers the gradients of the slices, and is collective over the
+        tensor-parallel ranks.
 
         Args:
             whole: of ``length`` along ``dim``, equal on all ranks.
@@ -130,16 +131,19 @@ class TensorRanks:
         return result
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter: return this rank's slice along ``dim`` of the sum of ``part`` over the tensor ranks.
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum of ``part`` over the tensor-parallel ranks.
 
-        Collective over the tensor ranks, as is its backward, which all-gathers the gradient: ḡ of Korthikanti et al.
-        2022.
+        Collective over the tensor-parallel ranks, as is its backward, which all-gathers the gradient: ḡ of Korthikanti
+        et al. 2022.
 
         Args:
             part: this rank's summand, of ``length`` along ``dim``.
             dim: dimension to split.
             length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
             name: the layer whose output it is, for error messages.
+
+        Returns:
+            The slice of the sum, contiguous, of size ``len(even_share(length, size, rank))`` along ``dim``.
         """
         self._copied = None
         result: Tensor = _Scatter.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
@@ -148,8 +152,8 @@ class TensorRanks:
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently.
 
-        Collective over the tensor ranks, as is its backward, which reduce-scatters the ranks' different gradients: g of
-        Korthikanti et al. 2022.
+        Collective over the tensor-parallel ranks, as is its backward, which reduce-scatters the ranks' different
+        gradients: g of Korthikanti et al. 2022.
 
         Consecutive calls with the same tensor share the all-gather and the reduce-scatter.
 
@@ -171,8 +175,8 @@ class TensorRanks:
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """Return several tensors unchanged, and in backward all-reduce (sum) their gradients in one message.
 
-        The sum is over the tensor ranks. For parameters that are not split, whose gradients differ between ranks. The
-        forward sends nothing.
+        The sum is over the tensor-parallel ranks. For parameters that are not split, whose gradients differ between
+        ranks. The forward sends nothing.
 
         Args:
             tensors: parameters that are equal on all ranks.
@@ -187,9 +191,10 @@ class TensorRanks:
         return result
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape and stack them along a new first dimension. Collective over the tensor ranks.
+        """All-gather tensors of one shape and stack them along a new first dimension.
 
-        Its backward takes this rank's slice of the gradient and sends nothing.
+        Collective over the tensor-parallel ranks. Its backward takes this rank's slice of the gradient and sends
+        nothing.
 
         Args:
             tensor: of equal shape on all ranks.
@@ -201,9 +206,11 @@ class TensorRanks:
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) a tensor over the tensor ranks and return the sum, new and contiguous, without autograd.
+        """All-reduce (sum) a tensor over the tensor-parallel ranks without autograd and return the sum.
 
-        Collective over the tensor ranks; blocks.
+        The result is a new, contiguous tensor.
+
+        Collective over the tensor-parallel ranks; blocks.
 
         Args:
             tensor: this rank's summand, of equal shape on all ranks.
@@ -216,7 +223,7 @@ class TensorRanks:
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim``, in rank order, without autograd.
 
-        Collective over the tensor ranks; blocks. Uneven slices are padded to the largest for the message.
+        Collective over the tensor-parallel ranks; blocks. Uneven slices are padded to the largest for the message.
 
         Args:
             part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
@@ -243,7 +250,7 @@ class TensorRanks:
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks, without autograd.
 
-        Collective over the tensor ranks; blocks.
+        Collective over the tensor-parallel ranks; blocks.
 
         Uneven slices are padded to the largest for the message.
 

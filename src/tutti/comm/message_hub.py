@@ -93,7 +93,7 @@ class HubConnection:
             raise PeerError("rank 0's hub does not hold the run's key", where=f"rank {rank}")
 
     def send(self, message: Any) -> None:
-        """Send a message to rank 0, without waiting for an answer; safe from any thread.
+        """Send a message over this connection to rank 0's hub, without waiting for an answer; safe from any thread.
 
         Args:
             message: a value that ``json.dumps`` accepts.

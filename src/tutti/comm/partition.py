@@ -24,7 +24,7 @@ def even_share(total: int, parts: int, index: int) -> range:
 
 
 def workers_of(workers: int, ranks: int, rank: int) -> range:
-    """Return the indices of the logical workers, fixed shares of the global batch, that a data rank computes.
+    """Return the indices of the logical workers, fixed shares of the global batch, that a data-parallel rank computes.
 
     With at least as many workers as ranks, each rank computes a contiguous range of whole workers; the ranges are as
     even as possible, and the first ones are longer. With fewer workers than ranks, each rank computes a part of the

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ScheduledAllReduce:
-    """An all-reduce (sum) over the data ranks, by an explicit schedule of point-to-point messages.
+    """An all-reduce (sum) over the data-parallel ranks, by an explicit schedule of point-to-point messages.
 
     Collective over all ranks: the constructor makes process groups and shared memory.
 
@@ -50,7 +50,7 @@ class ScheduledAllReduce:
             )
 
     def start(self, flat: Tensor, text: str) -> ScheduledSum:
-        """Return a handle whose ``wait`` performs the all-reduce (sum) of ``flat`` over the data ranks, in place.
+        """Return a handle whose ``wait`` all-reduces (sums) ``flat`` in place over the data-parallel ranks.
 
         Nothing is sent before ``wait``, so that the sum does not overlap with computation.
 
@@ -61,9 +61,10 @@ class ScheduledAllReduce:
         return ScheduledSum(self, flat, text)
 
     def sum(self, flat: Tensor, text: str) -> None:
-        """All-reduce (sum) ``flat`` over the data ranks in place by the schedule, to the same bits on every rank.
+        """All-reduce (sum) ``flat`` in place over the data-parallel ranks, to the same bits on every rank.
 
-        Collective over the data ranks; blocks.
+        Performs the messages of the attribute ``schedule`` in their order. Collective over the data-parallel ranks;
+        blocks.
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes.
@@ -133,7 +134,7 @@ class ScheduledSum:
 
     Args:
         all_reduce: performs the all-reduce.
-        flat: (elements,), the tensor that is summed over the data ranks in place.
+        flat: (elements,), the tensor that is summed over the data-parallel ranks in place.
         text: names the call in error messages.
     """
 
@@ -141,9 +142,9 @@ class ScheduledSum:
         self._all_reduce, self._flat, self._text = all_reduce, flat, text
 
     def wait(self) -> None:
-        """Perform the all-reduce (sum) now, in place in the tensor that ``start`` was given.
+        """Perform the all-reduce (sum) now, in place in the tensor that ``ScheduledAllReduce.start`` was given.
 
-        Collective over the data ranks; blocks.
+        Collective over the data-parallel ranks; blocks.
         """
         self._all_reduce.sum(self._flat, self._text)
 

@@ -65,7 +65,9 @@ class SharedMemorySegment:
         self._round = 0
 
     def slot(self, rank: int) -> Tensor:
-        """Return the memory of one rank in the segment as a view (size,) uint8; all ranks see writes to it.
+        """Return the memory of one rank in the shared segment as a view (bytes of a slot,) uint8.
+
+        All ranks see writes to it.
 
         Args:
             rank: index of the rank within the communicator.
@@ -74,7 +76,10 @@ class SharedMemorySegment:
         return self._bytes[start : start + self._size]
 
     def slots(self) -> Tensor:
-        """Return the memory of all ranks in the segment as a view (size, bytes of a slot) uint8, in rank order."""
+        """Return the memory of all ranks in the shared segment as a view (ranks, bytes of a slot) uint8, in rank order.
+
+        All ranks see writes to it.
+        """
         return self._bytes[self._comm.size * _LINE :].view(self._comm.size, self._size)
 
     def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -189,11 +194,20 @@ class SmallMessages:
 
     @staticmethod
     def room(most: int) -> int:
-        """Return the bytes of a slot in which tensors of up to ``most`` bytes, a multiple of 64, have room."""
+        """Return the bytes of shared memory that each rank needs for all-gathers of tensors of up to ``most`` bytes.
+
+        There is room for two tensors and a digest of each call.
+
+        Args:
+            most: bytes of the largest tensor of a rank, a multiple of 64.
+        """
         return 2 * (_LINE + most)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether ``gather`` can send a tensor: it is on the CPU and not larger than ``most`` bytes."""
+        """Return whether ``gather`` can all-gather a tensor through the node's shared memory.
+
+        True if it is on the CPU and has at most ``most`` bytes, the limit that the constructor was given.
+        """
         return tensor.nbytes <= self._most and tensor.device.type == "cpu"
 
     def gather(self, mine: Tensor, text: str, call: str = "") -> Tensor:

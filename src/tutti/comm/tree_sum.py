@@ -21,9 +21,9 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
     an all-gather. Holds where each worker is computed by one rank alone.
 
     Args:
-        ranks: number of data ranks R.
+        ranks: number of data-parallel ranks, R.
         workers: number of logical workers over all ranks.
-        rank: the data rank.
+        rank: index of the data-parallel rank, from 0.
         length: elements of a worker's vector.
         itemsize: bytes of an element.
 
@@ -42,7 +42,7 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
 class TreeSum:
     """Reproducible all-reduce: sums one vector of each logical worker in the order of a binary tree over the workers.
 
-    A logical worker is a fixed share of the global batch. With R data ranks and N workers, each rank sends (its
+    A logical worker is a fixed share of the global batch. With R data-parallel ranks and N workers, a rank sends (its
     subtrees + 1) · length · (R-1)/R elements, in one all-to-all and one all-gather. For R ≤ N the bits of the sum do
     not depend on R.
 
@@ -51,7 +51,7 @@ class TreeSum:
     exchanges these numbers.
 
     Args:
-        comm: communicator of the R data ranks.
+        comm: communicator of the R data-parallel ranks.
         workers: N, over all ranks.
         length: elements of a worker's vector.
         dtype: dtype of the vectors.
@@ -90,9 +90,9 @@ class TreeSum:
     def total(self) -> Tensor:
         """Return the sum of the vectors of all logical workers, which ``add`` was given; bit-identical on every rank.
 
-        A logical worker is a fixed share of the global batch. Collective over the data ranks; blocks. The bits do not
-        depend on the number of ranks, unless several ranks compute one worker. Forgets the vectors, so that the next
-        sum can begin.
+        A logical worker is a fixed share of the global batch. Collective over the data-parallel ranks; blocks. The bits
+        do not depend on the number of ranks, unless several ranks compute one worker. Forgets the vectors, so that the
+        next sum can begin.
 
         Returns:
             (length,).

@@ -73,7 +73,7 @@ class RungResult:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds of the configuration's final held-out metric."""
+        """Mean over the seeds of the final held-out metric of this training configuration's finished runs."""
         return sum(outcome.held_out for outcome in self.outcomes) / len(self.outcomes)
 
     @property
@@ -87,7 +87,10 @@ class RungResult:
 
     @property
     def finite(self) -> bool:
-        """Whether every seed of the configuration ended with a finite held-out metric."""
+        """Whether the held-out metric is finite at the end of the configuration's run with every seed.
+
+        A configuration of which it is not is named in the verdict, and not compared.
+        """
         return all(outcome.finite for outcome in self.outcomes)
 
     def average(self, name: str) -> float:

@@ -74,7 +74,7 @@ class SlurmEngineConfig:
         memory: ``--mem`` of ``sbatch``, the memory of a node.
         cpus: CPUs for each device; default: Slurm's.
         gpus: GPUs for each device; default: none are requested.
-        notice: seconds before the time limit at which the run is asked to save.
+        notice: seconds before the time limit at which Slurm signals the run (SIGUSR1) to save; 0 for no signal.
         requeue: whether Slurm starts the job again after exit code 75 and after the loss of a node.
     """
 

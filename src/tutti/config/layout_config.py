@@ -57,7 +57,7 @@ class StagesConfig(StrategyOptions):
 
     @property
     def chunks(self) -> int:
-        """Number of virtual pipeline stages on each device; 1 but for the interleaved schedule."""
+        """Number of virtual pipeline stages on each device: 1, and more only for a pipeline's interleaved schedule."""
         return 1
 
     @property
@@ -152,7 +152,10 @@ class PipelineConfig(StagesConfig):
 
     @property
     def chunks(self) -> int:
-        """Number of virtual pipeline stages on each device: ``virtual`` (default 2) for ``interleaved``, else 1."""
+        """Number of virtual pipeline stages on each device.
+
+        It is the option ``virtual`` (default 2) for the schedule ``interleaved``, and 1 for other schedules.
+        """
         return (self.virtual or 2) if self.schedule == "interleaved" else 1
 
 

@@ -84,7 +84,7 @@ class Metric:
 
     @property
     def direction(self) -> Direction:
-        """Which values of the metric are better: ``higher`` or ``lower``."""
+        """Text that says which values of this held-out metric are better: ``higher`` or ``lower``."""
         return "higher" if self.higher else "lower"
 
     def gain(self, before: float, after: float) -> float:

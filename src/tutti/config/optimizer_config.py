@@ -257,7 +257,10 @@ class ConstantSchedule:
 
     @property
     def drops(self) -> tuple[Duration, ...]:
-        """Durations from the start of the run after which the learning rate drops at once; empty if it never does."""
+        """Durations from the start of the run after which the learning rate drops at once; empty if it never does.
+
+        A duration is a number of epochs, steps or samples. Only ``StepSchedule`` has any, its milestones.
+        """
         return ()
 
 

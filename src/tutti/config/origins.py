@@ -48,6 +48,9 @@ def field_origins(
         files: the TOML files; a later one takes precedence.
         changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…``.
 
+    Returns:
+        One entry for each option, at its default or not: ``name``, ``value`` in ``config``, and ``origin``.
+
     Raises:
         UsageError: a file cannot be read, or a change is malformed.
     """

@@ -52,6 +52,9 @@ class Duration:
             text: the duration; only epochs may have a fraction, as in ``0.5ep``.
             option: name of the option, for the error.
 
+        Returns:
+            The duration: ``value``, a float, and ``unit``, ``ep``, ``st`` or ``sa``.
+
         Raises:
             UsageError: the text has another form, is a fraction of a step or sample, or is longer than any run.
         """
@@ -74,6 +77,10 @@ class Duration:
             dataset: samples in one epoch; None for a stream of unknown length.
             batch: samples in one global batch, or in the fixed share of it of one logical worker, which may be a
                 fraction.
+
+        Returns:
+            The number of steps, a whole number: a part of an epoch is rounded to the nearest step, and samples that do
+            not fill a batch count as a step.
 
         Raises:
             UsageError: the duration is in epochs, and ``dataset`` is None.
@@ -119,6 +126,9 @@ class Spec:
         Args:
             text: the specification; dashes in keys become underscores.
             option: name of the option, for the error.
+
+        Returns:
+            The ``name``, and ``options``, the value of each key as text; empty for a name alone.
 
         Raises:
             UsageError: there is no name, an item is not ``key=value``, or a key is repeated.
@@ -199,11 +209,14 @@ class StrategyOptions:
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """FSDP wrap policy: names and classes of modules whose parameters are gathered together, or ``("auto",)``."""
+        """FSDP wrap policy: names and classes of the modules whose parameters are gathered together.
+
+        ``("auto",)``, the default: the modules are chosen automatically.
+        """
         return ("auto",)
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
-        """Return whether parameters are sharded over data ranks (FSDP2) on a device mesh; False by default.
+        """Return whether parameters are sharded over data-parallel ranks (FSDP2) on a device mesh; False by default.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -211,7 +224,9 @@ class StrategyOptions:
         return False
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if the strategy's options conflict with the rest of the run.
+        """Raise UsageError if the strategy's options conflict with the device mesh, the devices or ``torch.compile``.
+
+        The base class checks nothing; each strategy's options override the method.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

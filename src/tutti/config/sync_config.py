@@ -13,7 +13,7 @@ from tutti.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceConfig(StrategyOptions):
-    """Options of data parallelism by all-reduced gradients; every data rank holds all parameters and optimizer state.
+    """Options of data parallelism by all-reduced gradients; each rank holds all parameters and optimizer state.
 
     Attributes:
         algorithm: ``native``: the collective library's all-reduce, overlapped with backward; ``shared_memory``: sums in
@@ -85,7 +85,10 @@ class RowsConfig(StrategyOptions):
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """Names and classes of the modules that FSDP2 wraps, to gather their parameters together, or ``("auto",)``."""
+        """Names and classes of the modules that FSDP2 wraps, to gather the parameters of each together.
+
+        ``("auto",)``: the modules are chosen automatically.
+        """
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
@@ -150,7 +153,11 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Size of the device mesh's shard dimension: ``{"shards": replicas that shard one copy of the state}``."""
+        """Size of the device mesh's shard dimension, by the option that sets it: ``{"shards": N}``.
+
+        N is the number of replicas, each on several devices, that shard one copy of the training state (ZeRO). With
+        1 nothing is sharded.
+        """
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -338,7 +345,7 @@ class ParameterServerConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedConfig(RowsConfig):
-    """Options of ZeRO over data ranks: shards optimizer state (stage 1), gradients too (2), and parameters too (3).
+    """Options of ZeRO over data-parallel ranks: shards optimizer state (stage 1), gradients (2), parameters too (3).
 
     Attributes:
         shards: number of devices that shard one copy of the state; default: all. With fewer, each group of so many
@@ -355,8 +362,9 @@ class ShardedConfig(RowsConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Size of the device mesh's shard dimension: ``{"shards": devices that shard one copy of the state}``.
+        """Size of the device mesh's shard dimension, by the option that sets it: ``{"shards": N}``.
 
-        None stands for all devices of the run.
+        N is the number of devices that shard one copy of parameters, gradients and optimizer state. None stands for all
+        devices of the run.
         """
         return {"shards": self.shards}

@@ -339,7 +339,10 @@ class TrainConfig:
 
     @property
     def watched(self) -> bool:
-        """Whether an option limits the time without progress, so that even a single process gets a watchdog."""
+        """Whether ``--start-timeout``, ``--step-timeout`` or ``--save-timeout`` sets a limit above 0.
+
+        Then even a run of a single process gets a watchdog, which ends a rank that makes no progress for so long.
+        """
         return any((self.start_timeout, self.step_timeout, self.save_timeout))
 
     @cached_property
@@ -400,9 +403,9 @@ class TrainConfig:
 
     @cached_property
     def eval_interval(self) -> Duration | None:
-        """The interval between evaluations, from ``--eval-every``; None for ``none``.
+        """The interval between evaluations on held-out data, from ``--eval-every``; None for ``none``.
 
-        Raises UsageError if it is malformed.
+        It is a length of training in epochs, steps or samples, such as ``1ep``. Raises UsageError if it is malformed.
         """
         return _interval("--eval-every", self.eval_every)
 
@@ -410,7 +413,7 @@ class TrainConfig:
     def checkpoint_interval(self) -> Duration | None:
         """The interval between checkpoints, from ``--checkpoint-every``; None for ``none``.
 
-        Raises UsageError if it is malformed.
+        It is a length of training in epochs, steps or samples, such as ``1ep``. Raises UsageError if it is malformed.
         """
         return _interval("--checkpoint-every", self.checkpoint_every)
 
@@ -418,7 +421,8 @@ class TrainConfig:
     def averaging(self) -> Averaging | None:
         """Decay and warm-up of the weights' moving average, from ``--ema``; None without it or for ``none``.
 
-        Raises UsageError if the text is malformed.
+        ``decay`` is between 0 and 1; ``warmup`` says whether it rises from a smaller value at first. Raises UsageError
+        if the text is malformed.
         """
         return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
 
@@ -434,7 +438,8 @@ class TrainConfig:
     def changes(self) -> NamedChanges:
         """Names of settings in which a resumed run may differ from its checkpoint, from ``--change``.
 
-        Raises UsageError if a setting does not exist or cannot be changed.
+        ``names`` is a frozenset of texts, such as ``lr`` and ``batch_size``; empty without the option. Raises
+        UsageError if a setting does not exist or cannot be changed.
         """
         named = NamedChanges.parse(self.change)
         chosen = self.optimizer_choice.options if named.names else None
@@ -515,7 +520,7 @@ class TrainConfig:
 
     @property
     def target_text(self) -> str | None:
-        """The text of ``--until``, such as ``accuracy=0.93``; None without ``--until``."""
+        """The target of ``--until`` as text, such as ``accuracy=0.93``; None without the option, and for ``none``."""
         return None if self.until == "none" else self.until
 
     def watched_metric(self, declared: Mapping[str, Direction] | None = None) -> Metric | None:

@@ -81,6 +81,9 @@ def split_target(text: str, option: str = "--until") -> tuple[str, str, float]:
         text: ``NAME=VALUE``, ``NAME<=VALUE`` or ``NAME>=VALUE``.
         option: name of the option, for the error.
 
+    Returns:
+        (name of the metric, sign, value): ``=``, ``<=`` or ``>=`` as text, and a finite float.
+
     Raises:
         UsageError: the text is malformed, or the value is no finite number.
 

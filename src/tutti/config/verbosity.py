@@ -51,7 +51,11 @@ def take_verbosity(words: list[str], environ: MutableMapping[str, str]) -> list[
 
 
 def is_quiet(environ: Mapping[str, str]) -> bool:
-    """Return whether ``-q`` was given, so that only errors and the result are shown: ``TUTTI_VERBOSITY=quiet``."""
+    """Return whether ``-q`` was given, so that only errors and the result are shown.
+
+    Args:
+        environ: environment variables; True if ``TUTTI_VERBOSITY`` is ``quiet``.
+    """
     return environ.get(VERBOSITY) == "quiet"
 
 

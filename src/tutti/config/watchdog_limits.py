@@ -16,7 +16,7 @@ class WatchdogLimits:
     """Seconds without progress after which a rank counts as stuck, and the watchdog ends it; 0: never.
 
     Attributes:
-        start: until the first step is done, in one block of an evaluation, and at the end.
+        start: until the first step is done, in one batch of an evaluation, and at the end of the run.
         step: in one step's own work, without waiting for other ranks; None: the collectives' timeout.
         save: while a checkpoint or a record is written.
     """

@@ -182,9 +182,10 @@ class Epochs:
         raise AssertionError("the last phase never ends")
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header, label → text: the first epoch's batch and its division, and later changes.
+        """Return lines that a run prints at its start: the first epoch's batch and its division, and later changes.
 
-        Epochs in the lines count from 1.
+        Returns:
+            Text of each line by its label, such as ``global batch`` or ``from epoch 31``. Epochs count from 1.
         """
         return dict(self._lines())
 

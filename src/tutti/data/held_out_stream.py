@@ -37,18 +37,24 @@ class HeldOutStream:
 
     @property
     def samples(self) -> int:
-        """Number of samples in the blocks of held-out samples that have been read so far."""
+        """Number of held-out samples that have been read so far, in all blocks; a block is evaluated as one batch."""
         return sum(self.sizes.values())
 
     @property
     def rows(self) -> int:
-        """Largest block index read so far, plus 1: the number of rows of a table indexed by block."""
+        """Largest index of a block of held-out samples read so far, plus 1; ValueError before the first.
+
+        It is the number of rows of an evaluation's table of loss sums, which has a row for each block.
+        """
         return max(self.sizes) + 1
 
     def shares(self, ranks: int) -> list[list[int]]:
-        """Return the indices of the blocks that each of ``ranks`` data ranks evaluates, among the blocks read so far.
+        """Return the indices of the blocks that each data-parallel rank evaluates, among the blocks read so far.
 
-        Block b, a batch of held-out samples, is for data rank b mod ``ranks``.
+        A block is a batch of held-out samples; block b is for rank b mod ``ranks``.
+
+        Args:
+            ranks: number of data-parallel ranks.
 
         Args:
             ranks: number of data ranks.
@@ -69,8 +75,8 @@ class HeldOutStream:
         end.
 
         Args:
-            ranks: number of data ranks.
-            rank: this data rank.
+            ranks: number of data-parallel ranks.
+            rank: index of this data-parallel rank, from 0.
             place: moves a batch to the device.
             even: give every rank equally many micro-batches, by dummy ones, so that collectives in their forwards meet.
             world: communicator of all ranks.

@@ -37,7 +37,7 @@ class Position(NamedTuple):
 class RankBatch:
     """One rank's samples of one global batch.
 
-    A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more.
+    A logical worker is one of N fixed shares of the global batch, of which a data-parallel rank computes one or more.
 
     Attributes:
         batch: this rank's samples, sorted by logical worker.
@@ -53,7 +53,7 @@ class RankBatch:
 
 
 class BatchReader(Protocol):
-    """Reads one data rank's samples of each global batch from a data set (protocol).
+    """Reads one data-parallel rank's samples of each global batch from a data set (protocol).
 
     Attributes:
         source: the data set.
@@ -123,7 +123,7 @@ class MapReader:
         source: the data set.
         epochs: batch size of each epoch, and its division over logical workers (fixed shares of the global batch) and
             ranks.
-        rank: this data rank.
+        rank: index of this data-parallel rank, from 0.
         seed: seed of sample order and augmentation.
         prefetch: fetches batches, in this process or in loader processes.
         order: the order of samples; None for all samples, shuffled.

@@ -27,7 +27,7 @@ def make_reader(
     Args:
         data: a ``Source`` (map-style), or a ``Stream`` (iterable).
         epochs: the batch contract of every epoch: sizes of global batches and their division over ranks.
-        rank: the data rank.
+        rank: index of the data-parallel rank, from 0.
         seed: seed of all random draws.
         comms: communicators; the reader compares the samples of iterables and the order of samplers over their ranks.
         prefetch: settings of the loader processes.

@@ -53,7 +53,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Sharded:
-    """Marks an iterable data set that shards itself: every data rank reads a different stream.
+    """Marks an iterable data set that shards itself: every data-parallel rank reads a different stream.
 
     Each sample still counts once, with its weight. The samples of a global batch then depend on the number of devices,
     and so does the result.

@@ -37,7 +37,7 @@ class ReplicatedStream:
         source: the iterable data set.
         epochs: batch size of each epoch, and its division over logical workers (fixed shares of the global batch) and
             ranks.
-        rank: this data rank.
+        rank: index of this data-parallel rank, from 0.
         seed: seed of all random draws.
         comms: the communicators, of which ``world`` (all ranks) compares digests.
         prefetch: settings of the loader processes, whose number must be the same after a resume; with 0 loader
@@ -200,7 +200,7 @@ class ShardedStream:
         source: the iterable data set on this rank.
         contract: batch size of every epoch, and its division over logical workers (fixed shares of the global batch)
             and ranks.
-        rank: this data rank.
+        rank: index of this data-parallel rank, from 0.
         seed: seed of all random draws; each data rank has its own RNG stream.
         comms: the communicators: ``replica`` gathers the counts of the data ranks, and ``model`` compares digests over
             the ranks of one model replica, which must read the same samples.
@@ -217,7 +217,7 @@ class ShardedStream:
         """
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """Read an epoch of a data rank's own iterable, which differs between data ranks, and yield the rank's batches.
+        """Read an epoch of this data-parallel rank's iterable, which differs between ranks, and yield the batches.
 
         Collective: in every step the data ranks all-gather their sample counts, and the ranks of one replica compare
         theirs, and in steps 0, 1, 2, 4, 8, … of the call digests of the samples, too. A rank whose iterable has ended
@@ -274,11 +274,14 @@ class ShardedStream:
         self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
 
     def state(self) -> Any:
-        """Return ``{"streams": number of data ranks}`` for a checkpoint: a resumed run must have as many data ranks."""
+        """Return ``{"streams": N}`` for a checkpoint, with the number N of data-parallel ranks.
+
+        A resumed run must have as many, because each rank reads an iterable of its own.
+        """
         return {"streams": self._contract.ranks}
 
     def load(self, at: Position, state: Any) -> None:
-        """Check that the run has as many data ranks, each with an iterable of its own, as the saved one.
+        """Check that the run has as many data-parallel ranks, each with an iterable of its own, as the saved one.
 
         Args:
             at: the checkpoint's data position; has no effect here.

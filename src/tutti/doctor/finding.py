@@ -17,7 +17,7 @@ class Finding:
     """One line of the report of ``tutti doctor``: the result of one check of this machine.
 
     Attributes:
-        name: snake case, unique in a report.
+        name: name of the check or of the thing checked, in snake case, such as ``open_files``; unique in a report.
         mark: ``ok``, ``note`` (may cost speed) or ``problem`` (keeps something from working).
         text: description, for people.
         values: measured values, for programs; keys end with their unit.

@@ -88,7 +88,7 @@ def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 def network(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check the network interface by which Gloo connects hosts: it must exist and be no loopback.
 
-    Gloo takes the interface of ``GLOO_SOCKET_IFNAME``, else the one with the host name's address.
+    Gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, else the interface with the host name's address.
 
     Args:
         environ: environment variables.

@@ -79,7 +79,10 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
 
     Args:
         words: the command line, without the name of the program.
-        environ: environment variables; those that the flags stand for are added to it.
+        environ: environment variables; variables for which flags stand are added to it.
+
+    Returns:
+        The words of the new command line; ``words`` itself where nothing is translated.
 
     Raises:
         UsageError: a flag that would matter, such as ``--ssh-port``, is not served, or a flag lacks its value.

@@ -35,8 +35,8 @@ def run(
         hosts: hosts and slots such as ``localhost:2``; this machine alone can be named.
         num_proc: another name of ``np``.
         start_timeout: seconds that ranks may wait for each other in a collective.
-        settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect, which is printed on
-            standard error for those that are set.
+        settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect. The names of the
+            parameters that are set are printed on standard error.
 
     Returns:
         List of what ``func`` returned in each rank, in rank order.

@@ -60,7 +60,7 @@ class OneHost(RendezvousHandler):
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
-        """Return False: the rendezvous of one node is always open."""
+        """Return False, as PyTorch's elastic agent asks: the rendezvous of a job on one node is always open."""
         return False
 
     def set_closed(self) -> None:

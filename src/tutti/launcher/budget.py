@@ -76,7 +76,10 @@ class Budget:
         return Restart(pause, self.left, self._saved)
 
     def describe(self) -> str:
-        """Return the message that tells the user why the run is not restarted; empty if restarts were never allowed."""
+        """Return the message that tells the user why a failed run is not restarted; empty if no restart was allowed.
+
+        It has the number of failures since the last saved step, and the limit, ``--max-restarts``.
+        """
         if not self._restarts:
             return ""
         since = f"since step {self._saved} was saved" if self._saved else "before anything was saved"

@@ -36,7 +36,7 @@ from tutti.torch_compat import default_store, flight_recorder, forget_process_gr
 
 @dataclass(frozen=True)
 class World:
-    """Membership of this process in a job, as ``init`` returns it: rank, device and store.
+    """Membership of this process in a job, as ``init`` returns it: rank, size, device, key-value store and timeout.
 
     Attributes:
         identity: rank, size, local rank and node of this process.
@@ -44,8 +44,9 @@ class World:
         store: key-value store shared by all ranks.
         timeout: seconds that a collective may take.
         owned: whether ``init`` made the process group, so that ``shutdown`` destroys it; False if the script made it.
-        sent: descriptions of asynchronous sends that this process has started.
-        left: collectives that this process has completed last: description → number of times.
+        sent: descriptions of the asynchronous sends that this process has started and not waited for yet, by which the
+            ranks tell a deadlock from data that are on their way.
+        left: the collectives that this process has completed last: description → how often, for the same purpose.
     """
 
     identity: Identity

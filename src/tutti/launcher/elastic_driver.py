@@ -41,7 +41,8 @@ class ElasticOptions:
         script: host discovery script, an executable that prints ``HOST:SLOTS``; None: ``np`` slots on localhost.
         slots_per_host: slots of a host that the script prints without a number; None: such hosts are refused.
         reset_limit: most generations after the first; None: no limit.
-        cooldown: seconds for which a failed rank takes a slot away, first and at most after doublings; None: for good.
+        cooldown: seconds for which a rank that fails takes a slot away: after the first failure on its host, and at
+            most, as the time doubles with each further failure; None: for good.
         timeout: seconds to wait for ``min_np`` ranks before the job ends.
     """
 

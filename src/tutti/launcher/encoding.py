@@ -72,17 +72,25 @@ def speaks_unicode(stream: TextIO) -> bool:
 
 
 def json_text(value: Mapping[str, Any], stream: TextIO) -> str:
-    """Return ``value`` as JSON text with an indentation of two spaces, in characters that ``stream`` can encode.
+    """Return a value as JSON text with an indentation of two spaces, in characters that a stream can encode.
 
     Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding. Nothing is written.
+
+    Args:
+        value: a value that ``json.dumps`` accepts.
+        stream: text stream for which the text is meant; only its encoding is used.
     """
     return json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(stream))
 
 
 def toml_text(text: str, stream: TextIO) -> str:
-    r"""Return the TOML document ``text`` in characters that ``stream`` can encode.
+    r"""Return a TOML document in characters that a stream can encode.
 
     Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding. Nothing is written.
+
+    Args:
+        text: the document.
+        stream: text stream for which the text is meant; only its encoding is used.
 
     >>> toml_text('task = "é.py"', io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     'task = "\\u00E9.py"'

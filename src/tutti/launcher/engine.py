@@ -18,7 +18,8 @@ class EndedRank:
     Attributes:
         code: exit code of the process; -N if signal N killed it, as ``subprocess`` has it.
         node: name of the node on which the process ran.
-        lost: why the rank was lost together with its slot; empty if the process itself ended.
+        lost: why the rank was lost together with its slot, the room for one rank on a node, such as with a node that
+            failed; empty if the process itself ended.
         why: how the process was ended, in words such as ``was killed …``, where the engine knows more than its code.
         remedy: advice for the user, if known.
     """
@@ -94,6 +95,6 @@ class Engine(Protocol):
         """Send a signal to every rank that still runs.
 
         Args:
-            number: number of the signal. For SIGKILL the call blocks until the processes have ended and their slots are
-                free.
+            number: number of the signal. For SIGKILL the call blocks until the processes have ended, and their slots
+                (places for a rank) are free for the next start.
         """

@@ -182,7 +182,10 @@ class ProcessHeartbeat(_Block):
         self._write_text(os.fsencode(directory))
 
     def directory(self) -> Path | None:
-        """Return the directory of the rank's log and failure record; None if ``report_to`` has not been called."""
+        """Return the directory of the rank's log and failure record, for its watchdog.
+
+        None if the rank has not recorded the directory, by ``report_to``.
+        """
         return Path(os.fsdecode(raw)) if (raw := self._read_text()) else None
 
 

@@ -61,8 +61,8 @@ class SlotTable:
         script: executable that prints the hosts, called once at construction; None: ``fixed`` slots on localhost.
         fixed: number of slots on localhost without a script.
         default: number of slots of a host that the script prints without a number; None: such lines are refused.
-        cooldown: seconds for which a failure takes a slot away: after the first failure of a host, and at most after
-            doublings; None: for the rest of the job.
+        cooldown: seconds for which a failure takes a slot away: after the first failure of a host, and at most, as the
+            time doubles with each further failure; None: for the rest of the job.
         warn: called with a message when a later call of the script fails.
 
     Raises:
@@ -140,7 +140,7 @@ class SlotTable:
         }
 
     def close(self) -> None:
-        """Kill the host discovery script if it is running."""
+        """Kill the host discovery script if a call of it is running, and wait for its end."""
         if self._running is not None:
             self._running.kill()
             self._running.communicate()

@@ -187,7 +187,7 @@ def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
         environ: environment variables of the launcher.
 
     Returns:
-        Name → value of those that are set.
+        Name → value of each of these variables that is set.
     """
     return {name: value for name, value in environ.items() if name.startswith(_PASSED) or name in _ALSO_PASSED}
 

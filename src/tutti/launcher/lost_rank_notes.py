@@ -24,7 +24,8 @@ class LostRankNotes:
         folder: folder of the launcher that all ranks see.
 
     Attributes:
-        meetings: folder for the messages of ``comm.file_all_gather``.
+        meetings: folder for the messages of ``comm.file_all_gather``, files by which the remaining ranks exchange data
+            after a rank was killed.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -67,7 +67,7 @@ def prctl(option: int, value: int) -> None:
 
     Args:
         option: number of the operation, such as PR_SET_PDEATHSIG.
-        value: its argument.
+        value: second argument of the call, such as the number of a signal for PR_SET_PDEATHSIG.
 
     Raises:
         OSError: the call fails.

@@ -27,7 +27,7 @@ _OF_LOST_NODES = (
 
 
 def failure_of(error: Exception, node: str | None = None) -> Exception:
-    """Return the exception to raise in place of one that a call to Ray has raised.
+    """Return the exception to raise in place of an exception that a call to Ray has raised.
 
     Args:
         error: the exception of the call.
@@ -67,7 +67,7 @@ def failure_of(error: Exception, node: str | None = None) -> Exception:
 
 
 def refusal_of(error: Exception, address: str | None, folder: str) -> UsageError:
-    """Return the exception for one with which Ray refuses to connect this process to a cluster.
+    """Return the UsageError to raise in place of an exception with which Ray refuses to connect this process.
 
     Args:
         error: the exception of ``ray.init``.
@@ -75,8 +75,8 @@ def refusal_of(error: Exception, address: str | None, folder: str) -> UsageError
         folder: the working directory, which Ray uploads.
 
     Returns:
-        The reason and a remedy: another version of Ray or Python there, a working directory that is too large to be
-        uploaded, or Ray's own words.
+        The error, with a reason and a remedy for the user: another version of Ray or Python there, a working directory
+        that is too large to be uploaded, or Ray's own words.
     """
     if "Version mismatch" in str(error):
         return UsageError(

@@ -69,7 +69,7 @@ class TensorBoard:
         """Do nothing with the results of the run: they are in ``summary.json``, and not in TensorBoard."""
 
     def close(self) -> None:
-        """Flush and close the TensorBoard event file."""
+        """Write the scalars that are still buffered to the run's TensorBoard event file, and close the file."""
         self._writer.close()
 
     def _add(self, values: Mapping[str, float | None], step: int) -> None:

@@ -55,7 +55,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Goodput of the run: productive ÷ elapsed time, 0 to 1."""
+        """Goodput of the run: the part of its elapsed time that was productive, 0 to 1; 0 for an elapsed time of 0."""
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:

@@ -179,7 +179,11 @@ class Listeners:
         self.members = members
 
     def started(self, header: RunHeader) -> None:
-        """Pass title, settings and length of the run on to every listener, before the first step."""
+        """Pass title, settings and length of the run on to every listener, before the first step.
+
+        Args:
+            header: title, settings and length of the run.
+        """
         for member in self.members:
             member.started(header)
 
@@ -203,7 +207,7 @@ class Listeners:
             member.evaluated(record)
 
     def warned(self, text: str) -> None:
-        """Pass the text of a warning on to every listener."""
+        """Pass the text of a warning of the run on to every listener, in order."""
         for member in self.members:
             member.warned(text)
 

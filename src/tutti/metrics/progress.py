@@ -58,7 +58,11 @@ class PlainLines:
         self._utilised = False
 
     def started(self, header: RunHeader) -> None:
-        """Print the run's title and, one on a line, the settings that follow from its options."""
+        """Print the run's title and, one on a line, the settings that follow from its options.
+
+        Args:
+            header: title, settings by name, and number of steps of the run.
+        """
         self._total = header.total_steps
         width = max(map(len, header.derived), default=0)
         self._write(header.title, *(f"  {name:<{width}}  {value}" for name, value in header.derived.items()), "")
@@ -99,14 +103,18 @@ class PlainLines:
             self._row("raw", record.step, record.epoch, record.raw["loss"], metrics, [])
 
     def warned(self, text: str) -> None:
-        """Print a warning on a line that begins with ``warning:``."""
+        """Print the text of a warning of the run on a line that begins with ``warning:``."""
         self._write(f"warning: {text}")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Print nothing at the end of the run: the last step and the last evaluation are already printed."""
+        """Print nothing at the end of the run: the last step and the last evaluation are already printed.
+
+        Args:
+            summary: results of the run, the content of ``summary.json``; not used.
+        """
 
     def close(self) -> None:
-        """Flush the stream to which the run's progress is printed."""
+        """Flush the stream to which lines on the run's progress are printed; the stream stays open."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -149,7 +157,11 @@ class LiveDisplay:
         self._drawn = float("-inf")
 
     def started(self, header: RunHeader) -> None:
-        """Print the run's title and derived settings, and start the live display of its progress."""
+        """Print the run's title and derived settings, and start the live display of its progress.
+
+        Args:
+            header: title, settings by name, and number of steps of the run.
+        """
         from rich.table import Table
 
         self._header = header
@@ -191,11 +203,15 @@ class LiveDisplay:
             self._print(f"{where}  raw  {_numbers(values.pop('loss'), values)}", "green")
 
     def warned(self, text: str) -> None:
-        """Print a warning above the live display of the run's progress."""
+        """Print the text of a warning, in yellow, above the live display of the run's progress."""
         self._print(f"warning: {text}", "yellow")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Draw the display's state after the last step of the run; ``summary`` is not shown."""
+        """Draw the live display of the run's progress once more, with the last step.
+
+        Args:
+            summary: results of the run, the content of ``summary.json``; not shown.
+        """
         self._draw()
 
     def close(self) -> None:

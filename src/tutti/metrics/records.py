@@ -148,7 +148,15 @@ def config_toml(config: TrainConfig, task: str) -> str:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return ``summary.json`` of run directory ``path``; an empty dict if it is missing or invalid."""
+    """Return a run's results, read from ``summary.json`` of its directory; an empty dict if it is missing or invalid.
+
+    Args:
+        path: the run directory.
+
+    Returns:
+        The JSON object: results by name, such as ``exit_code``, ``eval`` (held-out values) and ``weights_sha256``, as
+        far as the run has recorded them.
+    """
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -223,7 +231,11 @@ class RunDirectory:
         write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
 
     def started(self, header: RunHeader) -> None:
-        """Write nothing when the run starts: its settings follow from ``config.toml`` in the run directory."""
+        """Write nothing when the run starts: its settings follow from ``config.toml`` in the run directory.
+
+        Args:
+            header: title, settings and length of the run; not used.
+        """
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         """Append the numbers of one optimizer step to ``metrics.jsonl``, as a JSON line of group ``train``.

@@ -105,7 +105,10 @@ def span(rows: Sequence[Row]) -> tuple[float, float]:
     """Return the start of the first and the end of the last segment of a timeline, in seconds.
 
     Args:
-        rows: the segments of each device.
+        rows: the segments of each device, on one clock.
+
+    Returns:
+        (start, end), on the clock of the segments.
 
     Raises:
         ValueError: there are no segments.

@@ -41,7 +41,7 @@ class Peers:
 
 
 class SyncBatchNorm(TakenOver):
-    """A batch norm whose mean and variance are over the samples of all data ranks.
+    """A batch norm whose mean and variance are over the samples of all data-parallel ranks.
 
     Parameters, buffers and names are those of the plain batch norm. In training every rank must call it equally often
     and in the same order. In evaluation it is the plain batch norm.
@@ -200,7 +200,7 @@ def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, 
         model: the model, converted in place.
         line: communicator of the data ranks, used by batch norms alone.
         workers: number of logical workers.
-        ranks: number of data ranks that run them.
+        ranks: number of data-parallel ranks that run them.
 
     Returns:
         ``model``, or its replacement where ``model`` is itself a batch norm.

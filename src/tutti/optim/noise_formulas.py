@@ -100,17 +100,17 @@ class Averages:
 
     @property
     def first(self) -> float:
-        """Exponential average of the first of two estimates, debiased.
+        """Exponential average, debiased, of the values that ``add`` was given as ``first``.
 
-        Undefined (ZeroDivisionError) before the first ``add``.
+        Raises ZeroDivisionError before the first ``add``.
         """
         return self.sums[0] / self.weight
 
     @property
     def second(self) -> float:
-        """Exponential average of the second of two estimates, debiased.
+        """Exponential average, debiased, of the values that ``add`` was given as ``second``.
 
-        Undefined (ZeroDivisionError) before the first ``add``.
+        Raises ZeroDivisionError before the first ``add``.
         """
         return self.sums[1] / self.weight
 

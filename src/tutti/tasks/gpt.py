@@ -87,7 +87,10 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the transformer block: (samples, positions, width) → the same shape."""
+        """Apply the transformer block, attention and feed-forward with residual sums, to the activations ``x``.
+
+        (samples, positions, width) → the same shape.
+        """
         x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.feed_forward(self.norm2(x))
         return out
@@ -107,7 +110,10 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from each position to itself and earlier ones: (samples, positions, width) → the same shape."""
+        """Attend from each position of ``x`` to itself and to earlier positions.
+
+        (samples, positions, width) → the same shape.
+        """
         samples, positions, width = x.shape
         split = self.queries_keys_values(x).view(samples, positions, 3, self.heads, width // self.heads)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)

@@ -33,12 +33,14 @@ _FIXED = ("--eval-every", "none", "--checkpoint-every", "none", "--quiet")
 
 
 def refuse_own_flags(words: Sequence[str]) -> None:
-    """Raise UsageError if flags of ``tutti train`` have one that ``bench_scaling`` sets itself.
+    """Raise UsageError if a flag for ``tutti train`` is one of those that ``bench_scaling`` sets itself.
+
+    Such flags are ``--devices``, the length of the run, its directory, ``--eval-every`` and ``--checkpoint-every``.
 
     Such flags are, among others, ``--devices``, ``--steps``, ``--epochs``, ``--out`` and ``--eval-every``.
 
     Args:
-        words: the flags, such as ``["--batch-size", "512"]``.
+        words: the flags with their values, such as ``["--batch-size", "512"]``.
     """
     for word in words:
         if word.partition("=")[0] in _OURS:

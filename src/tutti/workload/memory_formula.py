@@ -82,8 +82,8 @@ def state_memory(parameters: float, each: State = State(), split: DeviceSplit = 
     Args:
         parameters: Ψ, the model's number of parameters.
         each: bytes of parameter, gradient and optimizer state for each parameter; default: 4, 4 and 8.
-        split: distribution over devices: sharding ranks, ZeRO stage, pipeline stages and tensor ranks; default: one
-            device.
+        split: distribution over devices: sharding ranks, ZeRO stage, pipeline stages and tensor-parallel ranks;
+            default: one device.
 
     Returns:
         Bytes of ``parameters``, ``gradients`` and ``optimizer`` state, with their sum ``state``; the other kinds, such

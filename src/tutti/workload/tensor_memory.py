@@ -27,7 +27,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes of the tensor storages that were made within the tracker's block and are still alive."""
+        """Bytes of the tensor storages that operators have made in this context's block and that are still alive."""
         storages = [made() for made in list(self._made.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

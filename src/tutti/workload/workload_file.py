@@ -113,7 +113,8 @@ class Workload:
         tokens_per_sample: positions of a sample, if a sample is a sequence of whole numbers; else None.
         samples: numbers of samples that were traced; the last one checks a line through the others.
         basis: ``traced on fake tensors`` or ``traced on real tensors``.
-        not_affine: descriptions of quantities that are no line in samples, and so must not be extrapolated.
+        not_affine: descriptions of quantities that are no linear function of the number of samples, and so must not be
+            extrapolated.
         without_formula: operators whose FLOP are unknown and counted as 0, with their calls at the first trace.
         versions: versions of tutti and torch.
         metrics: number of metric sums that the loss function returns beside the loss.
@@ -133,7 +134,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the traced model, trained or not."""
+        """Number of parameters (elements of parameter tensors) of the traced model, trained or not."""
         return sum(group.parameters for group in self.groups)
 
     def checkpointing(self) -> tuple[str, ...]:

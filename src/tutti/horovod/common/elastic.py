@@ -154,7 +154,7 @@ class State:
     def skip_sync(self) -> None:
         """Exchange only the parts of the state that differ between ranks.
 
-        Called instead of ``sync`` after hosts were merely removed: all ranks then hold the same values of the rest.
+        Called instead of ``sync`` after hosts were merely removed: the other parts are then equal on all ranks.
         Does nothing by default; collective over all ranks where a subclass implements it.
         """
 
@@ -186,11 +186,11 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._names}
 
     def save(self) -> None:
-        """Keep a deep copy of all attributes of the state in memory, on this rank."""
+        """Keep a deep copy of the state's attributes in memory, on this rank, for ``restore``; no communication."""
         self._saved_state = copy.deepcopy(self._values())
 
     def restore(self) -> None:
-        """Set all attributes of the state back to the copy of the last ``save``, on this rank."""
+        """Set the state's attributes back to the copy of the last ``save``, on this rank; no communication."""
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 

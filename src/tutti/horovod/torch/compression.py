@@ -40,12 +40,17 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return ``tensor`` itself, uncompressed, and None as the context."""
+        """Return (``tensor``, None): the gradient itself, uncompressed, and the context for ``decompress``."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return ``tensor`` itself, which was not compressed; the context ``ctx`` is ignored."""
+        """Return ``tensor``, the reduced gradient, which was not compressed, itself.
+
+        Args:
+            tensor: the reduced gradient.
+            ctx: context that ``compress`` returned, which is None; not used.
+        """
         return tensor
 
 

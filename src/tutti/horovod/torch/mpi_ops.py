@@ -253,52 +253,52 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: no MPI is used."""
+    """Return False, as Horovod's query whether MPI supports threads: tutti's collectives use no MPI."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: no MPI is used."""
+    """Return False, as Horovod's query whether MPI is in use: tutti's collectives use no MPI."""
     return False
 
 
 def mpi_built() -> bool:
-    """Return False: no MPI is used."""
+    """Return False, as Horovod's query whether it was built with MPI: tutti's collectives use no MPI."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Return True: Gloo moves CPU tensors."""
+    """Return True, as Horovod's query whether Gloo is in use: it carries the collectives of CPU tensors."""
     return True
 
 
 def gloo_built() -> bool:
-    """Return True: Gloo moves CPU tensors."""
+    """Return True, as Horovod's query whether it was built with Gloo, which carries the collectives of CPU tensors."""
     return True
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL as a number, such as 22705; 0 without it."""
+    """Return the version of the NCCL that PyTorch was built with as a number, such as 22705; 0 without NCCL."""
     return collective_library_version()
 
 
 def ddl_built() -> bool:
-    """Return False: IBM DDL is not used."""
+    """Return False, as Horovod's query whether it was built with IBM DDL, which tutti does not use."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: Intel oneCCL is not used."""
+    """Return False, as Horovod's query whether it was built with Intel oneCCL, which tutti does not use."""
     return False
 
 
 def cuda_built() -> bool:
-    """Return whether PyTorch was built with CUDA."""
+    """Return whether PyTorch was built with CUDA; no GPU need be present."""
     return has_toolkit("cuda")
 
 
 def rocm_built() -> bool:
-    """Return whether PyTorch was built with ROCm."""
+    """Return whether PyTorch was built with ROCm; no GPU need be present."""
     return has_toolkit("rocm")
 
 

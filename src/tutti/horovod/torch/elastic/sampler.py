@@ -46,7 +46,11 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Number of samples of this epoch that have been processed: the size of ``processed_indices``."""
+        """Number of the epoch's samples that have been processed, as far as this rank knows.
+
+        It is the number of entries of ``processed_indices``: samples that this rank has recorded, and those that other
+        ranks had recorded at the last commit or ``sync``.
+        """
         return len(self._processed)
 
     def set_epoch(self, epoch: int) -> None:

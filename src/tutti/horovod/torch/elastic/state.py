@@ -205,13 +205,13 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep a copy of all models, optimizers, samplers, other objects and attributes in memory, on this rank."""
+        """Keep a copy of the state's models, optimizers, samplers and other values in memory, on this rank."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Set all models, optimizers, samplers, objects and attributes back to the last ``save``, on this rank."""
+        """Set the state's models, optimizers, samplers and other values back to the last ``save``, on this rank."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
