@@ -100,10 +100,12 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of all tensors: those of the weights file, and those given to the constructor (``kept``).
+        """Return the names of the model's tensors: those in the weights file, and those that keep initial values.
+
+        The constructor gets the latter, which the file lacks, as ``kept``.
 
         Args:
-            group: ``model``; other groups have no names.
+            group: part of a checkpoint; a weights file has only ``model``. Another group gives an empty collection.
         """
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 

@@ -151,10 +151,12 @@ class InitMap:
     ) -> FittedWeights:
         """Compare the tensors of a model with saved ones, and return the differences that ``--init-map`` allows.
 
+        ``--init-map`` lists shell patterns of tensor names under the keys ``new``, ``unused`` and ``reshaped``.
+
         Args:
             own: shape of each tensor of the model by its name, of tied weights by the first of their names.
             tied: the other names of tied weights, by the first.
-            saved: shape of each saved tensor, by its name after ``rename``.
+            saved: shape of each saved tensor, by its name in the model (the caller has applied ``rename``).
 
         Returns:
             Names of tensors that the saved weights lack (``new``), that the model lacks (``unused``), and whose shapes
@@ -162,7 +164,8 @@ class InitMap:
             and raise no error here.
 
         Raises:
-            UsageError: a pattern matches no name.
+            UsageError: a pattern of ``new`` or ``reshaped`` matches no tensor of the model, or a pattern of ``unused``
+                no saved tensor.
         """
         known = {other: name for name in own for other in (name, *tied.get(name, ()))}
         for option, patterns, names in (

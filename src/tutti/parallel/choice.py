@@ -99,10 +99,11 @@ class Choice:
         return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 
     def parts(self, devices: int) -> bool:
-        """Return whether each device keeps only a part of the parameters (stages, tensor slices or shards).
+        """Return whether each device keeps only a part of the parameters (stages, slices or shards) by this strategy.
 
         Args:
-            devices: number of devices of the run.
+            devices: number of devices of the run, which the extents that the strategy leaves open follow; with one
+                device there are no parts.
         """
         shape = self.shape(devices)
         return shape["stage"] * shape["tensor"] > 1 or self.exchange.shards_parameters(shape)

@@ -51,11 +51,12 @@ class HostParameters:
     ) -> Iterator[None]:
         """Return a context in which ``parameters`` have data and ``.grad`` in host memory, for an optimizer step there.
 
-        On exit data and ``.grad`` are again the accelerator's tensors, with their old values: updated values reach the
-        accelerator by ``fetch``.
+        Within the context the data of each parameter are its lasting tensor in host memory, as given to the
+        constructor. On exit data and ``.grad`` are again the accelerator's tensors, with their old values; the method
+        ``fetch`` copies the updated values to the accelerator.
 
         Args:
-            parameters: the parameters to move, each a key of the constructor's ``homes``.
+            parameters: the parameters to move, each a key of ``homes``, the constructor's host tensors by parameter.
             gradients: ``.grad`` of each parameter within the context, a tensor on the host; a parameter that is not a
                 key has ``.grad`` None. If ``gradients`` is None, copies of the accelerator's ``.grad`` are taken.
         """

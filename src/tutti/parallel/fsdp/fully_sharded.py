@@ -211,10 +211,11 @@ class FullySharded:
         """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
 
         FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The call
-        clears the record; ``mark_reached`` can set flags in it. Not collective.
+        clears the record. Not collective.
 
         Returns:
-            One bool for each FSDP2-sharded parameter that is or was trainable, in the order of ``trained``.
+            One bool for each parameter in the attribute ``trained``: those that FSDP2 shards and that are or were
+            trainable, in the model's order.
         """
         used = self._used.copy()
         self._used.clear()
