@@ -23,8 +23,7 @@ import torch
 from step_tax import hardware, join_group
 from torch.multiprocessing.spawn import start_processes
 
-from tutti.comm.communicator import Communicators
-from tutti.comm.grid import Grid
+from tutti.comm.communicator import everybody
 from tutti.launcher import context
 
 BYTES = (1 << 10, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 20)
@@ -42,10 +41,9 @@ def seconds_a_call(call: Callable[[], None], calls: int) -> float:
 def measure(rank: int, ranks: int, folder: str) -> None:
     """One of the processes; rank 0 writes ``folder/result.json``."""
     join_group(rank, folder, ranks)
-    grid = Grid(replica=ranks, rank=rank)
-    memory, sockets = (Communicators(context.current(), grid).world for _ in range(2))
+    memory, sockets = (everybody(context.current()) for _ in range(2))
     memory.share_memory()
-    sockets._control = None
+    memory.share_control()
     rows = []
     for size in (*BYTES, 0):
         tensor = torch.ones(size // 4 or 64)

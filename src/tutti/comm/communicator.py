@@ -448,8 +448,8 @@ class Communicator:
         """
         if self.size > 1:
             call = f"all_reduce '{name}' of {_shape(tensor)}"
-            if self._meet(tensor):
-                tensor.copy_(self._met(tensor, call, call).sum(0).view_as(tensor))
+            if self._fits_in_memory(tensor):
+                tensor.copy_(self._gather_in_memory(tensor, call, call).sum(0).view_as(tensor))
                 return
             self._compare(call)
             if self.meetings is not None:
@@ -473,8 +473,8 @@ class Communicator:
         """
         if self.size > 1:
             call = f"broadcast '{name}' of {_shape(tensor)} from {source}"
-            if self._meet(tensor):
-                tensor.copy_(self._met(tensor, call, call)[source].view_as(tensor))
+            if self._fits_in_memory(tensor):
+                tensor.copy_(self._gather_in_memory(tensor, call, call)[source].view_as(tensor))
                 return
             self._compare(call)
             if self.meetings is not None:
@@ -503,7 +503,7 @@ class Communicator:
         if self.size == 1:
             return [tensor]
         call = f"all_gather '{name}' of {_shape(tensor)}"
-        if not self._meet(tensor):
+        if not self._fits_in_memory(tensor):
             self._compare(call)
         return self._gather(tensor, f"all_gather '{name}'", call)
 
@@ -570,8 +570,8 @@ class Communicator:
     def _compare(self, call: str) -> None:
         """All-gather a digest of this call and raise MismatchError on every rank if two ranks differ."""
         digest = torch.tensor([self._sequence + 1, _signed(mix(name_key(call), len(call)))])
-        if self._meet(digest):
-            self._met(digest, call, call)
+        if self._fits_in_memory(digest):
+            self._gather_in_memory(digest, call, call)
             return
         self._sequence += 1
         digests = torch.stack(self._gather(digest, call))
@@ -617,11 +617,11 @@ class Communicator:
         texts = self._gather(padded, name)
         return [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in texts]
 
-    def _meet(self, tensor: Tensor) -> bool:
+    def _fits_in_memory(self, tensor: Tensor) -> bool:
         """Return whether a control message with ``tensor`` goes through shared memory, where calls are compared."""
         return self._control is not None and self.meetings is None and self._control.takes(tensor)
 
-    def _met(self, tensor: Tensor, text: str, call: str) -> Tensor:
+    def _gather_in_memory(self, tensor: Tensor, text: str, call: str) -> Tensor:
         """All-gather a small tensor in shared memory: (size, n); raise MismatchError if calls differ between ranks."""
         assert self._control is not None
         self._sequence += 1
@@ -631,9 +631,9 @@ class Communicator:
         """All-gather a tensor for control; ``call``, where given, is compared if shared memory carries the tensor."""
         if self.meetings is not None:
             return self.meetings.tensors(tensor, text)
-        if self._meet(tensor):
-            met = self._met(tensor, text, call)
-            return list(met.clone().view(self.size, *tensor.shape).unbind())
+        if self._fits_in_memory(tensor):
+            rows = self._gather_in_memory(tensor, text, call)
+            return list(rows.clone().view(self.size, *tensor.shape).unbind())
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         self._wait(dist.all_gather(parts, tensor, group=self._carrier(tensor), async_op=True), text)
         return parts

@@ -18,6 +18,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MOST = 500
 _NO_PROCESS = frozenset({errno.ENOMEM, errno.EAGAIN})
 _SMALLER = "start fewer ranks on a node (a larger cpus=), or give the ranks a smaller batch"
+_OPTIONS = "change the cause that Ray names; docs/ray.md lists the options of --on ray"
 _OF_LOST_NODES = (
     ray.exceptions.NodeDiedError,
     ray.exceptions.LocalRayletDiedError,
@@ -60,7 +61,7 @@ def failure_of(error: Exception, node: str | None = None) -> Exception:
     if isinstance(error, OSError | ray.exceptions.RpcError):
         return EngineGone(SILENT)
     if isinstance(error, ValueError | TypeError):
-        return UsageError("Ray refuses what --on ray asks for", why=first_line(error))
+        return UsageError("Ray refuses what --on ray asks for", why=first_line(error), remedy=_OPTIONS)
     if isinstance(error, ray.exceptions.RayError):
         return EngineGone(f"the Ray cluster has failed: {first_line(error)}")
     return error
@@ -94,7 +95,7 @@ def refusal_of(error: Exception, address: str | None, folder: str) -> UsageError
             remedy="name data and results in .gitignore or .rayignore, or write ray:code=shared, which uploads nothing",
         )
     why = all_lines(error) if isinstance(error, ray.exceptions.RuntimeEnvSetupError) else first_line(error)
-    return UsageError("Ray refuses to run here", where=address, why=why)
+    return UsageError("Ray refuses to run here", where=address, why=why, remedy=_OPTIONS)
 
 
 def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
