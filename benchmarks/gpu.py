@@ -6,8 +6,9 @@
 Four parts, each in processes of its own: *tests* that need a GPU (``tests/gpu``); the *contract*: every strategy
 against the CPU, and ``--part`` of the equivalence table on the devices; the *step tax* (``step_tax.py``) on one device
 and on all; *MFU*, model FLOPs utilisation of a GPT of 85 million parameters, where the peak of the device is published.
-Cases that need more devices than there are count as skipped, with the reason. Exit codes: 0, 2 usage, 9 where a part
-failed.
+On a machine with one GPU the ranks of the contract share it: kernels, streams and memory are the GPU's, and collectives
+send copies in the host's memory, because NCCL refuses two ranks on a device (``tests/gpu/sharing.py``). Elsewhere cases
+that need more devices than there are count as skipped, with the reason. Exit codes: 0, 2 usage, 9 where a part failed.
 """
 
 from __future__ import annotations
@@ -74,13 +75,17 @@ def run(words: Sequence[str], environ: Mapping[str, str], allowed: Sequence[int]
     return done.stdout
 
 
-def outcomes(given: argparse.Namespace, *words: str) -> dict[str, Any]:
-    """Run tests on the devices: how many passed, names of the failed, and how many were skipped for which reason."""
+def outcomes(given: argparse.Namespace, *words: str, share: bool = False) -> dict[str, Any]:
+    """Run tests on the devices: how many passed, names of the failed, and how many were skipped for which reason.
+
+    ``share``: whether all ranks compute on the first device.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        options = ("-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}")
+        options = ("-q", "-n", str(given.workers), "-p", "no:cacheprovider", f"--junitxml={report}")
         # The tests load the simulated accelerator by themselves, where they need it.
         environ = {**surroundings("cpu", 0), "TEST_DEVICE": given.device, "CONTRACT_PART": given.part}
+        environ["TEST_SHARE_GPU"] = str(int(share))
         run(("-m", "pytest", *options, *words), environ, (0, 1, 5))
         cases = ElementTree.parse(report).getroot().iter("testcase")
         failed, skipped, passed = list[str](), Counter[str](), 0
@@ -102,9 +107,11 @@ def run_tests(given: argparse.Namespace, environ: Mapping[str, str]) -> dict[str
 def run_contract(given: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """Every strategy against the CPU, and a part of the equivalence table on the devices."""
     few = ("-k", "equals_the_cpu and (mirrored or sharded)") if given.quick else ()
+    share = given.devices == 1 and given.device != SIMULATED
     return {
-        "against the CPU": outcomes(given, "tests/contract/test_accelerator.py", *few),
-        f"part {given.part} of the table": outcomes(given, "-m", "contract", "tests/contract"),
+        "ranks share one device": share,
+        "against the CPU": outcomes(given, "tests/contract/test_accelerator.py", *few, share=share),
+        f"part {given.part} of the table": outcomes(given, "-m", "contract", "tests/contract", share=share),
     }
 
 
@@ -115,6 +122,7 @@ def run_step_tax(given: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.json")
             words = ["benchmarks/step_tax.py", "--device", given.device, "--processes", str(processes)]
+            words += ["--launches", str(given.launches)] * bool(given.launches)
             words += ["--json", str(report), *(("--quick", "--workloads", "mlp,gpt") if given.quick else ())]
             run(words, environ, (0, ExitCode.THRESHOLD))
             found[str(processes)] = json.loads(report.read_text("utf-8"))
@@ -168,6 +176,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--devices", type=int, help="how many (default: all; simgpu 2)")
     add("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     add("--part", help="part of the equivalence table (default: 1/100; 1/2000 with --quick)")
+    add(
+        "--workers",
+        type=int,
+        default=0,
+        help="processes that run tests beside each other (default: 0, one after the other)",
+    )
+    add("--launches", type=int, help="launches of the step tax for each workload (default: those of step_tax.py)")
     add("--quick", action="store_true", help="few steps, small models, times mean nothing: does it run?")
     add("--json", type=Path, help="write the report there")
     add("--save", action="store_true", help="write it to benchmarks/results/DATE-gpu-DEVICE.json as well")

@@ -106,6 +106,7 @@ from tutti.torch_compat import (
     optimizer_attributes,
     order_members,
     reduce_scatter_single,
+    reduce_unused_parameters,
     replace_call,
     saved_tensor_hooks,
     set_elastic_restarts,
@@ -558,6 +559,29 @@ def fsdp_takes_other_collectives() -> None:
     assert hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
 
 
+def fsdp_reduces_zeros_for_unused_parameters() -> None:
+    unit = nn.Linear(2, 2)
+    unused = SimpleNamespace(_unsharded_param=nn.Parameter(torch.ones(2)), unsharded_accumulated_grad=None)
+    seen: list[object] = []
+    group = SimpleNamespace(
+        fsdp_params=[unused], reduce_grads=False, post_backward=lambda: seen.append(unused._unsharded_param.grad)
+    )
+    unit._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_group=group)  # type: ignore[assignment]
+    reduce_unused_parameters(unit)
+    group.post_backward()
+    group.reduce_grads = True
+    group.post_backward()
+    assert seen[0] is None and torch.equal(seen[1], torch.zeros(2))  # type: ignore[arg-type]
+    found: list[object] = []
+    reduce_unused_parameters(SimpleNamespace(set_reduce_scatter_unused_params=found.append))
+    assert found == [True]
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        source = inspect.getsource(FSDPParamGroup)
+        assert all(name in source for name in ("def post_backward", "_unsharded_param", "unsharded_accumulated_grad"))
+
+
 def agents_are_written_by_overriding() -> None:
     source = "".join(inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2])
     assert all(f"def {name}(" in source or f"self.{name}" in source for name in ELASTIC_AGENT_MEMBERS)
@@ -687,6 +711,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     groups_are_numbered_anew: "forget_process_groups set_group_timeout",
     options_of_groups_have_a_timeout: "high_priority_options",
     fsdp_takes_other_collectives: "set_fsdp_collectives",
+    fsdp_reduces_zeros_for_unused_parameters: "reduce_unused_parameters",
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",

@@ -3,7 +3,8 @@
 ``run(size, function, **arguments)`` calls ``function`` on every rank of a world of ``size`` and returns the results in
 rank order; an exception on any rank is raised here as ``RankError`` with every rank's. ``run_on(device, …)`` does so
 on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all other tests run on it, too, and
-``TEST_DEVICE=cuda`` on this machine's GPUs. A world of more ranks than there are devices is skipped.
+``TEST_DEVICE=cuda`` on this machine's GPUs. A world of more ranks than there are devices is skipped, unless
+``TEST_SHARE_GPU=1`` lets all ranks share the first GPU (``tests/gpu/sharing.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import sharing
 from tests.preloaded import MODULES
 from tests.simulated_accelerator import build
 from tutti.device import accelerator_type, count_by_driver
@@ -176,7 +178,7 @@ def require_devices(device: str, count: int) -> None:
     """Skip the test where fewer than ``count`` devices of this type are here, or the simulated one cannot be built."""
     if device == build.DEVICE:
         build.require()
-    elif device != "cpu" and (here := devices_here(device)) < count:
+    elif device != "cpu" and (here := devices_here(device)) < (min(count, 1) if sharing.SHARED else count):
         pytest.skip(f"{count} devices of type {device} are needed, and {here} are here")
 
 
@@ -239,6 +241,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
     _share_event_loop()
     if device == build.DEVICE:
         build.load()
+    if device != "cpu" and sharing.SHARED:
+        sharing.share_first_device(device)
     tutti.init(device, timeout=timeout)
     while True:
         try:

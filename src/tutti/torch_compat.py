@@ -109,6 +109,7 @@ __all__ = [
     "optimizer_attributes",
     "order_members",
     "reduce_scatter_single",
+    "reduce_unused_parameters",
     "replace_call",
     "saved_tensor_hooks",
     "set_elastic_restarts",
@@ -876,6 +877,40 @@ def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Non
     if all_gather is not None:
         unit.set_custom_all_gather(all_gather)
     unit.set_custom_reduce_scatter(reduce_scatter)
+
+
+def reduce_unused_parameters(unit: Any) -> None:
+    """Let an FSDP2 module reduce zeros for parameters that a backward has not used; otherwise ranks' messages differ.
+
+    Before PyTorch 2.13 there is no ``set_reduce_scatter_unused_params``. There, the backward of the module's group of
+    parameters begins by giving zero gradients to the parameters that have none.
+
+    Args:
+        unit: an FSDP-wrapped module; changed in place.
+    """
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True)
+        return
+    state = unit._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,):
+        if group is not None:
+            group.post_backward = _BackwardWithZeros(group, group.post_backward)
+
+
+class _BackwardWithZeros:
+    """``post_backward`` of an FSDP2 group of parameters, after zero gradients for parameters that have none."""
+
+    def __init__(self, group: Any, post_backward: Callable[..., None]) -> None:
+        self._group, self._post_backward = group, post_backward
+
+    def __call__(self, *unused: Any) -> None:
+        for parameter in self._group.fsdp_params if self._group.reduce_grads else ():
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                continue
+            if whole.grad is None and parameter.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        self._post_backward(*unused)
 
 
 ELASTIC_AGENT_MEMBERS = (

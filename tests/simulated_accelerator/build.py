@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,8 +28,8 @@ MOST = 8
 """Devices of the simulated machine: as many as the largest world of the tests has ranks."""
 
 _HERE = Path(__file__).parent
-_SOURCE, _MODULE = _HERE / "simgpu.cpp", _HERE / "simgpu.py"
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=_simgpu")
+_SOURCE, _MODULE, _HEADER = _HERE / "simgpu.cpp", _HERE / "simgpu.py", _HERE / "host_collectives.hpp"
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 _SECONDS = 540.0
 """A minute on a machine of its own; many where other work has the processors."""
 
@@ -59,16 +60,24 @@ def load(devices: int = MOST) -> None:
 @cache
 def folder() -> Path:
     """The built device's folder; built by the first process that needs it, in a minute."""
+    return build_once("simgpu", (_SOURCE, _HEADER, _MODULE), _build)
+
+
+def build_once(name: str, sources: Sequence[Path], build: Callable[[Path], None]) -> Path:
+    """The folder that ``build`` has filled from ``sources``; the first process that needs it calls ``build``."""
     cached = cache_folder()
-    compiler = find_compiler()
-    if cached is None or compiler is None:
-        raise RuntimeError("the simulated accelerator needs a C++ compiler and a cache folder of the user's own")
-    made = cached / f"simgpu-{_digest()}"
-    if not (made / "_simgpu.so").exists():
+    if cached is None or find_compiler() is None:
+        raise RuntimeError(f"{name} needs a C++ compiler and a cache folder of the user's own")
+    made = cached / f"{name}-{_digest(sources)}"
+    if not made.exists():
         with made.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (made / "_simgpu.so").exists():
-                _build(compiler, made)
+            if not made.exists():
+                work = made.with_name(f"{made.name}.{os.getpid()}")
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir()
+                build(work)
+                work.rename(made)
     return made
 
 
@@ -79,26 +88,30 @@ def _torch() -> Path:
     return Path(spec.origin).resolve().parent
 
 
-def _digest() -> str:
+def _digest(sources: Sequence[Path]) -> str:
     version = (_torch() / "version.py").read_text(encoding="utf-8")
-    parts = [_SOURCE.read_text(encoding="utf-8"), _MODULE.read_text(encoding="utf-8"), *_FLAGS, version]
+    parts = [*(source.read_text(encoding="utf-8") for source in sources), *_FLAGS, version]
     return hashlib.sha256("\n".join([*parts, str(_torch()), sys.version]).encode()).hexdigest()[:16]
 
 
-def _build(compiler: str, made: Path) -> None:
-    torch, work = _torch(), made.with_name(f"{made.name}.{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
-    shutil.rmtree(made, ignore_errors=True)
-    (work / "simgpu-0.1.dist-info").mkdir(parents=True)
-    includes = (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+def compile_extension(source: Path, target: Path) -> None:
+    """Compile a C++ file to a Python extension module of PyTorch, whose name is that of ``target``."""
+    torch, compiler = _torch(), find_compiler()
+    assert compiler is not None
+    includes = (_HERE, torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
     libraries = ("torch", "torch_cpu", "c10", "torch_python")
-    command = [compiler, *_FLAGS, *(f"-I{path}" for path in includes), str(_SOURCE), "-o", str(work / "_simgpu.so")]
-    command += [f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries), f"-Wl,-rpath,{torch / 'lib'}"]
-    _run(command)
+    command = [compiler, *_FLAGS, f"-DTORCH_EXTENSION_NAME={target.stem}", *(f"-I{path}" for path in includes)]
+    command += [str(source), "-o", str(target), f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries)]
+    _run([*command, f"-Wl,-rpath,{torch / 'lib'}"])
+
+
+def _build(work: Path) -> None:
+    facts = work / "simgpu-0.1.dist-info"
+    facts.mkdir()
+    compile_extension(_SOURCE, work / "_simgpu.so")
     shutil.copy(_MODULE, work)
-    (work / "simgpu-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 0.1\n")
-    (work / "simgpu-0.1.dist-info" / "entry_points.txt").write_text(f"[torch.backends]\n{DEVICE} = simgpu:install\n")
-    work.rename(made)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 0.1\n")
+    (facts / "entry_points.txt").write_text(f"[torch.backends]\n{DEVICE} = simgpu:install\n")
 
 
 def _run(command: list[str]) -> None:

@@ -22,8 +22,6 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -33,6 +31,8 @@
 #include <map>
 #include <mutex>
 #include <set>
+
+#include "host_collectives.hpp"
 
 using namespace at;
 
@@ -700,189 +700,20 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_PROMOTE(PROMOTE)
 }
 
-// --- collectives: Gloo moves copies; a result is in its tensor once somebody has waited -----------------------------------
+// --- collectives -----------------------------------------------------------------------------------------------------------
 
-using Tensors = std::vector<Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+Tensor copy_to_host(const Tensor& tensor) {
+  TORCH_CHECK(on_device(tensor), "simccl: tensors must be on the device, found ", tensor.device());
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "simccl: tensors must be contiguous");
+  before_kernel(tensor.device().index());
+  return host_view(tensor).contiguous().clone();
+}
 
-struct Work final : c10d::Work {
-  WorkPtr gloo;
-  Tensors outputs;
-  std::function<void()> finish;
-  std::once_flag finished;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-
-  bool isCompleted() override { return gloo->isCompleted(); }
-  bool isSuccess() const override { return gloo->isSuccess(); }
-  std::exception_ptr exception() const override { return gloo->exception(); }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    const bool done = gloo->wait(timeout);
-    std::call_once(finished, finish);
-    return done;
-  }
-  void synchronize() override { wait(); }
-  void abort() override { gloo->abort(); }
-  Tensors result() override { return outputs; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (!future) {
-      wait();
-      future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-      future->markCompleted(IValue(outputs));
-    }
-    return future;
-  }
-};
-
-struct Collectives final : c10d::Backend {
-  c10::intrusive_ptr<c10d::Backend> gloo;
-
-  explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo(std::move(gloo)) {}
-  const std::string getBackendName() const override { return "simccl"; }
-
-  static Tensor copied(const Tensor& tensor) {
-    TORCH_CHECK(on_device(tensor), "simccl: tensors must be on the device, found ", tensor.device());
-    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "simccl: tensors must be contiguous");
-    before_kernel(tensor.device().index());
-    return host_view(tensor).contiguous().clone();
-  }
-  static Tensors copied(const Tensors& tensors) {
-    Tensors made;
-    for (auto& tensor : tensors) made.push_back(copied(tensor));
-    return made;
-  }
-  static std::vector<Tensors> copied(const std::vector<Tensors>& lists) {
-    std::vector<Tensors> made;
-    for (auto& list : lists) made.push_back(copied(list));
-    return made;
-  }
-  static Tensors flat(const std::vector<Tensors>& lists) {
-    Tensors all;
-    for (auto& list : lists) all.insert(all.end(), list.begin(), list.end());
-    return all;
-  }
-  static void write(const Tensor& to, const Tensor& from) {
-    before_kernel(to.device().index());
-    const Tensor target = host_view(to);
-    copy_bytes(target, from.view_as(target));
-  }
-  static WorkPtr work(WorkPtr gloo, Tensors outputs, std::function<void()> finish) {
-    auto made = c10::make_intrusive<Work>();
-    made->gloo = std::move(gloo);
-    made->outputs = std::move(outputs);
-    made->finish = std::move(finish);
-    return made;
-  }
-  static WorkPtr work(WorkPtr gloo, const Tensors& to, const Tensors& from) {
-    return work(std::move(gloo), to, [to, from] {
-      for (size_t i = 0; i < to.size(); i++) write(to[i], from[i]);
-    });
-  }
-  // Gloo has no mean.
-  static bool is_mean(c10d::ReduceOp& op) {
-    const bool mean = op == c10d::ReduceOp::AVG;
-    if (mean) op = c10d::ReduceOp::SUM;
-    return mean;
-  }
-
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto host = copied(tensors);
-    return work(gloo->broadcast(host, options), tensors, host);
-  }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto host = copied(tensors);
-    auto own = options;
-    const int parts = is_mean(own.reduceOp) ? size_ : 1;
-    return work(gloo->allreduce(host, own), tensors, [tensors, host, parts] {
-      for (size_t i = 0; i < host.size(); i++) write(tensors[i], parts > 1 ? host[i].div(parts) : host[i]);
-    });
-  }
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    auto host = copied(tensors);
-    return work(gloo->allreduce_coalesced(host, options), tensors, host);
-  }
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    auto host = copied(tensors);
-    return work(gloo->reduce(host, options), tensors, host);
-  }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto to = copied(outputs);
-    auto from = copied(inputs);
-    return work(gloo->allgather(to, from, options), flat(outputs), flat(to));
-  }
-  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto to = copied(output), from = copied(input);
-    return work(gloo->_allgather_base(to, from, options), Tensors{output}, Tensors{to});
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override {
-    auto to = copied(outputs), from = copied(inputs);
-    return work(gloo->allgather_into_tensor_coalesced(to, from, options), outputs, to);
-  }
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    auto to = copied(outputs);
-    auto from = copied(inputs);
-    return work(gloo->gather(to, from, options), flat(outputs), flat(to));
-  }
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    auto to = copied(outputs);
-    auto from = copied(inputs);
-    return work(gloo->scatter(to, from, options), outputs, to);
-  }
-  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    copied(output);  // for its checks
-    Tensors host{copied(input)};
-    c10d::AllreduceOptions own;
-    own.reduceOp = options.reduceOp;
-    const int parts = is_mean(own.reduceOp) ? size_ : 1, ranks = size_, rank = rank_;
-    Tensor to = output;
-    return work(gloo->allreduce(host, own), Tensors{output}, [=] {
-      Tensor row = host[0].view({ranks, -1})[rank];
-      write(to, parts > 1 ? row.div(parts) : row);
-    });
-  }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ReduceScatterOptions& options) override {
-    Tensors rows;
-    for (auto& tensor : inputs[0]) rows.push_back(tensor.reshape({-1}));
-    Tensor whole = at::cat(rows);
-    return _reduce_scatter_base(outputs[0], whole, options);
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& options) override {
-    WorkPtr last;
-    for (size_t i = 0; i < outputs.size(); i++) {
-      last = _reduce_scatter_base(outputs[i], inputs[i], options);
-      last->wait();
-    }
-    return last;
-  }
-  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
-    auto to = copied(output), from = copied(input);
-    return work(gloo->alltoall_base(to, from, output_sizes, input_sizes, options), Tensors{output}, Tensors{to});
-  }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    auto to = copied(outputs), from = copied(inputs);
-    return work(gloo->alltoall(to, from, options), outputs, to);
-  }
-  WorkPtr send(Tensors& tensors, int target, int tag) override {
-    auto host = copied(tensors);
-    return work(gloo->send(host, target, tag), tensors, [host] {});
-  }
-  WorkPtr recv(Tensors& tensors, int source, int tag) override {
-    auto host = copied(tensors);
-    return work(gloo->recv(host, source, tag), tensors, host);
-  }
-  WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    auto own = options;
-    own.device_ids.clear();
-    return gloo->barrier(own);
-  }
-  void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
-  void shutdown() override { gloo->shutdown(); }
-  void abort() override { gloo->abort(); }
-};
+void copy_from_host(const Tensor& to, const Tensor& from) {
+  before_kernel(to.device().index());
+  const Tensor target = host_view(to);
+  copy_bytes(target, from.view_as(target));
+}
 
 }  // namespace simgpu
 
@@ -900,6 +731,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {"syncs", sync_count}, {"kernels", kernel_count}, {"deferred_copies", deferred_count}};
   });
   m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Collectives>(std::move(gloo));
+    return c10::make_intrusive<HostCollectives>("simccl", std::move(gloo), &copy_to_host, &copy_from_host);
   });
 }

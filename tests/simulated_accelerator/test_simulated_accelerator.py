@@ -195,9 +195,10 @@ def test_a_build_that_takes_too_long_leaves_no_process(tmp_path: Path, monkeypat
     compiler.write_text(f"#!/bin/sh\nsleep 60 > {told} &\nwait\n", encoding="utf-8")
     compiler.chmod(0o700)
     monkeypatch.setattr(build, "_SECONDS", 0.5)
+    monkeypatch.setattr(build, "find_compiler", lambda: str(compiler))
     reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(subprocess.TimeoutExpired):
-        build._build(str(compiler), tmp_path / "made")
+        build.compile_extension(tmp_path / "source.cpp", tmp_path / "made.so")
     [ended, *_], *_ = select.select([reader], [], [], 20.0)
     assert os.read(ended, 1) == b""
     os.close(reader)

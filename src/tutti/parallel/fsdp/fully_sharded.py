@@ -37,6 +37,7 @@ from tutti.torch_compat import (
     TorchFunctionDisabled,
     module_parameters,
     reduce_scatter_single,
+    reduce_unused_parameters,
     set_fsdp_collectives,
     storage_key,
     tensor_version,
@@ -547,7 +548,7 @@ def _shard(
             raise TypeError(f"fully_shard left {type(unit).__name__} as it was")
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_reduce_scatter_unused_params(True)
+        reduce_unused_parameters(unit)
         if device == "cpu":
             place = names[unit] or "the model"
             set_fsdp_collectives(unit, _Gather(comm, place, beginning), _ScatterSum(comm, place, beginning, meter))
