@@ -114,6 +114,7 @@ from tutti.torch_compat import (
     set_gradient_hooks,
     set_group_timeout,
     shape_of_node,
+    skip_graph_capture_checks,
     sparse_indices,
     storage_key,
     tensor_version,
@@ -582,6 +583,15 @@ def fsdp_reduces_zeros_for_unused_parameters() -> None:
         assert all(name in source for name in ("def post_backward", "_unsharded_param", "unsharded_accumulated_grad"))
 
 
+def optimizers_skip_the_check_for_graphs() -> None:
+    name = "_accelerator_graph_capture_health_check"
+    assert f"self.{name}()" in inspect.getsource(torch.optim.Adam.step)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.optim.Optimizer, name, lambda self: pytest.fail("it was asked"))
+        skip_graph_capture_checks()
+        torch.optim.Adam([nn.Parameter(torch.ones(1))]).step()
+
+
 def agents_are_written_by_overriding() -> None:
     source = "".join(inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2])
     assert all(f"def {name}(" in source or f"self.{name}" in source for name in ELASTIC_AGENT_MEMBERS)
@@ -712,6 +722,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     options_of_groups_have_a_timeout: "high_priority_options",
     fsdp_takes_other_collectives: "set_fsdp_collectives",
     fsdp_reduces_zeros_for_unused_parameters: "reduce_unused_parameters",
+    optimizers_skip_the_check_for_graphs: "skip_graph_capture_checks",
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",

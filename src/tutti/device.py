@@ -511,6 +511,26 @@ def reason_against_float8(device: torch.device) -> str | None:
     return None
 
 
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Let this process's operators on an accelerator take kernels that give the same bits for the same inputs.
+
+    Does nothing on the CPU, whose kernels do so for a fixed number of threads. Sets PyTorch's deterministic algorithms,
+    with which an operator that has no such kernel raises RuntimeError; on CUDA also ``CUBLAS_WORKSPACE_CONFIG`` where
+    it is unset, and turns off cuDNN's choice of kernels by timing.
+
+    Args:
+        device: device of the run.
+    """
+    import torch
+
+    if not is_accelerator(device):
+        return
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+
+
 def autocast_types() -> tuple[str, ...]:
     """Return the device types whose autocast state a computation on this machine may depend on.
 

@@ -117,6 +117,7 @@ __all__ = [
     "set_gradient_hooks",
     "set_group_timeout",
     "shape_of_node",
+    "skip_graph_capture_checks",
     "sparse_indices",
     "storage_key",
     "tensor_version",
@@ -877,6 +878,19 @@ def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Non
     if all_gather is not None:
         unit.set_custom_all_gather(all_gather)
     unit.set_custom_reduce_scatter(reduce_scatter)
+
+
+def skip_graph_capture_checks() -> None:
+    """Let all optimizers of this process step without asking the accelerator whether it is recording a graph.
+
+    ``step`` asks also for parameters on the CPU, and a process that was forked from one that has used CUDA cannot: the
+    driver's error would end it. Such a process records no graphs. There is no public switch.
+    """
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = _check_nothing  # type: ignore[method-assign]
+
+
+def _check_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Take the place of a check that cannot fail here."""
 
 
 def reduce_unused_parameters(unit: Any) -> None:

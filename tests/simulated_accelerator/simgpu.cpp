@@ -415,13 +415,14 @@ Tensor host_view(const Tensor& tensor) {
 struct Call {
   std::string name;
   bool takes_host_tensors = false;  // indices may be on the host
+  bool takes_host_scalars = true;   // fused optimizers read their step counters on the device
   int device = -1;
   std::vector<std::pair<Tensor, Tensor>> arguments;
 
   Tensor in(const Tensor& tensor, bool written) {
     if (!tensor.defined()) return tensor;
     if (!on_device(tensor)) {
-      const bool scalar = tensor.dim() == 0 && !written;
+      const bool scalar = takes_host_scalars && tensor.dim() == 0 && !written;
       TORCH_CHECK(takes_host_tensors || scalar, name, ": Expected all tensors to be on the same device, but found at ",
                   "least two devices, simgpu and ", tensor.device(), "!");
       return tensor;
@@ -474,6 +475,7 @@ void run_cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call;
   call.name = toString(schema.operator_name());
   call.takes_host_tensors = indexing.count(schema.name()) > 0;
+  call.takes_host_scalars = call.name.rfind("aten::_fused_", 0) != 0;
   kernel_count++;
   bool result_on_host = false;
   at::Generator generator;

@@ -83,6 +83,7 @@ def load_optimizer(
                     rows.T, values, state[whole].shape, is_coalesced=True, check_invariants=False
                 )
             optimizer.state[parameter] = state
+    place_step_counters(optimizer)
 
 
 def written(
@@ -197,12 +198,25 @@ def number_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
-def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Copy a state to the parameter's device and memory format; 0-d step counters stay on the CPU, as optimizers want.
+def place_step_counters(optimizer: Optimizer) -> None:
+    """Move the step counters of an optimizer's state to where its kernels read them, as ``Optimizer.load_state_dict``.
 
-    A state whose shape differs from the parameter's only moves to its device.
+    In groups with ``fused`` or ``capturable`` that is the parameter's device, in float32; in others the CPU.
+
+    Args:
+        optimizer: the entries ``step`` of its ``state`` are replaced.
     """
-    if tensor.dim() == 0:
-        return tensor.clone()
-    placed = torch.empty_like(parameter, dtype=tensor.dtype)
-    return placed.copy_(tensor) if tensor.shape == parameter.shape else tensor.to(parameter.device)
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+            if isinstance(step, Tensor):
+                placed = step.to(parameter.device, torch.float32) if on_device else step.cpu()
+                optimizer.state[parameter]["step"] = placed
+
+
+def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Copy a state to the parameter's device and memory format; of another shape than it, only to its device."""
+    if tensor.shape != parameter.shape:
+        return tensor.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)

@@ -27,6 +27,7 @@ from tutti.data.loader import Prefetch
 from tutti.data.reading import make_reader
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
+from tutti.device import use_deterministic_kernels
 from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
@@ -138,7 +139,8 @@ def prepare(
             directory, a ``.safetensors`` file or a folder of them, on every rank.
         init_map: other names of the tensors in ``init_from``, and those that may be new, unused or of another shape:
             ``rename=transformer.:model.,new=head.*,unused=lm_head.*``.
-        reproducible: bit-identical weights on any number of devices; sets one CPU thread.
+        reproducible: bit-identical weights on any number of devices; sets one CPU thread, and on accelerators PyTorch's
+            deterministic algorithms (docs/environment.md).
         activation_checkpointing: ``blocks``, or names and classes of modules, whose activations are recomputed in
             backward; ``selective``: except for expensive operators; ``blocks:every=2``: in every other block.
         compile: mode of ``torch.compile``; True for ``default``.
@@ -237,6 +239,7 @@ def prepare_run(
     contract, world = checked.contract, context.current()
     if o.reproducible:
         torch.set_num_threads(1)
+        use_deterministic_kernels(world.device)
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     remedy = "call tutti.prepare with the same arguments on every rank"
     everybody(world).agree(checked.settings(o), "the configuration", remedy)

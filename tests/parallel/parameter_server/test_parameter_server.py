@@ -406,3 +406,22 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
         parallel.check_strategy("parameter_server", 2)
     assert "needs the package pyzmq" in str(caught.value) and "tutti-train[server]" in str(caught.value)
+
+
+def refuse_to_step(optimizer: torch.optim.Optimizer) -> None:
+    raise RuntimeError("CUDA error: initialization error")
+
+
+def served_by_forks_of_a_driver() -> float:
+    """As where the ranks have used CUDA: a forked server cannot ask it whether it records a graph."""
+    built = model()
+    made = torch.optim.Adamax(built.parameters(), lr=0.01)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", refuse_to_step)
+        run = tutti.prepare(built, made, samples(24), loss, strategy="parameter_server", workers=2, batch_size=24)
+        return go_on(run, 1)[0]
+
+
+def test_servers_do_not_ask_an_accelerator() -> None:
+    one, other = worlds.run(2, served_by_forks_of_a_driver)
+    assert one == other > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint.state_shards import number_tensor
+from tutti.checkpoint.state_shards import number_tensor, place_step_counters
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import block
 from tutti.nn.gradient_hooks import share_gradient_hooks
@@ -738,12 +738,13 @@ def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], 
         if name in keys:
             entries = {key: f"{name}/{key}" for key in sorted(keys[name])}
             optimizer.state[each.parameter] = {key: _state(each, saved, entry, key) for key, entry in entries.items()}
+    place_step_counters(optimizer)
 
 
 def _state(rows: ShardedParameter, saved: SavedState, entry: str, key: str) -> Tensor:
     shape = saved.shape("optim", entry)
     # A 0-d parameter's state has its shape () throughout; ``step`` is the optimizer's scalar and not a row of it.
     if shape != rows.spec.shape or key == "step":
-        return saved.get("optim", entry).clone()
+        return saved.get("optim", entry).to(rows.parameter.device, copy=True)
     tensor = rows.read(saved, "optim", entry)
     return torch.empty_like(rows.parameter, dtype=tensor.dtype).copy_(tensor)

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from tutti.launcher.forking import fork
 from tutti.launcher.orphans import die_with_parent
+from tutti.torch_compat import skip_graph_capture_checks
 
 _POLL_MS = 50
 _MOST_STARTS = 10
@@ -202,11 +203,13 @@ def _start(number: int, serve: Callable[[], None], tell: int) -> int:
         code = 1
         try:
             die_with_parent(parent=guard)
+            skip_graph_capture_checks()
             serve()
             code = 0
-        except BaseException:
+        except BaseException as error:
             traceback.print_exc()
-            _complain(tell, f"parameter server {number} failed: {traceback.format_exc().splitlines()[-1]}")
+            said = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+            _complain(tell, f"parameter server {number} failed: {said}")
         finally:
             sys.stderr.flush()
             os._exit(code)
