@@ -123,7 +123,8 @@ def run_step_tax(given: argparse.Namespace, environ: Mapping[str, str]) -> dict[
             report = Path(folder, "report.json")
             words = ["benchmarks/step_tax.py", "--device", given.device, "--processes", str(processes)]
             words += ["--launches", str(given.launches)] * bool(given.launches)
-            words += ["--json", str(report), *(("--quick", "--workloads", "mlp,gpt") if given.quick else ())]
+            words += ["--workloads", given.workloads] * bool(given.workloads)
+            words += ["--json", str(report), *["--quick"] * given.quick]
             run(words, environ, (0, ExitCode.THRESHOLD))
             found[str(processes)] = json.loads(report.read_text("utf-8"))
         for name, part in found[str(processes)]["workloads"].items():
@@ -132,26 +133,50 @@ def run_step_tax(given: argparse.Namespace, environ: Mapping[str, str]) -> dict[
 
 
 def run_mfu(given: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Samples a second and MFU of a GPT, by devices, strategy, precision and compilation."""
+    """Samples a second, predicted and measured, and MFU of a GPT, by devices, strategy, precision and compilation.
+
+    The prediction is that of ``tutti simulate`` with a machine file that ``tutti bench`` has just measured.
+    """
     rows = [(1, "mirrored", "fp32", "none"), (1, "mirrored", "bf16", "none"), (1, "mirrored", "bf16", "default")]
     if given.devices > 1:
         rows += [(given.devices, name, "bf16", "none") for name in ("mirrored", "sharded", "tensor")]
-    found = {}
-    for devices, strategy, precision, mode in rows:
-        name = f"{devices} x {strategy} {precision}" + " compiled" * (mode != "none")
-        if mode != "none" and given.device == SIMULATED:
-            found[name] = {"skipped": "torch.compile has no backend for the simulated accelerator"}
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            words = ["-m", "tutti", "train", "text", "--model", MODELS[given.quick], "--device", given.device]
-            words += ["--devices", str(devices), "--strategy", strategy, "--precision", precision, "--compile", mode]
-            words += ["--batch-size", str(8 * devices), "--workers", str(1 if strategy == "tensor" else devices)]
-            words += ["--steps", "6" if given.quick else "60", "--eval-every", "none", "--optimizer", "adamw:lr=0.0003"]
-            run([*words, "--out", f"{folder}/run"], environ)
-            summary = json.loads(Path(folder, "run", "summary.json").read_text("utf-8"))
-        found[name] = {"samples_per_second": summary["samples_per_second"], "mfu": summary.get(MFU)}
-        print(f"{name:32} {summary['samples_per_second']:10.1f} samples/s   MFU {summary.get(MFU) or 'unknown'}")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Path(folder, "machine.json")
+        if given.device != SIMULATED:
+            parts = ["device", "optimizer", *["links", "collectives"] * (given.devices > 1)]
+            run(["-m", "tutti", "bench", *parts, "--device", given.device, "-o", str(machine)], environ)
+            found["machine"] = json.loads(machine.read_text("utf-8"))
+        for devices, strategy, precision, mode in rows:
+            name = f"{devices} x {strategy} {precision}" + " compiled" * (mode != "none")
+            if mode != "none" and given.device == SIMULATED:
+                found[name] = {"skipped": "torch.compile has no backend for the simulated accelerator"}
+                continue
+            words = ["text", "--model", MODELS[given.quick], "--devices", str(devices), "--strategy", strategy]
+            words += ["--precision", precision, "--batch-size", str(8 * devices), "--optimizer", "adamw:lr=0.0003"]
+            words += ["--workers", str(1 if strategy == "tensor" else devices)]
+            own = ["--device", given.device, "--compile", mode, "--steps", "12" if given.quick else "60"]
+            own += ["--eval-every", "none", "--out", f"{folder}/{name}"]
+            run(["-m", "tutti", "train", *words, *own], environ)
+            found[name] = row = speed(Path(folder, name), 8 * devices)
+            if machine.exists() and mode == "none":
+                said = json.loads(
+                    run(["-m", "tutti", "simulate", *words, "--machine", str(machine), "--json"], environ)
+                )
+                row["predicted_samples_per_second"] = said["steps"][0]["samples_per_second"]
+            print(f"{name:32} {json.dumps(row)}", flush=True)
     return found
+
+
+def speed(folder: Path, batch: int) -> dict[str, Any]:
+    """Samples a second and MFU of a run's later steps: the first ones compile code and allocate memory."""
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    clock = [line["seconds"] for line in lines if line["group"] == "train"]
+    late = clock[len(clock) // 3 :]
+    samples = batch * (len(late) - 1) / (late[-1] - late[0])
+    whole, mfu = summary["samples_per_second"], summary.get(MFU)
+    return {"samples_per_second": samples, "mfu": None if mfu is None else mfu * samples / whole}
 
 
 RUN = {"tests": run_tests, "contract": run_contract, "step_tax": run_step_tax, "mfu": run_mfu}
@@ -183,11 +208,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="processes that run tests beside each other (default: 0, one after the other)",
     )
     add("--launches", type=int, help="launches of the step tax for each workload (default: those of step_tax.py)")
+    add("--workloads", help="workloads of the step tax (default: all)")
     add("--quick", action="store_true", help="few steps, small models, times mean nothing: does it run?")
     add("--json", type=Path, help="write the report there")
     add("--save", action="store_true", help="write it to benchmarks/results/DATE-gpu-DEVICE.json as well")
     given = parser.parse_args(argv)
     given.parts = given.parts.split(",")
+    given.workloads = given.workloads or ("mlp,gpt" if given.quick else None)
     given.part = given.part or ("1/2000" if given.quick else "1/100")
     if given.devices is not None and given.devices < 1:
         parser.error("--devices is below 1")
@@ -214,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
         "benchmark": "gpu", "date": now.isoformat(timespec="seconds"), "quick": given.quick, "device": given.device,
         "devices": given.devices, "facts": facts, "hardware": hardware(), "parts": {},
     }  # fmt: skip
+    kept = ROOT / "benchmarks" / "results" / f"{now.date()}-gpu-{given.device}.json"
     for name in given.parts:
         print(f"--- {name}", flush=True)
         try:
@@ -222,12 +250,11 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
             report["parts"][name] = {"error": str(error)}
         if name in ("tests", "contract"):
             print(json.dumps(report["parts"][name], indent=1), flush=True)
-    report["failures"] = failures(report["parts"], not given.quick)
-    text = json.dumps(report, indent=2) + "\n"
-    if given.json:
-        given.json.write_text(text)
-    if given.save:
-        (ROOT / "benchmarks" / "results" / f"{now.date()}-gpu-{given.device}.json").write_text(text)
+        report["failures"] = failures(report["parts"], not given.quick)
+        # After every part, so that nothing is lost when the machine goes.
+        for file in (given.json, kept if given.save else None):
+            if file is not None:
+                file.write_text(json.dumps(report, indent=2) + "\n")
     for line in report["failures"]:
         print(line, file=sys.stderr)
     return ExitCode.THRESHOLD if report["failures"] else ExitCode.DONE

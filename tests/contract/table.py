@@ -165,10 +165,14 @@ def named(specification: str, model: str) -> str:
     return specification.format(**MODELS[model].names)
 
 
-def on_host(case: Case) -> bool:
-    """Whether the update is made on the host by a compiled loop, which adds up in another order than a device."""
-    served = case.strategy.startswith(("parameter_server", "central_storage"))
-    return served and case.optimizer in ("lars", "larc", "lamb", "novograd")
+def updates_on_host(case: Case) -> bool:
+    """Whether the host makes the update, so that its kernels' rounding counts and not that of the device's."""
+    return case.strategy.startswith(("parameter_server", "central_storage"))
+
+
+def in_another_order(case: Case) -> bool:
+    """Whether a compiled loop of the host makes the update, which adds up in another order than a device."""
+    return updates_on_host(case) and case.optimizer in ("lars", "larc", "lamb", "novograd")
 
 
 def optimizer_of(specification: str, model: str, built: nn.Module) -> torch.optim.Optimizer | str:

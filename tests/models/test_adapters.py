@@ -46,7 +46,7 @@ def tune(strategy: str, folder: str, init_from: str | None = None) -> Any:
     state = run.state()
     if tutti.rank() == 0 and folder:
         model.save_pretrained(folder, state_dict=state)
-    return {name: tensor.numpy().copy() for name, tensor in state.items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in state.items()}
 
 
 @pytest.mark.models

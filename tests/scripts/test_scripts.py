@@ -38,6 +38,10 @@ def part(text: str) -> list[Case]:
 
 
 def check(case: Case) -> None:
+    if worlds.DEVICE not in ("cpu", build.DEVICE) and getattr(harness.load(case.script), "RANDOM", False):
+        pytest.skip("the oracle draws the random numbers of a CPU")
+    if worlds.DEVICE not in ("cpu", build.DEVICE) and case.script == "script_muon":
+        pytest.skip("its products in bfloat16 round otherwise than the oracle's, on a CPU")
     verdict, refusal = harness.check(case), expected.refusal(case)
     missing = re.search(r"NotImplementedError: Could not run '(aten::\w+)'", verdict.text)
     if missing and worlds.DEVICE == build.DEVICE:

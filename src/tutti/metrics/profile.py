@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -24,7 +25,7 @@ def make_profiler(device: torch.device) -> torch.profiler.profile:
     """Return a ``torch.profiler.profile``, not started, of this process's CPU work and the kernels on ``device``."""
     # Kineto, the profiler's library, prints every start and stop to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    return torch.profiler.profile(activities=profiled_activities(device))
+    return torch.profiler.profile(activities=profiled_activities(device), acc_events=True)
 
 
 def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: Path, steps: int) -> None:
@@ -80,7 +81,12 @@ def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator
 def _table(profiler: torch.profiler.profile, steps: int, column: str) -> str:
     """Return a table with milliseconds a step of each phase, and the slowest operations."""
     averages = profiler.key_averages()
-    spent = {event.key: event.cpu_time_total / 1e3 / max(steps, 1) for event in averages if event.key in PHASES}
+    spent = Counter[str]()
+    for event in averages:
+        # On an accelerator each phase is there twice: the host's time, and the span of its kernels, without host time.
+        if event.key in PHASES:
+            spent[event.key] += event.cpu_time_total / 1e3 / max(steps, 1)
+    averages[:] = [event for event in averages if event.key not in PHASES]
     lines = [f"{phase:<10} {spent[phase]:>10.3f} ms a step" for phase in PHASES if phase in spent]
     longest = averages.table(sort_by=column, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
     return "\n".join([f"{steps} steps on rank 0", *lines, "", longest, ""])

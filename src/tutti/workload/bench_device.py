@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,11 +20,61 @@ from tutti.workload.machine_file import CurvePoint, peak_name
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS = ("sgd:lr=0.1,momentum=0.9", "adam:lr=0.001")
-_CHANNELS, _PIXELS, _HEADS, _HEAD = 32, 32, 4, 32
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Shapes of measured calls, in increasing size.
+
+    Attributes:
+        products: sides of square matrices.
+        attention: (samples, tokens) of a call.
+        heads: heads of attention, and the width of each.
+        convolution: samples of a call.
+        channels: channels of a convolution.
+        pixels: side of its images.
+        bytes: exponents of two of the bytes that copies and elementwise operators read.
+        parameters: exponents of two of an optimizer's parameters.
+    """
+
+    products: tuple[int, ...]
+    attention: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]
+    convolution: tuple[int, ...]
+    channels: int
+    pixels: int
+    bytes: range
+    parameters: tuple[int, ...]
+
+
+# On CPUs the rate of attention depends on the length and hardly on the batch, which is what grows in training.
+_ON_CPUS = _Shapes(
+    products=(32, 64, 128, 256, 512, 1024),
+    attention=((1, 128), (4, 128), (16, 128), (64, 128)),
+    heads=(4, 32),
+    convolution=(1, 4, 16, 64),
+    channels=32,
+    pixels=32,
+    bytes=range(12, 27, 2),
+    parameters=(14, 17, 20, 22),
+)
+# Large enough to occupy a GPU, whose second-level cache holds 60 MB: shapes of a GPT and of a residual network.
+_ON_ACCELERATORS = _Shapes(
+    products=(256, 512, 1024, 2048, 4096, 8192),
+    attention=((1, 128), (2, 256), (4, 512), (8, 1024), (16, 2048)),
+    heads=(12, 64),
+    convolution=(1, 4, 16, 64, 256, 1024),
+    channels=128,
+    pixels=28,
+    bytes=range(12, 31, 2),
+    parameters=(14, 17, 20, 23, 26),
+)
 _KEPT = 16
 """Results that a measurement of elementwise operators keeps: a guess at a forward's activations."""
 _LONG = 0.5
 """Seconds of a call beyond which no larger call is measured, so that a slow device does not take an hour (a guess)."""
+_MOST_BYTES = 2**28
+"""Bytes of an elementwise operator's tensor at most: ``_KEPT`` results take 4 GiB."""
 
 
 def bench_device(device: torch.device, found: Findings) -> None:
@@ -36,30 +88,39 @@ def bench_device(device: torch.device, found: Findings) -> None:
         found: receives the curves of median seconds over FLOP or bytes, and figures; their names begin with
             ``device/``.
     """
-    accelerator = is_accelerator(device)
-    precisions = ("fp32", "bf16", "fp16") if accelerator else ("fp32", "bf16")
-    for precision in precisions:
+    shapes = _shapes(device)
+    for precision in ("fp32", "bf16", "fp16") if is_accelerator(device) else ("fp32", "bf16"):
         dtype = _TYPES[precision]
         _products(device, precision, found)
-        # On CPUs the rate depends on the length and hardly on the batch, which is what grows in training.
-        shapes = [(1, n) for n in (64, 128, 256, 512)] if accelerator else [(n, 128) for n in (1, 4, 16, 64)]
-        works = [_attention(batch, length, dtype, device) for batch, length in shapes]
-        _draw(f"device/attention/{precision}", works, device, found)
-        batches = (1, 4, 16, 64, 256) if accelerator else (1, 4, 16, 64)
-        _draw(f"device/convolution/{precision}", [_convolution(n, dtype, device) for n in batches], device, found)
-    top = 28 if accelerator else 26
-    points = []
-    for power in range(12, top + 1, 2):
+        attention = (partial(_attention, *size, shapes.heads, dtype, device) for size in shapes.attention)
+        _draw(f"device/attention/{precision}", attention, device, found)
+        convolution = (
+            partial(_convolution, n, shapes.channels, shapes.pixels, dtype, device) for n in shapes.convolution
+        )
+        _draw(f"device/convolution/{precision}", convolution, device, found)
+    points: list[CurvePoint] = []
+    for power in shapes.bytes:
+        if _took_long(points):
+            break
         source = torch.ones(2**power, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         points.append(curve_point(2 * 2**power, time_calls(partial(target.copy_, source), device)))
     found.draw("device/copy", "byte", points)
-    _elementwise(device, top, found)
+    _elementwise(device, shapes.bytes, found)
     one = torch.zeros(1, device=device)
     found.add("device/operation/seconds", "s", time_calls(lambda: one.add_(1), device, calls=100))
 
 
-def _elementwise(device: torch.device, top: int, found: Findings) -> None:
+def _shapes(device: torch.device) -> _Shapes:
+    return _ON_ACCELERATORS if is_accelerator(device) else _ON_CPUS
+
+
+def _took_long(points: Sequence[CurvePoint], results: int = 1) -> bool:
+    """Whether the last call took ``_LONG``, which has ``results`` results, and there are points enough for a line."""
+    return len(points) > 1 and points[-1].seconds * results > _LONG
+
+
+def _elementwise(device: torch.device, powers: range, found: Findings) -> None:
     """Measure operators whose seconds depend on their bytes, read and written, into new memory.
 
     Each measurement keeps several results until its end, as a forward keeps activations: memory that was just freed is
@@ -68,8 +129,10 @@ def _elementwise(device: torch.device, top: int, found: Findings) -> None:
     width = 128
 
     def draw(name: str, call: Callable[[Tensor, Tensor], Tensor], tensors: int) -> None:
-        points = []
-        for power in range(12, top, 2):
+        points: list[CurvePoint] = []
+        for power in powers[:-1]:
+            if _took_long(points, _KEPT) or 2**power > _MOST_BYTES:
+                break
             one, other = (torch.randn(2**power // 4 // width, width, device=device) for _ in range(2))
             seconds = time_calls(partial(_keep_results, call, one, other), device)
             points.append(curve_point(tensors * one.nbytes, [each / _KEPT for each in seconds]))
@@ -93,7 +156,7 @@ def bench_optimizer(device: torch.device, found: Findings) -> None:
     """
     for text in _OPTIMIZERS:
         points = []
-        for power in (14, 17, 20, 22):
+        for power in _shapes(device).parameters:
             parameter = torch.nn.Parameter(torch.ones(2**power, device=device))
             parameter.grad = torch.ones_like(parameter)
             optimizer = from_config(check_optimizer(text))([("weight", parameter)])
@@ -109,26 +172,27 @@ _Work = tuple[float, Callable[[], Tensor]]
 
 def _products(device: torch.device, precision: str, found: Findings) -> None:
     """Measure square matrix products, and the best rate at one and at all CPU threads."""
-    sizes = (256, 512, 1024, 2048, 4096, 8192) if is_accelerator(device) else (32, 64, 128, 256, 512, 1024)
-    works = [_product(n, _TYPES[precision], device) for n in sizes]
+    works = [partial(_product, n, _TYPES[precision], device) for n in _shapes(device).products]
     works = works[: _draw(f"device/matmul/{precision}", works, device, found)]
     threads = torch.get_num_threads()
     counts = [None] if is_accelerator(device) else sorted({1, threads})
     for count in counts:
         if count is not None:
             torch.set_num_threads(count)
-        rates = [[flop / s for s in time_calls(call, device)] for flop, call in works[-3:]]
+        largest = [make() for make in works[-3:]]
+        rates = [[flop / s for s in time_calls(call, device)] for flop, call in largest]
         found.add(peak_name(precision, count), "FLOP/s", max(rates, key=statistics.median))
     torch.set_num_threads(threads)
 
 
-def _draw(name: str, works: list[_Work], device: torch.device, found: Findings) -> int:
+def _draw(name: str, works: Iterable[Callable[[], _Work]], device: torch.device, found: Findings) -> int:
     """Measure calls in increasing size, two at least and up to one of ``_LONG`` seconds; return how many."""
     points: list[CurvePoint] = []
-    for flop, call in works:
-        points.append(curve_point(flop, time_calls(call, device)))
-        if len(points) > 1 and points[-1].seconds > _LONG:
+    for make in works:
+        if _took_long(points):
             break
+        flop, call = make()
+        points.append(curve_point(flop, time_calls(call, device)))
     found.draw(name, "FLOP", points)
     return len(points)
 
@@ -138,15 +202,15 @@ def _product(n: int, dtype: torch.dtype, device: torch.device) -> _Work:
     return 2.0 * n**3, lambda: left @ right
 
 
-def _convolution(batch: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    images = torch.randn(batch, _CHANNELS, _PIXELS, _PIXELS, device=device).to(dtype)
-    weight = torch.randn(_CHANNELS, _CHANNELS, 3, 3, device=device).to(dtype)
-    return 2.0 * 9 * _CHANNELS**2 * _PIXELS**2 * batch, lambda: functional.conv2d(images, weight, padding=1)
+def _convolution(batch: int, channels: int, pixels: int, dtype: torch.dtype, device: torch.device) -> _Work:
+    images = torch.randn(batch, channels, pixels, pixels, device=device).to(dtype)
+    weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
+    return 2.0 * 9 * channels**2 * pixels**2 * batch, lambda: functional.conv2d(images, weight, padding=1)
 
 
-def _attention(batch: int, length: int, dtype: torch.dtype, device: torch.device) -> _Work:
+def _attention(batch: int, length: int, heads: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _Work:
     """Return attention over the parts of one projection, which are strided as in a model."""
-    projected = torch.randn(batch, length, 3, _HEADS, _HEAD, device=device).to(dtype)
+    projected = torch.randn(batch, length, 3, *heads, device=device).to(dtype)
     query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
-    flop = 4.0 * batch * _HEADS * _HEAD * length**2
+    flop = 4.0 * batch * math.prod(heads) * length**2
     return flop, lambda: functional.scaled_dot_product_attention(query, key, value)

@@ -29,6 +29,7 @@ from tutti.config.sync_config import AllReduceConfig, CentralConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.launcher.malloc_tuning import give_back
+from tutti.nn.sparse_layers import sparse_parameters
 from tutti.nn.swap import buffers
 from tutti.optim.mixing import needs_closure
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
@@ -398,6 +399,14 @@ class CentralStorageSync(AllReduceSync):
             return TreeReducer(named, run_context)
         if run_context.comms.replica.size == 1:
             return OverlappedReducer(named, run_context, "fp32", 1)
+        if self._host is not None and any(p.requires_grad for p in sparse_parameters(self._replica.parts).values()):
+            raise UsageError(
+                "central_storage has no sum of sparse gradients for accelerators",
+                where=f"rank {self._run_context.comms.replica.global_rank}",
+                why="the owners of parameters receive sums in host memory, and the rows of sparse gradients are on the "
+                "device",
+                remedy="set sparse=False, or take --strategy mirrored, --device cpu or a reproducible run",
+            )
         mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
         shared = attach_shared(named, run_context, owners=None if self._custom else mine, of_devices=True)
         if shared is None:
