@@ -68,12 +68,16 @@ class Choice:
         return {**shape, "replica": devices // math.prod(n for axis, n in shape.items() if axis != "replica")}
 
     def data_ranks(self, devices: int) -> int:
-        """Return the number of ranks among which a global batch is divided: mesh extents ``replica`` × ``shard``.
+        """Return the number of ranks among which this strategy divides a global batch.
 
-        The ranks along ``stage`` and ``tensor`` work on the same samples.
+        The number is the product of the mesh extents ``replica`` and ``shard``; the ranks along ``stage`` and
+        ``tensor`` work on the same samples.
 
         Args:
             devices: number of devices of the run.
+
+        Raises:
+            UsageError: the strategy does not fit this number of devices.
         """
         shape = self.shape(devices)
         return shape["replica"] * shape["shard"]
@@ -99,11 +103,17 @@ class Choice:
         return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 
     def parts(self, devices: int) -> bool:
-        """Return whether each device keeps only a part of the parameters (stages, slices or shards) by this strategy.
+        """Return whether each device keeps only a part of the parameters by this strategy.
+
+        True with pipeline stages, with tensor parallelism, and with FSDP2's shards of the parameters; False with one
+        device.
 
         Args:
-            devices: number of devices of the run, which the extents that the strategy leaves open follow; with one
-                device there are no parts.
+            devices: number of devices of the run; options of the strategy that are not given (such as the number of
+                stages) follow from it.
+
+        Raises:
+            UsageError: the strategy does not fit this number of devices.
         """
         shape = self.shape(devices)
         return shape["stage"] * shape["tensor"] > 1 or self.exchange.shards_parameters(shape)
@@ -121,7 +131,7 @@ class Choice:
     def make(self, run_context: RunContext) -> tuple[ModelLayout, GradientSync]:
         """Construct the model layout and the gradient synchronisation of this strategy. Not collective.
 
-        Neither has the model yet: the layout's ``build`` and the synchronisation's ``attach`` take it.
+        Neither has the model yet: the layout's ``build`` and the synchronisation's ``attach`` take the model.
 
         Args:
             run_context: communicators and settings of the run.
@@ -142,8 +152,8 @@ def parse_strategy(text: str) -> Choice:
         text: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
 
     Returns:
-        A ``Choice``: the strategy's ``name`` (an alias is replaced by it), its capabilities (``row``), and the options
-        of its model layout (``layout``) and of its gradient synchronisation (``exchange``), defaults filled in.
+        A ``Choice``: the strategy's ``name`` (in place of an alias), its row of the registry with its capabilities
+        (``row``), and the options of its model layout (``layout``) and of its gradient synchronisation (``exchange``).
 
     Raises:
         UsageError: an unknown name, key or value; the message proposes the nearest known one.
@@ -176,7 +186,8 @@ def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> 
     """Return the size limit of a micro-batch in samples, from the options of the strategy or from ``--micro-batch``.
 
     Args:
-        choice: the strategy, which may have the option ``micro_batches`` (a pipeline), a number of micro-batches.
+        choice: the strategy. A pipeline may have the option ``micro_batches``: into how many micro-batches a worker's
+            samples of a global batch are divided.
         given: ``--micro-batch`` in samples, used where the strategy has no ``micro_batches``; None without the option.
         batch: samples of a global batch.
         workers: number of logical workers, the fixed shares into which a global batch is divided.
@@ -208,8 +219,10 @@ class KeepsAverage(Protocol):
     def average(self, averaging: Averaging) -> Average:
         """Create a moving average (EMA) of the model's weights that starts from their current values. Collective.
 
+        A gradient synchronisation has this method if it keeps the weights, and so their average, in a place of its own.
+
         Args:
-            averaging: decay and warm-up.
+            averaging: decay and warm-up of the average.
 
         Returns:
             The average, whose ``update`` is to be called after each update of the parameters.
@@ -220,8 +233,9 @@ def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunCont
     """Create the moving average (EMA) of the weights that the run asks for. Collective.
 
     Args:
-        replica: the replica, after ``exchange.attach``.
-        exchange: the gradient synchronisation, which may have its own implementation (``KeepsAverage``).
+        replica: the model on this rank and what runs it, after ``exchange.attach``.
+        exchange: the gradient synchronisation; if it has a method ``average`` (``KeepsAverage``), this makes the
+            average.
         run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
 
     Returns:

@@ -97,13 +97,13 @@ def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: 
 
 
 def check_custom_loop(choice: Choice) -> None:
-    """Check that the strategy supports a training loop of the script's own (``run.backward``).
+    """Check that the strategy supports a training loop of the script's own, which calls ``run.backward``.
 
     Args:
         choice: the strategy.
 
     Raises:
-        UsageError: the strategy does not; the message names strategies that do.
+        UsageError: the strategy supports only ``run.step(batch)``; the message names strategies that support both.
     """
     if not choice.row.custom_loop:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
@@ -196,7 +196,7 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
         sparse: whether the model has sparse gradients.
 
     Raises:
-        UsageError: the combination cannot be measured.
+        UsageError: the noise scale cannot be measured with these options; the message names the reason and a way out.
     """
     _check_one_gradient(choice)
     exchange, shape = choice.exchange, choice.shape(devices)
@@ -268,7 +268,8 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_opti
             computed separately; None for none.
 
     Raises:
-        UsageError: the combination does not run.
+        UsageError: ``per_worker_option`` is given, the strategy's workers have different weights, or the run is to be
+            reproducible on several data ranks.
     """
     if per_worker_option is not None:
         raise UsageError(

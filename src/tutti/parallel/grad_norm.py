@@ -11,7 +11,7 @@ from tutti.types import StepContext
 
 
 def norm_across_model(comm: Communicator, square: float, stop: bool, step_context: StepContext) -> tuple[float, bool]:
-    """Sum the squared gradient norms of all ranks of one replica, and tell whether any of them asks to stop.
+    """Sum the squared gradient norms of all ranks of one replica, and find out whether any of them asks to stop.
 
     Collective: one all-reduce over the ranks of one replica, each of which has a part of the model (stages or slices);
     none for a single rank.
@@ -24,7 +24,8 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
         step_context: the step under way.
 
     Returns:
-        The squared norm of the whole gradient, and whether to stop; equal on all these ranks.
+        The squared L2 norm of the replica's whole gradient, and whether any rank asks to stop; equal on all these
+        ranks.
 
     Raises:
         MismatchError: the ranks are in different steps.

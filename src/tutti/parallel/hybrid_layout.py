@@ -40,7 +40,8 @@ class HybridLayout:
             rank's tensor slices of the whole model.
 
         Raises:
-            UsageError: the model cannot be cut into stages or split by the plan for tensor parallelism.
+            UsageError: the model cannot be cut into stages, or its layers cannot be split over the tensor ranks as the
+                options ask.
             MismatchError: the ranks have built different models.
         """
         run_context, config = self._run_context, self._config

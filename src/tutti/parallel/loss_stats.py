@@ -25,10 +25,10 @@ class LossCounter:
     def add(self, part: LossSums | None) -> None:
         """Add a logical worker's loss sums to this rank's total of the step.
 
-        A logical worker is one of N fixed shares of the global batch.
+        A logical worker is one of N fixed shares of the global batch; a rank computes one or more.
 
         Args:
-            part: sums of loss, count and metrics; None if the worker had no samples, where nothing is added.
+            part: sums of loss, count and metrics; None if the worker had no samples: then the total stays.
 
         Raises:
             UsageError: the loss function reports more than ``METRICS`` (6) metrics.
@@ -54,7 +54,7 @@ class LossCounter:
         self._names = part.names
 
     def together(self, part: LossSums | None) -> LossSums | None:
-        """Return the sum of this rank's loss sums in the step and a worker's further ones, without changing the total.
+        """Return this rank's loss sums of the step plus those of the current worker, without changing the rank's total.
 
         Args:
             part: sums of loss, count and metrics of the current logical worker (share of the global batch), not added
@@ -66,7 +66,7 @@ class LossCounter:
         return part if self._totals is None or part is None else self._totals + part
 
     def take(self) -> Tensor | None:
-        """Return this rank's loss sums, added up over its logical workers in the step, and reset them. Not collective.
+        """Return this rank's loss sums of the step, added up over its logical workers, and reset them. Not collective.
 
         Returns:
             Float tensor ``[loss_sum, count, *metric_sums]``; None where none of this rank's logical workers (shares of
@@ -78,12 +78,14 @@ class LossCounter:
     def means(self, metrics: Sequence[float], count: float) -> dict[str, float]:
         """Divide the sums of the loss function's metrics by the count.
 
+        The names of the metrics are those that ``add`` or ``note`` has recorded.
+
         Args:
             metrics: sums in the order in which the loss function reports the metrics; further entries are ignored.
             count: number of samples or tokens in the sums.
 
         Returns:
-            The mean of each metric by the name that the loss function gives it.
+            The mean of each metric, a Python float, by the name that the loss function gives it.
         """
         return {name: value / count for name, value in zip(self._names, metrics, strict=False)}
 

@@ -19,10 +19,10 @@ from tutti.types import LossSums, StepContext
 
 
 def divisor_of_backward(step_context: StepContext) -> float:
-    """Return the number by which backward has divided each sample's loss in this step: the global batch's samples.
+    """Return the number by which backward has divided the sum of the samples' losses in this step.
 
-    Where one micro-batch is the whole batch, the result is 0: its backward has divided by the loss's own count
-    (samples, tokens) already, and the gradient needs no further factor.
+    This is the number of samples of the global batch. Where one micro-batch is the whole batch, the result is 0: its
+    backward has divided by the loss's own count (samples, tokens) already, and the gradient needs no further factor.
 
     Args:
         step_context: the step, of which ``samples`` and ``whole`` are read.
@@ -34,8 +34,12 @@ def mean_factor(divisor: float, counted: float) -> float:
     """Return the factor that turns a gradient summed over the batch into the mean over what the loss counts.
 
     Args:
-        divisor: samples by which backward has divided; 0 if it has divided by the count (``divisor_of_backward``).
+        divisor: number of samples by which backward has divided the loss; 0 if backward has divided by the count (see
+            ``divisor_of_backward``).
         counted: sum of the loss's counts (samples, tokens) over the global batch.
+
+    Returns:
+        ``divisor / counted``; 1 if either is 0.
 
     >>> mean_factor(8, 32), mean_factor(0, 32), mean_factor(8, 0)
     (0.25, 1.0, 1.0)
@@ -46,9 +50,9 @@ def mean_factor(divisor: float, counted: float) -> float:
 def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> float:
     """Scale one logical worker's gradient in place to the mean over its own samples or tokens, without loss scale.
 
-    A logical worker is one of N fixed shares of the global batch. Backward has computed the gradient of a mean times
-    the loss scale: of the mean over the loss function's count for a single micro-batch (``part.whole``), else of the
-    sum over samples divided by ``part.samples``.
+    A logical worker is one of N fixed shares of the global batch. Backward has multiplied the loss by the loss scale,
+    and divided it: for a single micro-batch (``part.whole``) by the loss function's count, such as tokens, else by the
+    number of samples ``part.samples``.
 
     Args:
         gradients: the worker's gradients as backward has left them.
@@ -56,7 +60,7 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
         loss_scale: factor that the gradients contain, and by which they are divided.
 
     Returns:
-        The L2 norm of the scaled gradient.
+        The L2 norm of the scaled gradient, a Python float.
     """
     factor = mean_factor(0.0 if part.whole else part.samples, float(part.sums[1])) / loss_scale
     if factor != 1.0:
@@ -67,12 +71,10 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
 def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
     """Turn a logical worker's gradient of the mean of its losses into the gradient of their sum, in place.
 
-    A logical worker is one of N fixed shares of the global batch.
-
-    Backward has computed the gradient of a mean times the loss scale: of the mean over the loss function's count for a
-    single micro-batch (``part.whole``), else of the sum over samples divided by ``part.samples``. This function
-    multiplies by that divisor and divides by ``loss_scale``. The sum of all workers' results, divided by the global
-    count, is then the gradient of the mean over the global batch.
+    A logical worker is one of N fixed shares of the global batch. Backward has multiplied the loss by the loss scale,
+    and divided it: for a single micro-batch (``part.whole``) by the loss function's count, such as tokens, else by the
+    number of samples ``part.samples``. This function multiplies by that divisor and divides by ``loss_scale``. The sum
+    of all workers' results, divided by the global count, is then the gradient of the mean over the global batch.
 
     Args:
         gradients: gradient tensors of one worker, changed in place; may be empty.
@@ -88,7 +90,7 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
 
     Args:
         norm: L2 norm of the gradient.
-        largest: norm above which it is clipped; None for no clipping.
+        largest: largest norm that is not clipped; None for no clipping.
 
     Returns:
         The factor to multiply the gradient by, 1.0 without clipping, and the norm of the product.
@@ -106,7 +108,7 @@ def is_finite(gradient: Tensor | None) -> bool:
     """Return whether all elements of a gradient are finite; True if the gradient is None.
 
     Args:
-        gradient: dense, or sparse, of which the values are looked at; on any device.
+        gradient: dense or sparse, on any device; of a sparse gradient the stored values count.
     """
     return gradient is None or bool(torch.isfinite(values_of(gradient)).all())
 

@@ -49,9 +49,9 @@ class ParameterAverage:
         self.updates = 0
 
     def adopt(self, names: Collection[str]) -> None:
-        """Average further parameters that were frozen (``requires_grad`` False), starting from their current values.
+        """Add parameters that were frozen (``requires_grad`` False) to the moving average, from their current values.
 
-        Since a frozen parameter is constant, its average so far is its value.
+        A frozen parameter is constant, so that its average so far is its value.
 
         Args:
             names: names in the model of parameters that the script now trains; parameters averaged already are left
@@ -79,7 +79,8 @@ class ParameterAverage:
     def update(self) -> None:
         """Update the moving average of this rank's weights: average ← d · average + (1 - d) · parameter.
 
-        d is the decay. Call it once after each update of the parameters. Not collective.
+        d is the decay of this update, which may rise in a warm-up. Called once after each update of the parameters;
+        increments the attribute ``updates``. Not collective.
         """
         if self._values:
             share = self._averaging.share(self.updates)
@@ -87,7 +88,7 @@ class ParameterAverage:
         self.updates += 1
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a mapping like ``merged``, with the moving average (EMA) in place of each averaged parameter.
+        """Return a dict like ``merged``, with the moving average (EMA) in place of each averaged parameter.
 
         The tensors themselves are not copied. Buffers and frozen parameters stay. Not collective.
 
@@ -100,8 +101,8 @@ class ParameterAverage:
         """Return this rank's part of the moving average of the weights for a checkpoint. Not collective.
 
         Returns:
-            ``{"ema": {parameter: tensor}}``. Of a tensor with several equal copies only one rank returns it; a slice of
-            a sharded tensor comes as a ``TensorSlice`` with its position in the whole tensor.
+            ``{"ema": {parameter name: tensor}}``. Of a tensor with several equal copies only one rank returns it; a
+            slice of a sharded tensor comes as a ``TensorSlice`` with its position in the whole tensor.
         """
         named = dict(zip(self._names, self._values, strict=True))
         found: dict[str, Tensor | TensorSlice] = {}
@@ -131,9 +132,9 @@ class ParameterAverage:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the moving average keeps parameters of a dtype.
+    """Return the dtype in which the moving average of the weights keeps parameters of a dtype.
 
-    This is float32 for float16 and bfloat16, else the same dtype.
+    This is float32 for float16 and bfloat16, whose resolution is too low for small changes; else the same dtype.
     """
     return torch.float32 if dtype in _NARROW else dtype
 

@@ -22,9 +22,9 @@ def support_split_tensors(
 ) -> None:
     """Let an optimizer that needs whole matrices or their norms compute them from tensor-parallel slices.
 
-    Such an optimizer has an attribute ``norms`` or ``wholes``, which is set to an object that communicates with the
-    other tensor ranks in each step. Collective over ``comm``: an all-gather. Without split parameters on any of these
-    ranks nothing is changed.
+    Such an optimizer has an attribute ``norms`` (sums of squared norms) or ``wholes`` (gathered matrices), which is set
+    to an object that communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather. If
+    no rank has a split parameter, nothing is changed.
 
     Args:
         optimizer: the optimizer; without these attributes it is left as it is.
@@ -62,7 +62,8 @@ class SliceRegions(NamedTuple):
             local: shape of the slice.
 
         Returns:
-            The global shape, and the index regions in the global tensor of which the slice consists.
+            A ``SliceRegions``: the global shape (``shape``), and the regions of the global tensor of which the slice
+            consists (``regions``), each a tuple of one ``slice`` a dimension.
         """
         if tuple(local) == spec.shape:
             return None
@@ -132,10 +133,10 @@ class SplitMatrixGatherer:
         self._split, self._comm, self._slices = split, comm, slices
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Assemble whole tensors from the slices of all tensor ranks.
+        """Assemble whole tensors from the tensor-parallel ranks' slices, for an optimizer that needs whole matrices.
 
-        Collective: one all-reduce of tensors that are zero except for this rank's slice; none where the parameter is
-        not split.
+        Collective over the tensor ranks: one all-reduce of tensors that are zero except for this rank's slice; none
+        where the parameter is not split. Tensors that are also sharded by rows are gathered over the shard ranks first.
 
         Args:
             parameter: the parameter that all ``tensors`` are of.
@@ -157,7 +158,7 @@ class SplitMatrixGatherer:
         return list(whole.unbind())
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this tensor rank's slice of a whole tensor. Not collective.
+        """Return this tensor-parallel rank's slice of a whole tensor, the inverse of ``gather``. Not collective.
 
         Args:
             parameter: the parameter that the tensor belongs to (its value, gradient or optimizer state).

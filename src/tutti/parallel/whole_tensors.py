@@ -72,7 +72,8 @@ class WholeTensors:
     def whole(self, parameter: Tensor) -> bool:
         """Return whether this rank gathers a tensor's slices, steps on the whole tensor and keeps its optimizer state.
 
-        False for tensors that another rank gathers, and for tensors that are stepped on as slices.
+        The object gathers tensors that are split over ranks, each on one owner rank, for an optimizer that cannot step
+        on slices. False for tensors that another rank gathers, and for tensors that are not gathered.
 
         Args:
             parameter: one of this rank's parameters.
@@ -82,7 +83,8 @@ class WholeTensors:
     def slices(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on one owner rank for the optimizer's step.
 
-        If so, only the owner has the optimizer state of the tensor. True on every rank that holds a slice.
+        The tensor is one that is split over ranks, of an optimizer that cannot step on slices. If so, only the owner
+        has the optimizer state of the tensor. True on every rank that holds a slice.
 
         Args:
             parameter: one of this rank's parameters.
@@ -93,12 +95,12 @@ class WholeTensors:
     def step(self, optimizer: Optimizer) -> None:
         """Run ``optimizer.step()`` on the whole tensors that this rank owns, and on its tensors that are not gathered.
 
-        All ranks send their slices of parameter and gradient to the owner of the tensor and receive slices of the
-        updated parameter; afterwards ``.data`` and ``.grad`` are this rank's slices again. Collective: two all-to-alls
-        for each mesh axis and dtype.
+        Each tensor that is split over ranks has one owner rank. All ranks send their slices of parameter and gradient
+        to the owner and receive slices of the updated parameter; afterwards ``.data`` and ``.grad`` are this rank's
+        slices again. Collective: two all-to-alls for each mesh axis and dtype.
 
         Args:
-            optimizer: over this rank's slices of the parameters.
+            optimizer: an optimizer whose parameters are this rank's slices.
         """
         memory: dict[Tensor, Tensor] = {p: p.data for p in self._gathered}
         values = dict(memory)
@@ -136,14 +138,16 @@ class WholeTensors:
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """Return the optimizer state, for a checkpoint, of the parameters that this rank gathers whole for the step.
 
-        Not collective.
+        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
+        collective.
 
         Args:
             optimizer: the optimizer.
-            named: (name, parameter) pairs; parameters that other ranks gather, or none, are left out.
+            named: (name, parameter) pairs; parameters that another rank owns, or that are not gathered, are left out.
 
         Returns:
-            Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
+            A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``; the tensors have the
+            shape of the whole parameter, or are 0-d.
         """
         return optimizer_tensors(optimizer, [(name, p) for name, p in named if p in self._owned])
 
@@ -156,11 +160,12 @@ class WholeTensors:
     ) -> None:
         """Load the optimizer state of the parameters that this rank gathers whole for the step from a checkpoint.
 
-        Not collective. The parameters keep their values.
+        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
+        collective. The parameters keep their values.
 
         Args:
-            optimizer: the optimizer.
-            named: its parameters by name; parameters that other ranks gather, or none, are ignored.
+            optimizer: the optimizer, whose ``state`` is written.
+            named: its parameters by name; parameters that another rank owns, or that are not gathered, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
         """
@@ -191,13 +196,15 @@ class WholeTensorsOf:
     def of(self, optimizer: Optimizer) -> WholeTensors | None:
         """Return the object that steps ``optimizer`` on whole tensors; None where the optimizer can step on slices.
 
+        Such an object gathers each tensor that is split over ranks on one owner rank for the step.
+
         Args:
             optimizer: one of the run's optimizers.
         """
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
-        """Return whether the slices of this tensor are gathered on an owner rank for the step of any optimizer.
+        """Return whether the slices of this tensor are gathered on an owner rank for any optimizer's step.
 
         If so, the owner steps on the whole tensor, and only the owner has the optimizer state of the tensor.
 
@@ -209,14 +216,16 @@ class WholeTensorsOf:
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """Return all optimizers' state, for a checkpoint, of the parameters that this rank gathers whole for a step.
 
-        Not collective.
+        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
+        collective.
 
         Args:
             optimizer: unused: the state of each optimizer of the run is returned.
-            named: (name, parameter) pairs; parameters that other ranks gather, or none, are left out.
+            named: (name, parameter) pairs; parameters that another rank owns, or that are not gathered, are left out.
 
         Returns:
-            Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
+            A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``; the tensors have the
+            shape of the whole parameter, or are 0-d.
         """
         return {
             name: tensor for member, gathers in self._found for name, tensor in gathers.tensors(member, named).items()
@@ -231,11 +240,12 @@ class WholeTensorsOf:
     ) -> None:
         """Load the state of the parameters that this rank gathers whole for a step into each of the run's optimizers.
 
-        Not collective.
+        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
+        collective. The parameters keep their values.
 
         Args:
             optimizer: unused: each optimizer of the run loads the state of its own parameters.
-            named: parameters by name; parameters that other ranks gather, or none, are ignored.
+            named: parameters by name; parameters that another rank owns, or that are not gathered, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
         """
@@ -246,7 +256,9 @@ class WholeTensorsOf:
 def gatherers_of_optimizers(
     optimizer: Optimizer | None, complete: Callable[[Optimizer | None], WholeTensors | None]
 ) -> WholeTensorsOf | None:
-    """Build the objects that gather whole tensors for the steps of optimizers that cannot step on slices. Collective.
+    """Build the object that gathers whole tensors for the step of each optimizer that cannot step on slices.
+
+    Collective, as far as ``complete`` is.
 
     Args:
         optimizer: the run's optimizer, which may combine several; None without parameters on this rank.
@@ -254,7 +266,7 @@ def gatherers_of_optimizers(
             slices; collective; called with None for an optimizer without parameters on this rank.
 
     Returns:
-        The objects of all optimizers that have one; None where no optimizer has.
+        A ``WholeTensorsOf``: the objects by optimizer; None where no optimizer needs one.
     """
     made = [(member, complete(member)) for member in slots(optimizer)]
     found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]
@@ -262,14 +274,14 @@ def gatherers_of_optimizers(
 
 
 def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
-    """Raise the error for a parameter that a script unfreezes during training; the optimizer needs whole tensors.
+    """Raise UsageError: a script unfreezes a parameter during training, and the optimizer steps on whole tensors.
 
     Args:
         optimizer: the optimizer, named in the error.
         name: the parameter whose ``requires_grad`` the script has set to True.
 
     Raises:
-        UsageError: always; which rank keeps the state of each tensor was decided at the start.
+        UsageError: always; which rank gathers each tensor and keeps its state was decided at the start.
     """
     raise UsageError(
         f"the script trains {name} from here on, which was frozen in tutti.prepare",
@@ -381,9 +393,9 @@ class _Axis:
 def along_slices(
     here: Sequence[tuple[nn.Parameter, tuple[int, ...], SliceRegions | None]], comm: Communicator, every: bool
 ) -> list[GatheredTensor]:
-    """List the tensors of which an owner rank must gather the slices that the ranks of ``comm`` hold.
+    """Return descriptions of the tensors that an owner rank must gather from slices on the ranks of ``comm``.
 
-    Collective over ``comm``: each rank broadcasts the positions of its slices.
+    Collective over ``comm``: each rank broadcasts the positions of its slices. The tensors themselves are not gathered.
 
     Args:
         here: for each parameter, the parameter, the shape of this rank's slice, and the slice's regions in the global
@@ -392,8 +404,9 @@ def along_slices(
         every: whether to include tensors that all ranks hold whole, because one rank steps all tensors together.
 
     Returns:
-        The tensors that some rank holds in part, and with ``every`` all others, in the order of ``here``, each with the
-        regions that every rank holds.
+        In the order of ``here``, one ``GatheredTensor`` for each tensor that some rank holds in part, and with
+        ``every`` for each other one: the parameter, the shapes of this rank's slice and of the whole tensor, and for
+        each rank the regions of its slices, each region a tuple of one ``slice`` a dimension.
     """
     mine = [
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
@@ -423,6 +436,8 @@ def axis(
 ) -> _Axis:
     """Assign an owner rank to each tensor that is gathered along one mesh axis. Not collective.
 
+    The owner gathers the slices, steps the optimizer on the whole tensor and sends the slices of the result back.
+
     Args:
         comm: the ranks of the axis.
         parts: the tensors, the same on all ranks.
@@ -439,18 +454,18 @@ def axis(
 def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return a list of the members of ``parameters`` that are in the optimizer's ``param_groups``, in the given order.
 
-    ``requires_grad`` plays no part.
+    Frozen parameters (``requires_grad`` False) are included.
     """
     members = {p for group in optimizer.param_groups for p in group["params"]}
     return [p for p in parameters if p in members]
 
 
 def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
-    """Find out by trial steps on which slices of tensors an optimizer can step, and combine all ranks' results.
+    """Find out by trial steps whether an optimizer can step on slices of tensors, and combine all ranks' results.
 
-    An update may depend on other rows, columns or elements of a tensor, or on other tensors; a step on slices is then
-    wrong. Collective: an all-gather over all ranks of the run. In a run of one rank there is no trial, and the result
-    is that of an element-wise optimizer.
+    An update of an element may depend on other rows, columns or elements of the tensor, or on other tensors; a step on
+    slices is then wrong. Collective: an all-gather over all ranks of the run. In a run of one rank there is no trial,
+    and the result is that of an element-wise optimizer.
 
     Args:
         optimizer: this rank's optimizer; None if this rank has no parameters.
@@ -458,10 +473,10 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
         elsewhere: whether other processes make the updates, so that a run of one rank needs the trial too.
 
     Returns:
-        A ``Mixing`` with flags ``rows``, ``columns``, ``flat`` and ``tensors``: whether on all ranks a step on rows, on
-        slices along other dimensions, on pieces of the flattened tensor, or on some of the tensors alone, equals the
-        step on whole tensors; ``closure``: whether any rank's ``step`` needs a closure; and ``untried``: this rank's
-        reason why the trial failed, or None.
+        A ``Mixing`` with four flags, True where on all ranks a step on parts gives the result of the step on whole
+        tensors: ``rows`` (on blocks of the first dimension), ``columns`` (on slices along other dimensions), ``flat``
+        (on pieces of the flattened tensor) and ``tensors`` (on some of the tensors alone). Further ``closure``: whether
+        any rank's ``step`` needs a closure; and ``untried``: this rank's reason why the trial failed, or None.
 
     Raises:
         UsageError: on all ranks, where a step draws from PyTorch's global random generator.
@@ -488,13 +503,13 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
 
     Args:
         optimizer: this rank's optimizer, named in the error.
-        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``).
+        mixing: result of the optimizer's trial steps (``agreed_mixing``), equal on all ranks.
         parts: number of stages or ranks among which the tensors are divided; 1 is never refused.
         what: name of the stages or ranks in the error, such as "stages of the model".
 
     Raises:
-        UsageError: ``parts`` is above 1, and the trial failed or a step on some of the tensors differed in it from
-            their step among all tensors.
+        UsageError: ``parts`` is above 1 and ``mixing.tensors`` is False: in the trial, a step on some of the tensors
+            alone gave another result than a step on all, or the trial failed.
     """
     if parts > 1 and not mixing.tensors:
         raise UsageError(

@@ -77,10 +77,11 @@ class CentralStorageSync(AllReduceSync):
         self._received: dict[nn.Parameter, Tensor] | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Move all parameters into shared memory, and build the optimizer of the tensors that this rank owns.
+        """Move all parameters into the node's shared memory, and build the optimizer of those that this rank owns.
 
-        Collective. The parameters start with data rank 0's values. Every tensor has one owner, evenly by size. On
-        accelerators each rank computes with a copy on its device.
+        All ranks compute from this one copy, which starts with data rank 0's values. Every tensor has one owner, the
+        rank that updates it; ownership is even by size. On accelerators each rank computes with a copy on its device.
+        Collective over all ranks.
 
         Args:
             replica: runs forward and backward of the model on this rank; its parameters are moved in place.
@@ -88,12 +89,12 @@ class CentralStorageSync(AllReduceSync):
                 host memory meanwhile; returns the optimizer, or None where there is nothing to train.
 
         Returns:
-            This object, whose ``gradient_ready`` is the post-accumulate-grad hook of the parameters.
+            This object itself, whose ``gradient_ready`` is the post-accumulate-grad hook of the parameters.
 
         Raises:
             UsageError: the ranks cannot share memory; the optimizer needs tensors of several owners together, or on
                 accelerators a closure.
-            MismatchError: ranks hold different models.
+            MismatchError: ranks hold models with different parameters or buffers.
         """
 
         def make(named: Named) -> Optimizer | None:
@@ -105,10 +106,12 @@ class CentralStorageSync(AllReduceSync):
         return grad_hook
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Sum the ranks' gradients and loss sums, and divide the gradients by the global count. Collective.
+        """Sum the ranks' gradients and loss sums, and divide the gradients by the global count of samples or tokens.
 
-        Each rank receives the sums of the tensors that it owns; in a custom training loop, and where the gradients of
-        logical workers (fixed shares of the global batch) are summed in a fixed order, the sums of all tensors.
+        All ranks of the node share one copy of the parameters, each of which one rank owns (updates). Each rank
+        receives the summed gradients of the parameters that it owns; in a custom training loop, and where the gradients
+        of logical workers (fixed shares of the global batch) are summed in a fixed order, those of all parameters.
+        Collective.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -119,7 +122,7 @@ class CentralStorageSync(AllReduceSync):
             ranks.
 
         Raises:
-            UsageError: the script has written parameters since the last update, on several ranks.
+            UsageError: there are several ranks, and the script has written parameters since the last update.
             MismatchError: ranks are in different steps.
         """
         if self._host is None or not isinstance(self._reducer, SharedReducer):
@@ -168,7 +171,7 @@ class CentralStorageSync(AllReduceSync):
             ``nonfinite`` has the names of parameters whose gradient is not finite (at most three from each rank).
 
         Raises:
-            UsageError: the script has written parameters since its backward, on several ranks.
+            UsageError: there are several ranks, and the script has written parameters since its backward.
         """
         if self._custom and self._run_context.comms.replica.size > 1:
             self._guard.check_update(self._guarded, f"step {step_context.global_step + 1}")
@@ -216,16 +219,17 @@ class CentralStorageSync(AllReduceSync):
             super()._scale(factor)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Raise UsageError if there are several ranks: the script has changed the parameters of ``optimizer``.
+        """Raise UsageError in a run of several ranks: the script has changed which parameters ``optimizer`` has.
 
-        Called after the script has added parameters to the optimizer's groups or taken some out. A run of one rank
-        accepts this, and does nothing.
+        Called after the script has added parameters to the optimizer's groups or taken some out. With one rank this
+        does nothing, and the change stands. With several, each rank's optimizer has only the parameters that the rank
+        owns.
 
         Args:
             optimizer: the script's optimizer; unused.
 
         Raises:
-            UsageError: there are several ranks, whose optimizers hold only the parameters that each of them owns.
+            UsageError: there are several ranks.
         """
         if self._run_context.comms.replica.size > 1:
             raise UsageError(
@@ -251,10 +255,11 @@ class CentralStorageSync(AllReduceSync):
     def begin_custom_loop(self) -> None:
         """Give every rank the summed gradients of all parameters in ``.grad`` from now on.
 
-        Without this call a rank receives only the gradients of the parameters that it owns (updates). Called before the
-        first step of a script's own training loop, which may read all of them. Collective: builds another reducer of
-        gradients. From now on, what the script writes to buffers after an update counts for the last logical worker
-        (fixed share of the global batch) of this rank alone. A second call changes nothing.
+        Every parameter has one owner, the rank that updates it; without this call a rank receives only the gradients of
+        the parameters that it owns. Called before the first step of a script's own training loop, which may read all
+        gradients. Collective: builds another reducer of gradients. From now on, what the script writes to buffers after
+        an update counts for the last logical worker (fixed share of the global batch) of this rank alone. A second call
+        changes nothing.
         """
         super().begin_custom_loop()
         if not self._custom:
@@ -278,13 +283,14 @@ class CentralStorageSync(AllReduceSync):
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        Every parameter has one owner, the rank that updates it.
+        All ranks of the node share one copy of the parameters; every parameter has one owner, the rank that updates it.
 
         Returns:
-            Tensors by group and name. ``model`` has the parameters that this rank owns and its part of the merged
-            buffers, which are shared out over the ranks; ``optim`` the optimizer state of the owned parameters as
-            ``{parameter}/{key}``; and ``workers`` the buffers of this rank's logical workers (shares of the global
-            batch, each with its own buffers) as ``{worker}/{buffer}``.
+            Three groups, each a mapping from names to tensors: ``model`` has the parameters that this rank owns and
+            some of the merged buffers, which are shared out over the ranks, by names in the model; ``optim`` has the
+            optimizer state of the owned parameters under ``"{parameter name}/{state key}"``; ``workers`` has the
+            buffers of each logical worker (share of the global batch with its own buffers) on this rank under ``"{index
+            of the worker}/{buffer name}"``.
         """
         comm = self._run_context.comms.replica
         with self._updating():
@@ -298,12 +304,14 @@ class CentralStorageSync(AllReduceSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of the model of which all ranks must see the same values. Not collective.
 
+        The caller compares digests of the tensors over ranks.
+
         Returns:
             A mapping from names to the model's own tensors: all parameters, and the buffers if the run has a single
-            logical worker (share of the global batch with its own buffers).
+            logical worker (share of the global batch with its own buffers); never None under central storage.
 
         Raises:
-            UsageError: the script has written parameters since the last update, on several ranks.
+            UsageError: there are several ranks, and the script has written parameters since the last update.
         """
         if self._run_context.comms.replica.size > 1:
             self._guard.check(self._guarded, "after the last step")
@@ -337,8 +345,8 @@ class CentralStorageSync(AllReduceSync):
             averaging: decay and warm-up of the average.
 
         Returns:
-            The average (a ``CentralAverage``), which starts at the present values; each rank updates it for the
-            parameters that it owns.
+            The average (a ``CentralAverage``), which starts at the present values; each rank updates the averages of
+            the parameters that it owns, whose optimizer state it has.
 
         Raises:
             UsageError: the shared memory has no room for another copy of the trained parameters; raised on all ranks.
@@ -459,13 +467,15 @@ class CentralAverage(ParameterAverage):
         self._parameters = [homes.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
 
     def adopt(self, names: Collection[str]) -> None:
-        """Raise UsageError: parameters that were frozen at the start, and are trained now, cannot join the average.
+        """Raise UsageError: parameters that were frozen at the start cannot join the moving average later.
+
+        The average (EMA) of the weights lies in the node's shared memory, which has no room for further parameters.
 
         Args:
             names: names of the parameters that the script has unfrozen, at least one.
 
         Raises:
-            UsageError: always; the shared memory of the average has no room for further parameters.
+            UsageError: always.
         """
         raise UsageError(
             f"{next(iter(names))} is thawed after tutti.prepare, which cannot be combined with ema= under"
@@ -477,21 +487,26 @@ class CentralAverage(ParameterAverage):
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of ``merged`` in which all trained parameters are replaced by their moving averages.
 
-        Buffers and frozen parameters stay. Collective: a barrier, after which every rank has written the averages of
-        the parameters that it owns. This rank reads all of them from shared memory, copied to its device.
+        The averages of the weights (EMA) lie in the node's shared memory; each rank updates those of the parameters
+        that it owns. Collective: a barrier, after which every rank has written its averages. Buffers and frozen
+        parameters stay.
 
         Args:
             merged: parameters and buffers of the model by name.
 
         Returns:
-            A new dict with the same names; the tensors that are not averages are those of ``merged``, not copied.
+            A new dict with the same names. An average is a copy on this rank's accelerator, or on the CPU the tensor in
+            shared memory itself; all other tensors are those of ``merged``, not copied.
         """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device
         return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return the moving averages that this rank writes into a checkpoint: those of the parameters that it owns.
+        """Return the moving averages of the weights (EMA) that this rank writes into a checkpoint.
+
+        These are the averages of the parameters that this rank owns: each parameter has one rank that updates it. Not
+        collective.
 
         Returns:
             ``{"ema": {name: tensor}}``, by the parameter's name in the model; the tensors are those in shared memory,

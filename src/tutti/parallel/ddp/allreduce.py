@@ -122,9 +122,10 @@ class AllReduceSync:
         self.gradient_at: GradientPlace = "slices" if run_context.grid.tensor > 1 else "rank"
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, plan the gradient buckets and build the optimizer.
+        """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
 
-        Collective over data ranks.
+        Called once, before the first step of synchronous data parallelism. Collective over the data ranks (those that
+        share out a global batch).
 
         Args:
             replica: this rank's part of the model; its parameters and buffers are overwritten by those of data rank 0.
@@ -132,10 +133,11 @@ class AllReduceSync:
                 this rank has nothing to train.
 
         Returns:
-            This object, which is also the gradient-ready hook to run the replica with.
+            This object itself. It is also the gradient-ready hook, which the replica calls in backward when a
+            parameter's gradient is complete.
 
         Raises:
-            MismatchError: the ranks hold different models.
+            MismatchError: the data ranks hold models with different parameters or buffers.
             UsageError: an optimizer needs tensors of several pipeline stages together, or whole tensors and a closure.
         """
         named = parameters(replica.parts)
@@ -159,7 +161,8 @@ class AllReduceSync:
 
         Called before the backward of the last micro-batch of a logical worker (one of N fixed shares of the global
         batch). Does nothing for any but the rank's last worker: its backwards only accumulate in ``.grad``. For the
-        last worker, also send its buffers to the next rank that shares the worker. Does not block.
+        last worker, also send its buffers (such as batch-norm statistics) to the next rank that computes micro-batches
+        of the same worker. Does not block.
 
         Args:
             part: sums of loss, count and metrics of the current logical worker; None where this rank does not know them
@@ -174,7 +177,8 @@ class AllReduceSync:
         """Put a logical worker's buffers (batch-norm statistics) into the model, before the worker's first micro-batch.
 
         A logical worker is one of N fixed shares of the global batch. All workers have the same parameters, but each
-        its own buffers. Blocks where the rank before this one shares the worker, until that rank has sent the buffers.
+        its own buffers. Where the previous rank computes micro-batches of the same worker, block until that rank has
+        sent the buffers.
 
         Args:
             worker: index of the worker, one of those that this rank computes (``RunContext.mine``).
@@ -201,7 +205,7 @@ class AllReduceSync:
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Complete the all-reduce of gradients and loss sums, and divide gradients by the global count.
+        """Complete the all-reduce of gradients and loss sums, and divide the gradients by the global count of units.
 
         Collective over the data ranks, and for the gradient norm over the pipeline stages and tensor ranks of a
         replica. Blocks until all data ranks have sent. Afterwards every ``.grad`` is the gradient of the mean loss over
@@ -212,9 +216,9 @@ class AllReduceSync:
                 to stop.
 
         Returns:
-            A ``StepStats``: loss and metrics as means over the global batch, the count of units (samples or tokens),
-            the L2 norm of the gradient, whether all gradients are finite and whether a rank asks to stop; equal on all
-            ranks.
+            A ``StepStats``, equal on all ranks: loss and metrics as means over the global batch, the count of units
+            (samples or tokens), the L2 norm of the gradient, whether all gradients are finite, and whether any rank
+            asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -235,11 +239,11 @@ class AllReduceSync:
         return self._counting.stats(sums, norm, finite, stop, spread)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Clip the gradients and step the optimizers; skip the update where a gradient is not finite.
+        """Clip the gradients and step this rank's optimizers; skip the update where a gradient is not finite.
 
-        Gradients are scaled so that their norm is at most the run's clipping norm, if it has one. Collective where an
-        optimizer gathers whole tensors, and for a skipped update, which all-gathers the names of its non-finite
-        parameters.
+        Called on every data rank after ``reduce_gradients``; all ranks make the same update. Gradients are scaled so
+        that their norm is at most the run's clipping norm, if it has one. Collective where an optimizer gathers whole
+        tensors, and for a skipped update, which all-gathers the names of its non-finite parameters.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
@@ -281,21 +285,23 @@ class AllReduceSync:
         """Return the tensors of the trained model of which all data ranks must hold equal copies. Not collective.
 
         These are all parameters, and the buffers if the run has a single logical worker (share of the global batch with
-        its own buffers). The caller compares digests of them over ranks.
+        its own buffers). The caller compares digests of the tensors over ranks to find ranks that have diverged.
 
         Returns:
-            A mapping from names in the model to the model's own tensors, not copied.
+            A mapping from names in the model to the model's own tensors, not copied; never None in data parallelism.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.replicated()}
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return the tensors that this rank writes into a checkpoint. Collective.
+        """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
         Returns:
-            Three groups of tensors by name. ``model`` has parameters and merged buffers by name, ``optim`` the
-            optimizer state as ``{parameter}/{key}``; the tensors of both are shared out over the data ranks so that one
-            rank writes each. ``workers`` has the buffers ``{worker}/{buffer}`` of this rank's logical workers (shares
-            of the global batch, each with its own buffers), by the worker's index.
+            Three groups, each a mapping from names to tensors: ``model`` has parameters and merged buffers by their
+            names in the model; ``optim`` has the optimizer state under ``"{parameter name}/{state key}"``; ``workers``
+            has the buffers of each logical worker (share of the global batch with its own buffers) on this rank under
+            ``"{index of the worker}/{buffer name}"``. The tensors of ``model`` and ``optim`` are shared out over the
+            data ranks so that one rank writes each. Under tensor parallelism a value is a ``TensorSlice``: this rank's
+            slice and its place in the full tensor.
         """
         comm = self._run_context.comms.replica
         return {
@@ -325,13 +331,13 @@ class AllReduceSync:
                 whole.load(self._optimizer, self._named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return the parameters whose ``.grad`` has this rank's own gradient before the all-reduce. Not collective.
+        """Return this rank's trained parameters, whose ``.grad`` has the rank's own gradient until the all-reduce.
 
         The gradient noise scale is measured with these gradients. Parameters that another rank of the replica counts in
-        the gradient norm (weights tied over pipeline stages) are left out.
+        the gradient norm (weights tied over pipeline stages) are left out. Not collective.
 
         Returns:
-            An ``OwnGradients`` with a list of the trained parameters on this rank, and the optimizers that update them.
+            An ``OwnGradients`` with the list of these parameters and the sequence of the optimizers that update them.
         """
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
@@ -343,12 +349,12 @@ class AllReduceSync:
     def facts(self) -> dict[str, object]:
         """Return the messages and bytes that each link between data ranks has carried so far, for ``summary.json``.
 
-        Collective.
+        Collective over the data ranks.
 
         Returns:
-            ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data ranks
-            ``from`` and ``to``, and the numbers of ``messages`` and ``bytes`` sent on this link. An empty dict where
-            the backend's own all-reduce is used, which counts nothing.
+            A dict with ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data
+            ranks ``from`` and ``to``, and the numbers of ``messages`` and ``bytes`` sent on this link. An empty dict
+            where the all-reduce of the process group's backend is used, which counts nothing.
         """
         if self._scheduled is None:
             return {}
@@ -372,17 +378,18 @@ class AllReduceSync:
     def begin_custom_loop(self) -> None:
         """Prepare for a custom training loop, in which the script's own loop runs forward, backward and update.
 
-        From now on, what the script writes to buffers after an update, within the loop, is meant for the last logical
-        worker (share of the global batch) of this rank alone, and not for all its workers. Gradients need no
-        preparation. Not collective.
+        A data rank computes one or more logical workers (shares of the global batch, each with its own buffers). From
+        now on, what the script writes to buffers after an update, within the loop, is meant for the last logical worker
+        of this rank alone, and not for all its workers. Gradients need no preparation. Not collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End the custom training loop of an epoch: buffers that the script writes from now on are set for all workers.
+        """Let buffers that the script writes from now on count for all logical workers of this rank.
 
-        A logical worker is a fixed share of the global batch with its own buffers; a rank may compute several. Within
-        the loop such a write counts for the last of them alone. Not collective.
+        Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
+        global batch with its own buffers; a rank may compute several. Within the loop such a write counts for the last
+        of them alone. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -399,7 +406,7 @@ class AllReduceSync:
         """Return the trained parameters on this rank as the user's model has them, in the model's order.
 
         In data parallelism they are the same objects that the optimizer updates; strategies that shard parameters
-        return other objects here.
+        (FSDP, ZeRO) return the model's unsharded parameters or DTensors here.
         """
         return self._parameters
 
@@ -407,10 +414,10 @@ class AllReduceSync:
         """Return the trained parameters of the model that are in the parameter groups of an optimizer.
 
         Args:
-            optimizer: one of the script's optimizers, or the only one.
+            optimizer: the script's optimizer, or one of several.
 
         Returns:
-            The model's parameter objects on this rank, in the model's order.
+            The model's parameter objects on this rank, in the model's order; frozen parameters are left out.
         """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self._parameters if p in own]
@@ -418,11 +425,12 @@ class AllReduceSync:
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return copies of the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.
 
-        A custom training loop calls it before the next backward, and ``add_gradients`` after it, to accumulate
-        gradients over several reductions. A gradient that the script has cleared is not among them.
+        To accumulate gradients over several reductions, a custom training loop calls ``pop_gradients`` before the next
+        backward, and gives the result to ``add_gradients`` after its reduction. Not collective.
 
         Returns:
-            Clones of the gradients by parameter; parameters with ``.grad`` None are left out.
+            Clones of the gradients by parameter; parameters with ``.grad`` None, also where the script has cleared it,
+            are left out.
         """
         # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
         self._reveal()
@@ -431,14 +439,14 @@ class AllReduceSync:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add the gradients of earlier reductions to the just reduced ones in ``.grad``.
+        """Add the gradients of earlier reductions to the just reduced ones in ``.grad`` (gradient accumulation).
 
         Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
         replaced by an object that raises when the script reads it, because they differ between ranks; the update uses
         the true gradients.
 
         Args:
-            held: result of ``pop_gradients``, by parameter; it may be empty.
+            held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
         """
         self.accumulated = bool(held)
         for parameter, before in held.items():
@@ -471,28 +479,31 @@ class AllReduceSync:
         return [p.data for p in self._parameters]
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: this strategy keeps no record of which parameters backward has computed a gradient for.
+        """Return an empty list: data parallelism keeps no record of which parameters backward has given a gradient.
 
-        Only FSDP2, whose backward itself reduces gradients, needs the record; elsewhere ``.grad`` shows it.
+        Only FSDP2, whose backward itself reduces gradients, needs the record; elsewhere ``.grad``, None or not, says
+        so.
         """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: ``.grad`` itself shows whether backward has computed a parameter's gradient.
+        """Do nothing: in data parallelism ``.grad`` itself shows whether backward has given a parameter a gradient.
+
+        FSDP2 records it instead, because its backward reduces gradients.
 
         Args:
-            used: unused; only FSDP2 takes flags of parameters with a gradient.
+            used: unused; for each trained parameter whether backward has given it a gradient.
         """
 
     def apply_clearing(self) -> None:
-        """Do nothing: a script that clears ``.grad`` between a forward and its backward clears what the update uses.
+        """Do nothing: a script that sets ``.grad`` to None or zeros clears the very tensor that the update uses.
 
-        Only FSDP2 has to carry the clearing over, from the unsharded parameters that the script sees there to the
-        sharded gradients.
+        Only FSDP2 has to carry the clearing over to the sharded gradients, from the unsharded parameters that the
+        script sees between a forward and its backward.
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: the ``.grad`` that the script sees is already the tensor that the update uses.
+        """Do nothing: in data parallelism the ``.grad`` that the script sees is the tensor that the update uses.
 
         Only FSDP2 has to put placeholders into the ``.grad`` of the unsharded parameters, which the script sees between
         a forward and its backward.
@@ -503,13 +514,16 @@ class AllReduceSync:
 
         Under tensor parallelism, ``add_gradients`` has replaced the gradients of parameters that are split over the
         tensor ranks by an object that the script cannot read. A gradient that the script has cleared comes back as None
-        or zeros. All other ``.grad`` stay as they are, with the script's edits such as clipping, and the update uses
-        them. Not collective.
+        or zeros. Every other ``.grad`` stays as the script has left it, clipped for example, and the update uses it.
+        Not collective.
         """
         self._reveal()
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` has already cleared the ``.grad`` that model and script share.
+        """Do nothing: in data parallelism ``optimizer.zero_grad()`` has already cleared the model's ``.grad``.
+
+        Strategies that shard parameters clear the model's gradients here, because the optimizer has other parameter
+        objects.
 
         Args:
             optimizer, set_to_none: unused.
@@ -540,10 +554,10 @@ class AllReduceSync:
         """Return a context in which ``optimizer_step`` steps only one of the script's several optimizers.
 
         On exit, gradients of parameters that are split over tensor ranks are again replaced by an object that the
-        script cannot read.
+        script cannot read, because they differ between ranks.
 
         Args:
-            index: index of the optimizer among those of the script; None steps all of them.
+            index: position of the optimizer among those of the script, from 0; None steps all of them.
             members: parameters of this optimizer, the only ones whose gradients are clipped; ignored where ``index`` is
                 None.
         """
@@ -559,7 +573,8 @@ class AllReduceSync:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
         Only then may its step have a closure. False in three cases: under tensor parallelism; where an optimizer of the
-        run steps on whole tensors that are gathered for its step; for an optimizer that this strategy has not built.
+        run steps on whole tensors that are gathered for its step; for an optimizer that is not one of this strategy's
+        own.
 
         Args:
             optimizer: any optimizer, such as one that the script steps by itself.
@@ -573,7 +588,8 @@ class AllReduceSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Build this rank's optimizer if it has none, after the script has called ``optimizer.add_param_group``.
 
-        A rank has no optimizer if it had no parameter to train before. Does nothing where the rank has one.
+        A rank has no optimizer if it had no parameter to train before, such as a pipeline stage without trainable
+        parameters. Does nothing where the rank has one.
 
         Args:
             optimizer: the script's optimizer, with the new parameter groups; unused, as the optimizer is built from all
@@ -593,9 +609,9 @@ class AllReduceSync:
             )
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that were frozen: plan the gradient buckets again with them. Collective over the data ranks.
+        """Train parameters that the script has unfrozen: plan the gradient buckets again with them.
 
-        Builds the optimizer of a rank that had nothing to train before.
+        Also builds the optimizer of a rank that had nothing to train before. Collective over the data ranks.
 
         Args:
             names: names of the parameters whose ``requires_grad`` the script has set to True since the last call; at
@@ -604,7 +620,7 @@ class AllReduceSync:
 
         Raises:
             UsageError: an optimizer's step gathers tensors that are split over ranks, and cannot take more parameters.
-            MismatchError: the models of the data ranks differ.
+            MismatchError: the models of the data ranks differ, in ``requires_grad`` for example.
         """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])

@@ -54,7 +54,7 @@ def plan_buckets(sizes: Sequence[tuple[int, str]], largest: int, first: int = FI
         first: most bytes of the first bucket, small so that its all-reduce starts early.
 
     Returns:
-        For each bucket a list of indices into ``sizes``, in the order of the bucket's vector.
+        For each bucket a list of indices into ``sizes``, in the order of the bucket's flat vector.
 
     >>> plan_buckets([(40, "f"), (40, "f"), (40, "f"), (8, "f")], largest=80, first=16)
     [[3], [2, 1], [0]]
@@ -103,7 +103,10 @@ class Bucket:
         self.use(torch.zeros(elements + tail, dtype=dtype, device=device) if flat is None else flat)
 
     def use(self, flat: Tensor) -> None:
-        """Make ``flat`` the memory of this gradient bucket, into which its views then point. Nothing is copied.
+        """Make ``flat`` the memory of this bucket of several parameters' gradients. Nothing is copied.
+
+        The attributes ``flat``, ``gradients`` and ``tail`` (numbers behind the gradients), and the views of single
+        gradients, then refer to ``flat``.
 
         Args:
             flat: (elements + tail,), of the bucket's dtype.
@@ -124,6 +127,8 @@ class Bucket:
 
     def pack(self) -> list[bool]:
         """Copy the ``.grad`` of the bucket's parameters into its flat vector, zeros where ``.grad`` is None.
+
+        A bucket holds the gradients of several parameters one after the other in the vector that a collective sends.
 
         Returns:
             For each parameter of the bucket whether it had a gradient.
@@ -152,8 +157,8 @@ class Bucket:
         """Set the ``.grad`` of the bucket's parameters to views of its flat vector, which holds the summed gradients.
 
         Args:
-            used: for each parameter of the bucket whether any rank had a gradient; where it is false, ``.grad`` becomes
-                None, as on one device.
+            used: for each parameter of the bucket whether any rank had a gradient; where False, ``.grad`` becomes None,
+                as on one device.
         """
         for view, parameter, flag in zip(self._views, self.parameters, used, strict=True):
             parameter.grad = view if flag else None
@@ -179,14 +184,15 @@ class Tail:
         self._key = layout_key
 
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
-        """Write what one rank or logical worker adds to the sums that travel behind the gradients of the last bucket.
+        """Write this rank's numbers that are summed behind the gradients: loss sums, flags and digests of the step.
 
-        A logical worker is one of N fixed shares of the global batch. Written are digests of the step (small hashes by
-        which ranks find that they are in different steps), loss sums, a stop flag, and for each parameter a flag that
-        says whether it had a gradient. Does not wait for the device.
+        In order: four digests (small hashes by which ranks find that they are in different steps), loss, count and
+        metrics, a stop flag, and for each parameter a flag that says whether it had a gradient. In reproducible mode
+        each logical worker (one of N fixed shares of the global batch) contributes such numbers in place of the rank.
+        Does not wait for the device.
 
         Args:
-            tail: (size,), the end of the bucket's flat vector, written in place.
+            tail: (size,), the end of the last bucket's flat vector, written in place.
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
@@ -207,10 +213,11 @@ class Tail:
             flags.copy_(numbers_for(tail.device, used, tail.dtype), non_blocking=True)
 
     def read(self, tail: Sequence[float]) -> ReducedSums:
-        """Parse the numbers that were summed behind the gradients of the last bucket.
+        """Parse the numbers that were summed over ranks behind the gradients of the last bucket.
 
         Args:
-            tail: the sums over all ranks, ``size`` numbers on the host.
+            tail: the sums over all ranks, on the host: digests of the step, loss, count, metrics, stop flag and a flag
+                for each parameter, as ``fill`` writes them; ``size`` numbers.
 
         Returns:
             A ``ReducedSums``: sums of loss, count (samples or tokens) and metrics; whether a rank asks to stop
@@ -225,7 +232,8 @@ class Tail:
         layout), which are the first four numbers behind the gradients.
 
         Args:
-            tail: the sums behind the gradients of the last bucket, ``size`` numbers on the host.
+            tail: the sums over ranks of the numbers behind the gradients of the last bucket, ``size`` numbers on the
+                host.
             step_context: the step under way on this rank.
             contributions: number of ranks, or of logical workers (fixed shares of the global batch), in the sums.
         """
@@ -235,7 +243,7 @@ class Tail:
 def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
     """Return an upper bound, in bytes, of one gradient bucket's flat vector, for any partition into buckets.
 
-    The bound includes loss sums, flags and digests, which travel behind the gradients.
+    The bound includes the loss sums, flags and digests that are all-reduced behind the gradients.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are in buckets.
@@ -247,7 +255,9 @@ def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes:
 
 
 def digests(step_context: StepContext, key: int = 0) -> list[int]:
-    """Return small integers from whose sum over ranks ``digests_agree`` finds whether all ranks are in the same step.
+    """Return two small hashes of a step and their squares, which ranks sum to see whether all are in the same step.
+
+    ``digests_agree`` compares the sums over the ranks with this rank's own numbers.
 
     Args:
         step_context: facts of the step; its number, the index of the reduction within it (``call``) and the batch size
@@ -256,8 +266,8 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         key: hash of the parameters' layout, from ``layout_key``; 0 for ranks of one replica.
 
     Returns:
-        [a, a², b, b²] with a and b below 251: a is a hash of step, call and writes, b of ``key``, batch size and the
-        rest.
+        [a, a², b, b²] with a and b below 251: a is a hash of step number, call and writes, b of ``key``, batch size and
+        the rest.
     """
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:
@@ -270,9 +280,10 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
 
 
 def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:
-    """Return whether all ranks were in the same step as this rank, by the sums of their ``digests``.
+    """Return whether all ranks were in the same step as this rank, judged by the sums of their ``digests``.
 
-    The sums must be ``contributions`` times this rank's numbers, up to a relative error of 1e-6.
+    A digest is a small hash of the step; ``digests`` returns four numbers of it. The sums must be ``contributions``
+    times this rank's numbers, up to a relative error of 1e-6.
 
     Args:
         sums: sums over the ranks of the four numbers that ``digests`` returns; further numbers are ignored.
@@ -284,10 +295,13 @@ def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions:
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Return the stored elements of a gradient: a dense gradient itself, of a sparse COO one the coalesced values.
+    """Return the stored elements of a gradient, without a copy of a dense one.
 
     Args:
-        gradient: dense of any shape, or sparse with duplicate indices, which are added up.
+        gradient: dense of any shape, or sparse COO with duplicate indices, which are added up.
+
+    Returns:
+        A dense gradient itself; of a sparse one the values after ``coalesce()``.
     """
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 

@@ -57,12 +57,12 @@ class BufferHandover:
     def begin(self, step: int) -> None:
         """Receive a shared logical worker's module buffers before this rank's first forward of the step.
 
-        A logical worker is one of N fixed shares of the global batch. The buffers come from the previous one of the
-        data ranks that share the worker's micro-batches, and overwrite this rank's; the call blocks until that rank has
-        sent them by ``pass_on``. Outside reproducible mode batch-norm statistics are not among them. Nothing is
-        received on the worker's first rank, in later calls of the same step, and after the first step where forwards
-        change no buffers. A previous step without ``finish`` is finished first, which is collective over all data
-        ranks.
+        A logical worker is one of N fixed shares of the global batch; with more data ranks than workers, several
+        consecutive ranks compute a worker's micro-batches, in rank order. The previous of these ranks sends its buffers
+        by ``pass_on``; this call blocks until they have come, and overwrites this rank's. Outside reproducible mode
+        batch-norm statistics are not among them. Nothing is received on the worker's first rank, in later calls of the
+        same step, and after the first step where forwards change no buffers. A previous step without ``finish`` is
+        finished first, which is collective over all data ranks.
 
         Args:
             step: index of the global step.
@@ -85,10 +85,11 @@ class BufferHandover:
     def pass_on(self) -> None:
         """Start to send this rank's module buffers to the next data rank that shares the logical worker.
 
-        A logical worker is one of N fixed shares of the global batch. Called after this rank's last forward of the
-        step. Does not wait for the receiver; later calls in the same step do nothing. The worker's last rank sends
-        nothing; nor does any rank after the first step where forwards change no buffers. Outside reproducible mode
-        batch-norm statistics are not sent.
+        A logical worker is one of N fixed shares of the global batch; with more data ranks than workers, several
+        consecutive ranks compute a worker's micro-batches. Called after this rank's last forward of the step. Does not
+        wait for the receiver; later calls in the same step do nothing. Nothing is sent by the worker's last rank, and
+        after the first step by any rank if forwards change no buffers. Outside reproducible mode batch-norm statistics
+        are not sent.
 
         Raises:
             UsageError: a forward has changed a buffer where ranks cannot compute one after the other, or for the first
@@ -111,10 +112,11 @@ class BufferHandover:
     def finish(self) -> None:
         """Copy the last sharing rank's module buffers to all ranks that share the logical worker, before the update.
 
-        A logical worker is one of N fixed shares of the global batch. Batch-norm statistics that were updated on each
-        rank by itself are composed in rank order instead. Also waits for the sends of ``pass_on``. All data ranks must
-        call it: there are all-gathers over them where a forward changes buffers or updates batch-norm statistics, and
-        in the first step one of a flag that says whether forwards change buffers.
+        A logical worker is one of N fixed shares of the global batch; several ranks compute its micro-batches, in rank
+        order. Batch-norm statistics that were updated on each rank by itself are composed in rank order instead. Also
+        waits for the sends of ``pass_on``. All data ranks must call ``finish``: there are all-gathers over them where a
+        forward changes buffers or updates batch-norm statistics, and in the first step one of a flag that says whether
+        forwards change buffers.
 
         Raises:
             UsageError: a buffer has changed after ``pass_on``, outside the forwards; or a forward has changed a buffer
@@ -140,10 +142,11 @@ class BufferHandover:
         self._marks = _look(self._all)
 
     def close(self) -> None:
-        """Make a shared logical worker's buffers equal on all its ranks after a step without backward.
+        """Make a shared logical worker's module buffers equal on all its ranks after a step without backward.
 
-        A logical worker is one of N fixed shares of the global batch. Does nothing where no step was begun or
-        ``finish`` was called. Otherwise it does what ``finish`` does, and all data ranks must call it.
+        A logical worker is one of N fixed shares of the global batch; several ranks compute its micro-batches. Does
+        what ``finish`` does, and all data ranks must call it; does nothing where no step was begun, or ``finish`` was
+        called.
         """
         if self._open:
             self.finish()
@@ -151,8 +154,8 @@ class BufferHandover:
     def forget(self) -> None:
         """Accept the present values of the module buffers, such as those that a loaded checkpoint has given them.
 
-        Clears the record of the buffers' identities and versions, by which the next step would otherwise find a changed
-        buffer and raise UsageError. Not collective.
+        Otherwise the next step would find that buffers have changed outside of forwards, and raise UsageError: this
+        call clears the record of the buffers' identities and versions. Not collective.
         """
         self._marks = None
 

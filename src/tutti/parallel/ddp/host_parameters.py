@@ -30,17 +30,17 @@ class HostParameters:
     def fetch(self) -> None:
         """Copy the values of all parameters from their tensors in host memory to their tensors on the accelerator.
 
-        Each parameter has both tensors; an optimizer updates the host's, and forwards use the accelerator's.
+        Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's.
         """
         foreach_copy_(list(self._here.values()), list(self._homes.values()))
 
     def send(self, parameters: Collection[nn.Parameter]) -> None:
         """Copy parameter values from their tensors on the accelerator to their tensors in host memory.
 
-        Each parameter has both tensors; an optimizer updates the host's, and forwards use the accelerator's.
+        Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's.
 
         Args:
-            parameters: the parameters to copy, each a key of the constructor's ``homes``.
+            parameters: the parameters to copy, each a key of the constructor's ``homes`` (host tensors by parameter).
         """
         for parameter in parameters:
             self._homes[parameter].copy_(self._here[parameter])
@@ -51,12 +51,12 @@ class HostParameters:
     ) -> Iterator[None]:
         """Return a context in which ``parameters`` have data and ``.grad`` in host memory, for an optimizer step there.
 
-        Within the context the data of each parameter are its lasting tensor in host memory, as given to the
-        constructor. On exit data and ``.grad`` are again the accelerator's tensors, with their old values; the method
-        ``fetch`` copies the updated values to the accelerator.
+        Each parameter has a lasting tensor in host memory (the constructor's ``homes``), which is its ``data`` within
+        the context, and one on the accelerator. On exit data and ``.grad`` are again the accelerator's tensors, with
+        their old values; the method ``fetch`` copies the updated values to the accelerator.
 
         Args:
-            parameters: the parameters to move, each a key of ``homes``, the constructor's host tensors by parameter.
+            parameters: the parameters to move, each a key of ``homes``.
             gradients: ``.grad`` of each parameter within the context, a tensor on the host; a parameter that is not a
                 key has ``.grad`` None. If ``gradients`` is None, copies of the accelerator's ``.grad`` are taken.
         """
@@ -119,9 +119,9 @@ class OffloadedUpdate:
     def on_host(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
         """Return a context in which ``parameters`` and their ``.grad`` are in host memory, for an optimizer step there.
 
-        Entry copies values and gradients to page-locked memory and blocks until the copies are complete. On exit the
-        updated values are copied back to the accelerator, without waiting, and ``.grad`` is again the accelerator's
-        tensor, with its old values.
+        Entry copies values and gradients from the accelerator to page-locked memory and blocks until the copies are
+        complete. On exit the updated values are copied back to the accelerator, without waiting, and ``.grad`` is again
+        the accelerator's tensor, with its old values.
 
         Args:
             parameters: parameters of the optimizer that is to step; those that are on the host already stay as they

@@ -65,9 +65,10 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         samples or the targets. None for any other loss, which the caller then takes for a mean over samples.
 
     Raises:
-        UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up: the loss
-            adds other terms to a cross-entropy that is a mean over a part of the micro-batch's targets; or it is a sum
-            and no mean of a cross-entropy; or its terms do not add up over samples, as a root or a ratio of means.
+        UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
+            of three reasons. The loss adds other terms to a cross-entropy that is a mean over a part of the
+            micro-batch's targets; the loss is the sum of a cross-entropy, not divided by samples or targets; or the
+            loss is a nonlinear function of means over samples, such as a root or a ratio.
     """
     if not micro_batch.whole:
         check_adds_up(objective.grad_fn, micro_batch)

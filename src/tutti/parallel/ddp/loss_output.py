@@ -26,16 +26,16 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
 
     Args:
         outcome: a scalar (mean over the micro-batch's samples, or over the targets of a cross-entropy), ``(sum,
-            count)`` or ``(sum, count, metric_sums)``; in place of the mean or the sum perhaps one loss a sample
-            (samples,).
+            count)`` or ``(sum, count, metric_sums)`` with a mapping of metrics by name. In place of the mean or the sum
+            it may be a tensor (samples,) of one loss a sample.
         micro_batch: the micro-batch that the loss was computed on.
 
     Returns:
-        A tuple of three. The objective, the tensor to call ``backward`` on, () or (samples,). The start gradient to
-        pass to that ``backward``, of the objective's shape, scaled so that the gradients of all micro-batches add up to
-        that of the mean. ``LossSums``, whose ``sums`` (2 + metrics,) are loss, count and metrics summed over the
-        micro-batch, in float32, or float64 where the loss is. Start gradient and loss sums of a dummy micro-batch (one
-        of no samples) are zero.
+        A tuple of three. First the objective: the tensor to call ``backward`` on, () or (samples,). Second the start
+        gradient to pass to that ``backward``, of the objective's shape, scaled so that the gradients of all
+        micro-batches add up to that of the mean. Third a ``LossSums``, whose ``sums`` (2 + metrics,) are loss, count
+        and metrics summed over the micro-batch, in float32, or float64 where the loss is. Start gradient and loss sums
+        of a dummy micro-batch (one of no samples) are zero.
 
     Raises:
         UsageError: the loss function returned something else, or no loss a sample where the micro-batch has noise.
@@ -91,7 +91,7 @@ def check_trains(objective: Tensor) -> None:
     """Raise UsageError if the loss does not depend on any trained parameter.
 
     Args:
-        objective: the tensor to call ``backward`` on; the check is whether it has ``requires_grad``.
+        objective: the loss tensor to call ``backward`` on; the check is whether it has ``requires_grad``.
     """
     if not objective.requires_grad:
         raise UsageError(

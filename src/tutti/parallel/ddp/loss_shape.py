@@ -38,8 +38,8 @@ _MOST, _DEEP = 64, 4096
 def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     """Check by the autograd graph of a loss that it is linear in means or sums over the micro-batch's samples.
 
-    Only then do the losses of the micro-batches add up to the loss of the global batch. Only nodes of one number each
-    are looked at, at most 64; a loss for which nothing is found passes.
+    Only then do the losses of the micro-batches add up to the loss of the global batch. The check looks at graph nodes
+    whose output is a single number, at most 64; a loss in which it finds no violation passes.
 
     Args:
         root: ``grad_fn`` of the loss; None passes.

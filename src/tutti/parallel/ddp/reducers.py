@@ -34,13 +34,14 @@ class Reducer(Protocol):
     def listens(self) -> bool:
         """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
 
-        False for a reducer that starts nothing during backward.
+        False for a gradient reducer (the sum of gradients over data ranks) that starts nothing during backward.
         """
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the reducer of gradients that this rank's last backward of the step follows.
+        """Let the reducer send gradients during the coming backward, this rank's last of the step.
 
-        From now on gradients that are complete may be sent while backward goes on.
+        A reducer sums gradients over the data ranks; from now on it may send each gradient as soon as the gradient is
+        complete.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -61,9 +62,9 @@ class Reducer(Protocol):
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to the sum, after the worker's last backward in the step.
 
-        A logical worker is one of N fixed shares of the global batch. A reducer that sums worker by worker takes the
-        gradients from ``.grad``, which is None afterwards. A reducer that sums rank by rank does nothing: autograd
-        accumulates the gradients of the rank's workers in ``.grad``.
+        A logical worker is one of N fixed shares of the global batch. A reducer that sums gradients worker by worker
+        takes them from ``.grad``, which is None afterwards. A reducer that sums gradients rank by rank does nothing:
+        autograd accumulates the gradients of the rank's workers in ``.grad``.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -72,7 +73,7 @@ class Reducer(Protocol):
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Complete the sums of gradients over all data ranks and set every ``.grad`` to its sum.
+        """Complete the sums of gradients over all data ranks and set each trained parameter's ``.grad`` to its sum.
 
         Collective over the data ranks: blocks until all of them call it.
 
@@ -84,26 +85,30 @@ class Reducer(Protocol):
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
             and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``).
+            (``used``; ``.grad`` is None where not).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
         """
 
     def squares(self) -> list[float]:
-        """Return sums of squares of the gradients summed by ``finish``; their total is this rank's squared L2 norm.
+        """Return sums of squares of this rank's gradients, as ``finish`` has summed them over the data ranks.
 
-        Not collective: where a replica spans several ranks, the caller adds up the numbers of its ranks.
+        The total of the list is the square of their L2 norm. Not collective: where a replica spans several ranks, the
+        caller adds up the numbers of its ranks.
 
         Returns:
-            Either one number for each parameter or one number for all, the same length in every step. Parameters that
-            another rank of the replica counts in the norm add 0.
+            Python floats, depending on the reducer one for each parameter or a single one for all; the length is the
+            same in every step. Parameters that another rank of the replica counts in the norm add 0.
         """
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients that ``finish`` has summed over the data ranks by ``factor``, in place.
+        """Multiply the ``.grad`` of all trained parameters, summed over the data ranks by ``finish``, in place.
 
         Not collective.
+
+        Args:
+            factor: the number that each element is multiplied by.
         """
 
 
@@ -111,7 +116,10 @@ class StartedSum(Protocol):
     """Handle (protocol) of an all-reduce of a gradient bucket that has been started and runs asynchronously."""
 
     def wait(self) -> None:
-        """Block until the all-reduce is complete: the vector that it was started with then holds the sum."""
+        """Block until this all-reduce of a gradient bucket is complete.
+
+        The flat vector with which the all-reduce was started then holds the sum.
+        """
 
 
 StartAllReduce = Callable[[Tensor, str], StartedSum]
@@ -190,9 +198,10 @@ class OverlappedReducer:
             self._wires.append(None)
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the reducer that this rank's last backward of the step follows.
+        """Let the all-reduce of each gradient bucket start during the coming backward, this rank's last of the step.
 
-        During that backward the all-reduce of each gradient bucket starts once all gradients in it are complete.
+        A bucket (flat vector of several parameters' gradients) is sent once backward has completed all gradients in it.
+        With one data rank nothing is sent.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -206,9 +215,9 @@ class OverlappedReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Count ``parameter.grad`` as complete, and start the all-reduce of gradient buckets that are now complete.
 
-        The post-accumulate-grad hook of all trained parameters. Does not block. A bucket (flat vector of several
-        parameters' gradients) waits for the buckets before it, so that every rank starts them in the same order. Before
-        ``prepare_for_backward`` nothing happens.
+        Autograd calls this method as the post-accumulate-grad hook of all trained parameters. Does not block. A bucket
+        (flat vector of several parameters' gradients) waits for the buckets before it, so that every rank starts them
+        in the same order. Before ``prepare_for_backward`` nothing happens.
 
         Args:
             parameter: the parameter whose gradient is complete.
@@ -238,9 +247,9 @@ class OverlappedReducer:
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: autograd accumulates the gradients of a rank's logical workers in ``.grad``.
+        """Do nothing: this reducer sums one gradient a rank, and autograd accumulates the rank's workers in ``.grad``.
 
-        Other reducers add up the gradients of each logical worker (share of the global batch) here.
+        Reducers that sum one gradient a logical worker (share of the global batch) add the worker's gradients here.
 
         Args:
             step_context, worker, loss_sums: unused.
@@ -249,7 +258,7 @@ class OverlappedReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Start the remaining all-reduces of gradients, wait for all of them, and set every ``.grad`` to its sum.
 
-        Collective over the data ranks.
+        Collective over the data ranks; a single data rank leaves every ``.grad`` as it is.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -259,7 +268,7 @@ class OverlappedReducer:
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
             and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``).
+            (``used``; ``.grad`` is None where not).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -312,9 +321,12 @@ class OverlappedReducer:
         return [sum(squares_of(counted))]
 
     def scale(self, factor: float) -> None:
-        """Multiply the ``.grad`` of all trained parameters, summed by ``finish``, by ``factor``, in place.
+        """Multiply the ``.grad`` of all trained parameters, summed over the data ranks by ``finish``, in place.
 
         Parameters with ``.grad`` None are skipped. Not collective.
+
+        Args:
+            factor: the number that each element is multiplied by.
         """
         self._early = None
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
@@ -358,7 +370,10 @@ class TreeReducer:
         self._begins = run_context.begins_worker
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing: no gradient is sent during backward; ``collect`` and ``finish`` sum gradients afterwards.
+        """Do nothing: this reducer, a fixed summation tree over the logical workers, sends no gradient during backward.
+
+        ``collect`` and ``finish`` sum the gradients after a logical worker's backwards. A logical worker is one of N
+        fixed shares of the global batch.
 
         Args:
             step_context, loss_sums: unused.
@@ -367,14 +382,15 @@ class TreeReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing when backward has completed the gradient of ``parameter``.
 
-        ``collect`` reads the gradient from ``parameter.grad`` after the logical worker's last backward.
+        ``collect`` reads the gradient from ``parameter.grad`` after the last backward of a logical worker (one of N
+        fixed shares of the global batch).
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to a fixed summation tree, and set every ``.grad`` to None.
 
-        Called after the last backward of the worker, one of N fixed shares of the global batch. Does nothing for a
-        worker without samples on this rank whose first micro-batches another rank has.
+        Called after the last backward of the worker, one of N fixed shares of the global batch. Where several ranks
+        share a worker and this rank had no samples of it, nothing is added; the first of these ranks adds zeros then.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -400,6 +416,8 @@ class TreeReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum. Collective.
 
+        The terms are the gradients of the logical workers (fixed shares of the global batch), added in a fixed order.
+
         Args:
             step_context: the step under way, compared with that of all contributions to the sum.
             loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
@@ -407,11 +425,11 @@ class TreeReducer:
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
             and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``).
+            (``used``; ``.grad`` is None where not); sums for the variance of the workers' gradients, empty where the
+            variance is not measured (``own``).
 
         Raises:
-            MismatchError: logical workers (shares of the global batch) were in different steps, or ranks hold different
-                parameters.
+            MismatchError: logical workers were in different steps, or ranks hold different parameters.
         """
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
@@ -432,9 +450,12 @@ class TreeReducer:
         return squares_by(self._order, self._lent)
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients of all parameters, which ``finish`` has summed over the data ranks, by ``factor``.
+        """Multiply the ``.grad`` of all trained parameters, summed over the logical workers by ``finish``, in place.
 
-        In place, in the memory that the parameters' ``.grad`` are views of. Not collective.
+        A logical worker is one of N fixed shares of the global batch. Not collective.
+
+        Args:
+            factor: the number that each element is multiplied by.
         """
         scale_all([bucket.gradients for bucket in self._buckets], factor)
 
@@ -443,9 +464,9 @@ def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
     """Set every parameter's ``.grad`` to its view of the flat vector that holds the summed gradients.
 
     Args:
-        buckets: gradient buckets with the summed gradients.
-        used: for each parameter, bucket by bucket, whether any rank had a gradient; ``.grad`` is None where it is
-            false.
+        buckets: gradient buckets, each a flat vector of several parameters' summed gradients.
+        used: for each parameter, bucket by bucket, whether any rank had a gradient; where False, ``.grad`` becomes
+            None.
     """
     start = 0
     for bucket in buckets:
@@ -508,7 +529,7 @@ def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parame
 
 
 def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Tensor | None) -> Tensor:
-    """Return what one logical worker adds to a sum over all workers that measures the variance of their gradients.
+    """Return the numbers that one logical worker adds to a sum for the variance of the workers' gradients (AdaScale).
 
     A logical worker is one of N fixed shares of the global batch.
 
@@ -518,8 +539,9 @@ def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Ten
         loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
 
     Returns:
-        (parameters + 1,) float64, to be summed over the workers by the caller: each sum of squares without loss scale,
-        divided by the worker's count, and then 1; all zeros for a worker without samples.
+        A float64 vector of one number more than ``squares``, to be summed over the workers by the caller: first each
+        sum of squares, divided by the square of the loss scale and by the worker's count; the last number is 1, to
+        count the workers. All zeros for a worker without samples.
     """
     count = 0.0 if loss_sums is None else float(loss_sums[1])
     if not count > 0:
@@ -542,17 +564,18 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     """Raise an error that names the steps, batches, optimizer settings or parameters that differ between ranks.
 
-    Called where the digests of the step that ranks send with their gradients do not agree. Collective: all ranks of
-    ``comm`` compare what they are about to do. Every rank calls it, before any update, since all have read the same
-    sums. Returns only if the script has written parameters on some ranks, and all ranks hold the same values.
+    Called on every rank, before any update, when the digests of the step that ranks sum with their gradients do not
+    agree. Collective: the ranks of ``comm`` exchange step numbers, batch sizes, data positions and optimizer settings
+    to find the difference. Returns only if the script has written parameters on some ranks, and all ranks hold the same
+    values.
 
     Args:
         comm: the ranks whose gradients were summed.
         step_context: the step under way on this rank.
 
     Raises:
-        MismatchError: steps, batches or settings differ.
-        UsageError: the script has written other values on each rank.
+        MismatchError: steps, batches or optimizer settings differ, or no difference is found.
+        UsageError: the script has written other parameter values on each rank.
     """
     lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
     if step_context.place != (0, 0):
@@ -578,11 +601,14 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
 
 def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
-    """Raise MismatchError, on every rank, if the script's optimizers have other settings on some rank. Collective.
+    """Compare the settings of the script's optimizers (learning rates, momenta, …) over ranks. Collective.
 
     Args:
         comm: the ranks to compare.
-        step_context: the step under way on this rank.
+        step_context: the step under way on this rank; its ``settings`` is a text of them.
+
+    Raises:
+        MismatchError: the settings differ on some rank; raised on every rank.
     """
     remedy = (
         "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
@@ -606,8 +632,8 @@ def layout_key(trainable: Named) -> int:
 def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
     """Return a hash of parameters' names, global shapes, dtypes and order, the same integer in every process.
 
-    Ranks find models that differ by it. For parameters of which a rank holds a shard, whose own shapes differ between
-    ranks, the caller gives the shapes of the full parameters.
+    Ranks compare it to find models that differ. For parameters of which a rank holds a shard, whose own shapes differ
+    between ranks, the caller gives the shapes of the full parameters.
 
     Args:
         tensors: (name, global shape, dtype) of each parameter, in order.

@@ -114,10 +114,11 @@ class ReplicaPart:
                 slot.put(tensor.clone())
 
     def forget(self) -> None:
-        """Undo a dummy micro-batch (of no samples) after its backward: restore the buffers and set gradients to None.
+        """Undo a dummy micro-batch after its backward: restore the modules' buffers and set gradients to None.
 
-        Buffers of ``SyncBatchNorm`` keep their values, which are the same on all ranks. With FSDP2 gradients stay: a
-        dummy micro-batch adds zero to them.
+        A rank computes a dummy micro-batch, of no samples, only to keep collectives aligned. Buffers of
+        ``SyncBatchNorm`` keep their values, which are the same on all ranks. With FSDP2 gradients stay: a dummy
+        micro-batch adds zero to them.
         """
         for slot, tensor in self._kept:
             slot.put(tensor)
@@ -127,7 +128,7 @@ class ReplicaPart:
                 parameter.grad = None
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Register ``grad_hook.gradient_ready`` as the post-accumulate-grad hook of all trainable parameters.
+        """Register ``grad_hook.gradient_ready`` as post-accumulate-grad hook of all trainable parameters on this rank.
 
         Replaces the hook of an earlier call.
 
@@ -140,10 +141,10 @@ class ReplicaPart:
         self._connected = [add_accumulation_hook(parameter, grad_hook.gradient_ready) for parameter in trained]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Do nothing; called when parameters in this rank's modules have been replaced by other objects.
+        """Do nothing when parameters in this rank's modules have been replaced by other objects, as ZeRO stage 1 does.
 
-        ZeRO stage 1 replaces parameters. This class keeps no list of parameters, and looks them up in the modules each
-        time; subclasses that keep one override the method.
+        This class keeps no list of parameters, and looks them up in the modules each time; subclasses that keep a list
+        override the method.
 
         Args:
             by: unused; a mapping from each old parameter to the new one in its place.
@@ -153,7 +154,7 @@ class ReplicaPart:
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which this rank's modules hold other values and are in eval mode without autograd.
 
-        On exit the previous values and training modes come back.
+        For evaluation with averaged weights, for example. On exit the previous values and training modes come back.
 
         Args:
             values: tensors to put in place of parameters and buffers, by name in the model; all other parameters and

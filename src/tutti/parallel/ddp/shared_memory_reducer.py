@@ -91,9 +91,9 @@ class SharedReducer:
         self._square = 0.0
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the reducer that this rank's last backward of the step follows.
+        """Let the coming backward, this rank's last of the step, copy complete gradients to shared memory.
 
-        During that backward complete gradients are copied to the memory that the data ranks share.
+        The data ranks of one node share this memory and sum the gradients in it.
 
         Args:
             step_context, loss_sums: unused.
@@ -105,8 +105,8 @@ class SharedReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Copy the gradients of the bucket of ``parameter`` to shared memory once all of them are complete.
 
-        A bucket is a fixed group of parameters. Called by autograd as a post-accumulate-grad hook. Does not wait for
-        other ranks. Before ``prepare_for_backward`` nothing happens.
+        A bucket is a fixed group of parameters; the data ranks of one node share the memory. Called by autograd as a
+        post-accumulate-grad hook. Does not wait for other ranks. Before ``prepare_for_backward`` nothing happens.
 
         Args:
             parameter: the parameter whose gradient backward has just completed.
@@ -118,9 +118,9 @@ class SharedReducer:
                 self._packed[index] = self._pack(self._buckets[index])
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: autograd accumulates the gradients of a rank's logical workers in ``.grad``.
+        """Do nothing: this reducer sums one gradient a rank, and autograd accumulates the rank's workers in ``.grad``.
 
-        Other reducers add up the gradients of each logical worker (share of the global batch) here.
+        Reducers that sum one gradient a logical worker (share of the global batch) add the worker's gradients here.
 
         Args:
             step_context, worker, loss_sums: unused.
@@ -140,7 +140,7 @@ class SharedReducer:
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
             and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``).
+            (``used``; ``.grad`` is None where not).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -209,15 +209,19 @@ class SharedReducer:
         """Return the squared L2 norm of the summed gradients, as a list of one number that is equal on all data ranks.
 
         Not collective: ``finish`` has computed the number along with the sums. Where a replica spans several ranks
-        (pipeline, tensor parallelism), the caller adds up their numbers; a parameter that two of them hold is counted
-        on one.
+        (pipeline, tensor parallelism), the caller adds up the numbers of its ranks; a parameter that two ranks hold is
+        counted on one of them.
         """
         return [self._square]
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that ``finish`` has summed, and that this rank receives, by ``factor``, in place.
+        """Multiply the gradients that ``finish`` has summed in shared memory by ``factor``, in place. Not collective.
 
-        Also multiplies the squared norm that ``squares`` returns by ``factor``². Not collective.
+        Where each parameter has an owner rank, only the gradients of this rank's own parameters. Also multiplies the
+        squared norm that ``squares`` returns by ``factor``².
+
+        Args:
+            factor: the number that each element is multiplied by.
         """
         self._square *= factor**2
         scale_all([bucket.gradients for bucket, _ in self._summed], factor)

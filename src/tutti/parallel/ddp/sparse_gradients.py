@@ -61,16 +61,16 @@ class SparseReducer:
     def listens(self) -> bool:
         """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
 
-        True if the inner reducer, which sums the gradients once they are dense, needs the hook because it starts
+        True if the wrapped reducer, which sums the gradients once they are dense, needs the hook because it starts
         all-reduces during backward.
         """
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the inner reducer, which sums dense gradients, that this rank's last backward of the step follows.
+        """Tell the wrapped reducer, which sums dense gradients, that this rank's last backward of the step follows.
 
-        From here on ``gradient_ready`` converts sparse gradients to dense; before, autograd accumulates them as sparse
-        ones.
+        From now on ``gradient_ready`` converts sparse gradients to dense ones; before, autograd accumulates them as
+        sparse gradients.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -80,9 +80,9 @@ class SparseReducer:
         self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Convert ``parameter.grad`` from sparse to dense, and report to the inner reducer that it is complete.
+        """Convert ``parameter.grad`` from sparse to dense, and report it as complete to the wrapped reducer.
 
-        The inner reducer sums the dense gradients over the data ranks. Called by autograd as a post-accumulate-grad
+        The wrapped reducer sums the dense gradients over the data ranks. Called by autograd as a post-accumulate-grad
         hook. Before ``prepare_for_backward`` a gradient stays sparse.
 
         Args:
@@ -97,17 +97,19 @@ class SparseReducer:
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Convert a logical worker's sparse gradients to dense, and call ``collect`` of the inner reducer.
+        """Convert a logical worker's sparse gradients to dense, and call ``collect`` of the wrapped reducer.
 
-        A logical worker is one of N fixed shares of the global batch. The inner reducer sums dense gradients over the
-        data ranks; its ``collect`` adds the worker's ``.grad`` to the sum, if it sums worker by worker. If it sums
-        during backward instead (``listens`` is True), nothing is converted here, but in ``gradient_ready`` and
-        ``finish``.
+        A logical worker is one of N fixed shares of the global batch. The wrapped reducer sums dense gradients over the
+        data ranks; if it sums worker by worker, its ``collect`` adds the worker's ``.grad`` to the sum. If it sums
+        during backward instead (``listens`` is True), this call converts nothing: ``gradient_ready`` and ``finish`` do.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
+
+        Raises:
+            UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows.
         """
         if not self._reducer.listens:
             self._make_all_dense()
@@ -153,10 +155,10 @@ class SparseReducer:
     def squares(self) -> list[float]:
         """Return sums of squares of all reduced gradients, sparse ones included, which add up to their squared L2 norm.
 
-        The inner reducer, which has summed the gradients in dense form, computes the numbers. Not collective.
+        The wrapped reducer, which has summed the gradients in dense form, computes the numbers. Not collective.
 
         Returns:
-            Python floats: one for each trained parameter, or a single one for all of them, as the inner reducer does.
+            Python floats, depending on the wrapped reducer one for each trained parameter or a single one for all.
         """
         return self._reducer.squares()
 
@@ -164,6 +166,9 @@ class SparseReducer:
         """Multiply the gradients that ``finish`` has summed, dense and sparse ones, by ``factor``, in place.
 
         Not collective.
+
+        Args:
+            factor: the number that each element is multiplied by.
         """
         sparse = {p: p.grad for p in self._summed if p.grad is not None}
         for parameter in sparse:
@@ -208,13 +213,13 @@ def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Co
     """Wrap a reducer such that it also sums sparse gradients (``nn.Embedding(sparse=True)``). Not collective.
 
     Args:
-        reducer: sums dense gradients.
-        parts: the modules on this rank.
+        reducer: sums dense gradients over the data ranks.
+        parts: the modules on this rank; those with an attribute ``sparse`` that is True have sparse gradients.
         comm: the data ranks.
 
     Returns:
-        A ``SparseReducer`` around ``reducer``; ``reducer`` itself where the modules have no sparse gradients, or a
-        single rank needs no sum.
+        A ``SparseReducer`` around ``reducer``; ``reducer`` itself where the modules have no sparse gradients, or where
+        there is a single data rank and ``reducer`` leaves its gradients unchanged.
     """
     if comm.size == 1 and isinstance(reducer, OverlappedReducer):
         # This reducer leaves every ``.grad`` of a single rank unchanged.

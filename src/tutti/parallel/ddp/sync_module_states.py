@@ -14,6 +14,8 @@ from tutti.nn.swap import buffers, describe_tensors, parameters
 def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
     """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks. Collective.
 
+    Values are not compared.
+
     Args:
         comm: the ranks to compare.
         parts: this rank's modules, in order.

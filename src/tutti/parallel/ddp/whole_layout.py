@@ -28,7 +28,7 @@ class WholeLayout:
     def build(self, plain: nn.Module) -> WholeRunner:
         """Move the whole model to this rank's device and return the object that runs forward and backward.
 
-        Activation checkpointing and ``torch.compile`` are applied in place. Not collective.
+        Activation checkpointing and ``torch.compile``, as the run asks for them, are applied in place. Not collective.
 
         Args:
             plain: the script's model, changed in place.
@@ -37,7 +37,8 @@ class WholeLayout:
             A ``WholeRunner``, whose ``run`` computes forward and backward of micro-batches on this rank.
 
         Raises:
-            UsageError: a module named for activation checkpointing is not in the model, or the option matches none.
+            UsageError: a module named for activation checkpointing is not in the model, or none of the model's modules
+                matches the option.
         """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         return WholeRunner(plain, self._run_context)
@@ -51,7 +52,8 @@ class WholeRunner(ReplicaPart):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
-        A logical worker is one of N fixed shares of the global batch. Gradients are accumulated in ``.grad``.
+        A logical worker is one of N fixed shares of the global batch. The whole model is on this rank. Gradients are
+        accumulated in ``.grad``.
 
         Args:
             micro_batches: the worker's micro-batches, in order; at least one.
@@ -61,7 +63,8 @@ class WholeRunner(ReplicaPart):
                 None for forwards only.
 
         Returns:
-            The worker's sums of loss, count and metrics over its micro-batches.
+            A ``LossSums`` over the worker's micro-batches: the float tensor ``sums`` holds loss sum, count and metric
+            sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient.
@@ -84,7 +87,8 @@ class WholeRunner(ReplicaPart):
         """Seed the model's random number streams (dropout) for one micro-batch, before its forward.
 
         Custom training loops, whose script calls the model itself, call this before each forward. For a dummy
-        micro-batch (of no samples) the model gets copies of its buffers.
+        micro-batch (of no samples, which a rank computes only to keep collectives aligned) the model gets copies of its
+        buffers.
 
         Args:
             micro_batch: the micro-batch; its key determines the streams.
@@ -101,7 +105,7 @@ class WholeRunner(ReplicaPart):
     ) -> LossSums:
         """Run backward of one micro-batch and accumulate its gradients in ``.grad``.
 
-        A micro-batch without samples, which only keeps collectives of all ranks equally many, adds no gradient.
+        A dummy micro-batch (without samples, which a rank computes only to keep collectives aligned) adds no gradient.
 
         Args:
             result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
@@ -113,7 +117,7 @@ class WholeRunner(ReplicaPart):
             retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
 
         Returns:
-            The worker's sums of loss, count and metrics so far, this micro-batch included.
+            A ``LossSums`` of the worker so far, this micro-batch included: loss sum, count and metric sums.
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient.

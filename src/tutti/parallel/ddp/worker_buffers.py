@@ -75,7 +75,8 @@ class WorkerBuffers:
 
         A logical worker is one of N fixed shares of the global batch. Where several ranks share the worker's
         micro-batches, the call blocks until the rank before this one has sent the buffers that its forwards have left.
-        The host does not wait for the device: on an accelerator ``verify`` raises the error below.
+        On an accelerator the host does not wait for the device, and ``verify`` raises the error below in place of this
+        call.
 
         Args:
             worker: index of the worker, one of those that this rank computes.
@@ -95,10 +96,10 @@ class WorkerBuffers:
         self._writer, self._marks = _Writer.FORWARDS, self._marked()
 
     def pass_on(self) -> None:
-        """Send the model's buffers to the next rank that shares the logical worker, after the step's last forward.
+        """Send the model's buffers (batch-norm statistics) to the next rank that computes the same logical worker.
 
-        A logical worker (fixed share of the global batch) is shared where there are more data ranks than workers;
-        otherwise nothing is done. Does not block.
+        Called after the step's last forward. A logical worker is a fixed share of the global batch; several ranks
+        compute one worker only where there are more data ranks than workers; elsewhere nothing is done. Does not block.
         """
         if self._handover is not None:
             self._handover.pass_on()
@@ -107,9 +108,9 @@ class WorkerBuffers:
         """Make a logical worker's buffers equal on all ranks that share the worker, before the update.
 
         A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
-        than workers. All data ranks must call it then: collective over them where forwards change buffers. Otherwise
-        nothing is sent. Changes of buffers from now until the next ``enter`` are ascribed to the script, and not to a
-        forward.
+        than workers. All data ranks must call ``finish`` then: collective over them where forwards change buffers.
+        Otherwise nothing is sent. Changes of buffers from now until the next ``enter`` count as made by the script, and
+        not by a forward.
         """
         if self._handover is not None:
             self._handover.finish()
@@ -138,9 +139,9 @@ class WorkerBuffers:
     def begin_custom_loop(self) -> None:
         """Let buffers that the script writes in its own training loop count for this rank's last logical worker alone.
 
-        A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics).
-        The rule holds for writes after an update (``finish``), up to ``leave_custom_loop``. Without this call a write
-        by the script counts for all workers of the rank.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics); a
+        rank may compute several. The rule holds for writes after an update (``finish``), up to ``leave_custom_loop``.
+        Without this call a write by the script counts for all workers of the rank.
         """
         self._custom = True
 
@@ -159,19 +160,19 @@ class WorkerBuffers:
         """Make a logical worker's buffers equal on all ranks that share the worker, after a step without backward.
 
         A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
-        than workers. All data ranks must call it: collective over them where forwards change buffers. Does nothing
-        after ``finish``, and where ranks share no worker.
+        than workers. All data ranks must call ``close``: collective over them where forwards change buffers. Does
+        nothing after ``finish``, and where ranks share no worker.
         """
         if self._handover is not None:
             self._handover.close()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the buffers of this rank's logical workers for a checkpoint. Not collective.
+        """Return the buffers (batch-norm statistics) of this rank's logical workers for a checkpoint. Not collective.
 
         Returns:
-            Tensors by ``{worker}/{buffer}``, with the index of the logical worker (share of the global batch with its
-            own buffers). If several ranks share a worker, only the first of these ranks returns its buffers. Empty for
-            a run of one worker.
+            A dict with keys ``"{worker}/{buffer}"``: index of the logical worker (share of the global batch with its
+            own buffers) and name of the buffer in the model. If several ranks share a worker, only the first of these
+            ranks returns its buffers. Empty for a run of one worker.
         """
         if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
@@ -182,7 +183,7 @@ class WorkerBuffers:
         return {worker + name: t for worker, name, t in rows if name not in self._borrowed}
 
     def load(self, saved: SavedState) -> None:
-        """Load the buffers of this rank's logical workers from a checkpoint. Not collective.
+        """Load the buffers of this rank's logical workers from a checkpoint, in place. Not collective.
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers. If the checkpoint has the
         same N, each worker takes its own buffers, ``{worker}/{buffer}`` of the group ``workers``; otherwise all workers

@@ -34,7 +34,8 @@ class WriteGuard:
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Record norm, version counter and address of each parameter, for ``check`` to find later writes by the script.
 
-        Called after the strategy itself has written the parameters.
+        The guard refuses writes by the script that have no right effect under the run's strategy. Called after the
+        strategy itself has written the parameters.
 
         Args:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
@@ -43,15 +44,17 @@ class WriteGuard:
         self._marks = _marks(named)
 
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
-        """Raise UsageError if the norm of a parameter differs from the one that ``note`` recorded.
+        """Raise UsageError if the script has written a parameter since ``note``, that is if its norm has changed.
 
-        A different norm means that the script has written the parameter; the error names the first such parameter.
-        Before the first ``note`` nothing is checked. Also records the parameters' version counters and addresses anew,
-        for ``check_update``.
+        The error names the first such parameter. Before the first ``note`` nothing is checked. Also records the
+        parameters' version counters and addresses anew, for ``check_update``.
 
         Args:
             named: (name, parameter) pairs, the same as for ``note``.
             where: place in the run for the error message, such as the step.
+
+        Raises:
+            UsageError: a parameter has another norm.
         """
         if self._norms is None:
             return
@@ -69,6 +72,9 @@ class WriteGuard:
         Args:
             named: (name, parameter) pairs, the same as for ``check``.
             where: place in the run for the error message, such as the step.
+
+        Raises:
+            UsageError: a parameter was written; the error names the first.
         """
         for (name, _), before, now in zip(named, self._marks, _marks(named), strict=False):
             if before != now:

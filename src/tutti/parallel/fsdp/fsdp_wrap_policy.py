@@ -22,16 +22,17 @@ def wrapped_modules(
 ) -> list[nn.Module]:
     """Return the modules below ``model`` that ``fully_shard`` is to wrap, inner ones before the modules around them.
 
-    ``model`` itself is never in the list; FSDP's root wrap covers all remaining parameters. Left out are modules
-    without parameters, and modules that share parameters with the rest of the model (tied weights), because tied
-    parameters must stay all-gathered while either module computes.
+    FSDP2 all-gathers the parameters of a wrapped module together. ``model`` itself is never in the list; FSDP's root
+    wrap covers all remaining parameters. Left out are modules without parameters, and modules that share parameters
+    with the rest of the model (tied weights), because tied parameters must stay all-gathered while either module
+    computes.
 
     Args:
         model: the model, not yet sharded.
         choice: names of modules or of their classes. ``("auto",)`` takes repeated blocks, which are children of one
             class in a ``ModuleList`` or ``Sequential``; in a model without such blocks the smallest modules with 2^18
             parameters or more.
-        closed: modules inside which ``("auto",)`` chooses nothing. They may be chosen themselves.
+        closed: modules inside which ``("auto",)`` chooses nothing; ``closed`` modules themselves may be chosen.
 
     Returns:
         The modules, in the reverse order of ``model.modules()``; an empty list if nothing fits.

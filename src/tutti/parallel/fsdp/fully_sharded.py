@@ -147,13 +147,14 @@ class FullySharded:
     def trained(self) -> Sequence[ShardedParameter]:
         """This rank's rows of each FSDP2-sharded parameter that was trainable at construction or added by ``train``.
 
-        A parameter that is frozen later stays in the list. Its order is that of the model's parameters, with those
-        added by ``train`` at the end.
+        One ``ShardedParameter`` for each: name, row tensor and place of the rows in the full tensor. A parameter that
+        is frozen later stays in the list. The order is that of the model's parameters; those that ``train`` added come
+        last.
         """
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
-        """Add parameters that were frozen to ``trained``, the FSDP2-sharded parameters whose gradients are reduced.
+        """Add FSDP2-sharded parameters that were frozen to ``trained``, so that FSDP2 reduces their gradients.
 
         Called after the script has set ``requires_grad`` of these parameters to True. Before the model's first forward
         nothing is communicated. Afterwards the call is collective over the ranks that share one copy of the parameters:
@@ -201,10 +202,10 @@ class FullySharded:
         )
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return a dictionary from each parameter object of the user's model to this rank's rows of that parameter.
+        """Return a dictionary from each parameter object of the FSDP2-sharded model to this rank's rows of it.
 
-        The rows are the optimizer's parameter. Keys are the rows themselves, FSDP2's DTensors, and after the first
-        forward the unsharded parameters.
+        A value is the plain tensor of rows that the optimizer has as its parameter. Keys are these rows themselves,
+        FSDP2's DTensors, and after the first forward the unsharded parameters.
         """
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
@@ -215,8 +216,8 @@ class FullySharded:
         clears the record. Not collective.
 
         Returns:
-            One bool for each parameter in the attribute ``trained``: those that FSDP2 shards and that are or were
-            trainable, in the model's order.
+            One bool for each parameter that FSDP2 shards and that is or was trainable, in the order of the attribute
+            ``trained``.
         """
         used = self._used.copy()
         self._used.clear()
@@ -225,18 +226,20 @@ class FullySharded:
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters as the FSDP2-sharded model has them between steps: DTensor parameters.
 
-        There is one for each parameter that is or was trainable, in the same order as this rank's rows in ``trained``.
+        There is one for each parameter that is or was trainable, in the same order as this rank's rows in the attribute
+        ``trained``.
         """
         return [gathered for _, gathered in self._training]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove the sharded gradients from all trained parameters, so that backward starts from None, and return them.
+        """Return the gradients of this rank's rows of all trained parameters, and set every sharded ``.grad`` to None.
 
-        Not collective. Gradients that the script has cleared are cleared first.
+        The sharded ``.grad`` are those of FSDP2's DTensors and of the optimizer's rows; the next backward then starts
+        from None. Not collective. A gradient that the script has set to None or zeros counts as such.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows); no entry for a parameter
-            without gradient.
+            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
+            rows. No entry for a parameter without gradient.
         """
         held = {}
         self._take_cleared()
@@ -249,11 +252,13 @@ class FullySharded:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        The model's ``.grad`` are DTensors, which the script may read and edit. Most reads of the ``.grad`` of the
-        optimizer's rows raise, since its norm would cover this rank's rows only.
+        The ``.grad`` of the FSDP2-sharded model's parameters are DTensors, which the script may read and edit. Most
+        reads of the ``.grad`` of the optimizer's rows raise, since its norm would cover this rank's rows only. Not
+        collective.
 
         Args:
-            held: result of ``pop_gradients``, by the optimizer's parameter (rows); it may be empty.
+            held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
+                tensor of rows), the value its gradient. May be empty.
         """
         for each, gathered in self._training:
             before = held.get(each.parameter)
@@ -278,10 +283,11 @@ class FullySharded:
         """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
 
         The call clears the record. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
-        The same as ``used``. Not collective.
+        The same as ``used()``. Not collective.
 
         Returns:
-            One bool for each FSDP2-sharded parameter that is or was trainable, in the order of ``trained``.
+            One bool for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute
+            ``trained``.
         """
         return self.used()
 
@@ -289,13 +295,13 @@ class FullySharded:
         """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
 
         Args:
-            used: for each FSDP2-sharded parameter that is or was trainable, in the order of ``trained``, True to record
-                that it had a gradient; False leaves its record as it is.
+            used: for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute ``trained``,
+                True to record that it had a gradient; False leaves its record as it is.
         """
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
     def begin_custom_loop(self) -> None:
-        """Register forward hooks that let a custom loop clear ``.grad`` between a forward and its backward.
+        """Register forward hooks that let a script's own loop clear ``.grad`` between a forward and its backward.
 
         In that time ``model.parameters()`` are FSDP2's unsharded parameters, and FSDP2 accumulates gradients elsewhere
         than in their ``.grad``. The hooks put a placeholder into each ``.grad``. The placeholder records that the
@@ -325,10 +331,11 @@ class FullySharded:
 
         Between a forward and its backward the script sees FSDP2's unsharded parameters, with placeholders from
         ``show_gradients`` as ``.grad``. If the script set a placeholder to None, the sharded gradient becomes None; if
-        it zeroed the placeholder in place, the sharded gradient becomes zeros. Then all placeholders are removed.
+        it zeroed the placeholder in place, the sharded gradient becomes zeros. Then the placeholders are removed.
 
         Args:
-            pairs: (rows, DTensor) of the parameters concerned; None for all sharded parameters.
+            pairs: (``ShardedParameter`` of this rank's rows, DTensor parameter) of the parameters concerned; None for
+                all that FSDP2 shards.
         """
         for each, gathered in (self._pairs if pairs is None else pairs) if self._standing else ():
             unsharded = self._standing.pop(each.name, None)
@@ -338,10 +345,10 @@ class FullySharded:
                 unsharded.grad = None
 
     def show_gradients(self) -> None:
-        """Put a placeholder into the ``.grad`` of each unsharded parameter whose sharded gradient is not None.
+        """Put a placeholder into the ``.grad`` of each FSDP2-unsharded parameter whose sharded gradient is not None.
 
         Unsharded parameters are in the model between a forward and its backward. The script can clear a placeholder,
-        which ``apply_clearing`` carries over to the sharded gradient; to read a placeholder raises. Does nothing before
+        which ``apply_clearing`` carries over to the sharded gradient; reading a placeholder raises. Does nothing before
         ``begin_custom_loop``.
         """
         for each, gathered in self._training if self._slots else ():
@@ -353,11 +360,11 @@ class FullySharded:
                     self._standing[each.name] = unsharded
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of an optimizer's rows, and of the model's parameters that these are the rows of.
+        """Clear the gradients of an optimizer's rows, and of the FSDP2 model's parameters that the rows belong to.
 
         Args:
-            members: parameters of the optimizer, which are row shards; parameters that FSDP2 does not shard are
-                ignored.
+            members: parameters of the optimizer, each this rank's rows of one parameter; parameters that FSDP2 does not
+                shard are ignored.
             set_to_none: True sets gradients to None, False zeroes them in place.
         """
         for each, gathered in self._pairs:
@@ -365,7 +372,7 @@ class FullySharded:
                 self._clear(each, gathered, set_to_none)
 
     def apply_edits(self) -> None:
-        """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of the DTensor gradients.
+        """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of FSDP2's DTensor grads.
 
         Called before the optimizer step, which therefore uses gradients as the script has edited or cleared them in the
         ``.grad`` of the model's DTensor parameters. Not collective.
@@ -436,7 +443,7 @@ class FullySharded:
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which the FSDP2-sharded model has other values, such as averaged weights.
 
-        The call copies rows on this rank and is not collective; the forward within the context all-gathers the new
+        Entering copies rows on this rank and is not collective; the forward within the context all-gathers the new
         rows. On exit the previous values come back.
 
         Args:

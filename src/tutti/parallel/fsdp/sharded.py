@@ -111,7 +111,8 @@ class ShardedSync:
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, shard its parameters and build the optimizer over this rank's rows.
 
-        Collective over the data ranks. FSDP2 or ZeRO stage 1 shards along the first dimension.
+        Called once, before the first step of sharded data parallelism. FSDP2 (stages 2 and 3) or ZeRO stage 1 shards
+        each parameter along its first dimension. Collective over the data ranks (those that share out a global batch).
 
         Args:
             replica: runs forward and backward of this rank's part of the model; its parameters and buffers become those
@@ -120,10 +121,11 @@ class ShardedSync:
                 the optimizer, or None where this rank has nothing to train.
 
         Returns:
-            This object: the hook whose ``gradient_ready`` the replica calls for each complete gradient in backward.
+            This object itself. It is also the gradient-ready hook, whose ``gradient_ready`` the replica calls in
+            backward for each complete gradient.
 
         Raises:
-            MismatchError: the ranks hold different models.
+            MismatchError: the data ranks hold models with different parameters or buffers.
             UsageError: FSDP2 cannot shard the model, or the optimizer cannot step on this rank's part of the tensors or
                 with ``offload``.
         """
@@ -311,10 +313,10 @@ class ShardedSync:
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Start to send this rank's buffers (batch-norm statistics) to the next rank that shares its logical worker.
 
-        A logical worker is one of N fixed shares of the global batch; several ranks share one where there are more data
-        ranks than workers. Otherwise nothing is sent. Does not block. Called before the backward in which gradients
-        become complete. Gradients need no preparation: FSDP2 has hooks of its own, and ZeRO stage 1 sends in
-        ``reduce_gradients``.
+        A logical worker is one of N fixed shares of the global batch. Where there are more data ranks than workers,
+        several ranks compute micro-batches of one worker; elsewhere nothing is sent. Does not block. Called before the
+        backward in which gradients become complete. Gradients need no preparation: FSDP2 has hooks of its own, and ZeRO
+        stage 1 sends in ``reduce_gradients``.
 
         Args:
             part: unused; other strategies send these loss sums along with the gradients.
@@ -322,10 +324,10 @@ class ShardedSync:
         self._buffers.pass_on()
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing; the hook that backward calls when it has completed the gradient of a parameter.
+        """Do nothing when backward has completed the gradient of ``parameter``: FSDP2 and ZeRO do not need this hook.
 
         FSDP2 reduces the gradient by hooks of its own; in ZeRO stage 1 ``reduce_gradients`` does so after all backwards
-        of the step. Strategies of data parallelism start an all-reduce here.
+        of the step. Data parallelism (DDP) starts an all-reduce here.
 
         Args:
             parameter: unused; the parameter whose gradient is complete.
@@ -334,8 +336,9 @@ class ShardedSync:
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Load a logical worker's own buffers (batch-norm statistics) into the model, before its forwards in this step.
 
-        A logical worker is one of N fixed shares of the global batch. Parameters are the same for all of them. At the
-        first call in a step the parameters are all-gathered if the script has written rows in the optimizer's groups.
+        A logical worker is one of N fixed shares of the global batch. Parameters are the same for all of them. The
+        optimizer's parameter groups hold this rank's rows; where the script has written these rows since the last
+        update, the first call in a step all-gathers the parameters.
 
         Args:
             worker: index of the logical worker, one that runs on this rank.
@@ -362,11 +365,12 @@ class ShardedSync:
         self._counting.add(part)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Reduce-scatter gradients over the shards, sum them over copies (HSDP), divide by the global count.
+        """Reduce-scatter gradients over the shard ranks, sum them over copies (HSDP) and divide by the global count.
 
-        The count is of samples or tokens, as the loss function reports it. Collective over all ranks. Afterwards the
-        ``.grad`` of this rank's rows is the gradient of the mean loss over the global batch, not yet clipped; it is
-        None for a parameter for which no rank computed a gradient.
+        The shard ranks hold one copy of the parameters together, each some rows of every parameter. The count is of
+        samples or tokens, as the loss function reports it. Collective over all ranks. Afterwards the ``.grad`` of this
+        rank's rows is the gradient of the mean loss over the global batch, not yet clipped; it is None for a parameter
+        for which no rank computed a gradient.
 
         Args:
             step_context: the step under way, with its number and loss scale, by which gradients are divided.
@@ -378,7 +382,8 @@ class ShardedSync:
 
         Raises:
             MismatchError: ranks are in different steps.
-            UsageError: the script has written rows in the optimizer's groups since the step began.
+            UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
+                the step began; its forwards have not seen these values.
         """
         if self._rows_written():
             _refuse_rows_written(step_context)
@@ -411,15 +416,17 @@ class ShardedSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters (ZeRO stage 1).
 
-        Called on all ranks. With FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates.
+        Gradients are scaled so that their norm is at most the run's clipping norm, if it has one. Called on all ranks.
+        With FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
-            step_context: the step under way; its ``lr_factor`` multiplies the optimizers' learning rates.
+            step_context: the step under way; its ``lr_factor`` multiplies the optimizers' initial learning rates.
 
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 if a gradient was not finite; then ``skipped`` is True, and
-            ``nonfinite`` has the names of the parameters with gradients that are not finite.
+            ``nonfinite`` has the names of the parameters with gradients that are not finite (at most three from each
+            rank).
         """
         nonfinite: tuple[str, ...] = ()
         if self._reads is not None:
@@ -459,15 +466,18 @@ class ShardedSync:
             self._reads.written = False
 
     def clear(self) -> None:
-        """Set the ``.grad`` of this rank's rows and of the model's parameters to None."""
+        """Set the ``.grad`` of the sharded model's parameters, and of this rank's rows of them, to None.
+
+        The optimizer has the rows as its parameters; the model has DTensors (FSDP2) or full parameters (ZeRO stage 1).
+        """
         for engine in self._engines:
             engine.clear()
 
     def merged(self) -> dict[str, Tensor]:
         """Return the sharded model's parameters as this rank holds them, and buffers merged over logical workers.
 
-        Logical workers are N fixed shares of the global batch, each with its own buffers (batch-norm statistics).
-        Collective.
+        Logical workers are N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are
+        pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective.
 
         Returns:
             A dict from names in the model to tensors: for a parameter that FSDP2 shards this rank's rows, as a plain
@@ -480,8 +490,8 @@ class ShardedSync:
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors that must be bitwise equal on all ranks with the same shard (HSDP copies).
 
-        The caller compares digests of them. Collective if the script has written rows in the optimizer's groups, which
-        are then all-gathered first.
+        The caller compares digests of the tensors over these ranks. Collective if the script has written this rank's
+        rows in the optimizer's parameter groups, which are then all-gathered first.
 
         Returns:
             A mapping from names in the model to tensors, not copied: unsharded parameters, this rank's rows of the
@@ -493,13 +503,15 @@ class ShardedSync:
         return {**named, **self._replica.sharded, **self._buffers.replicated()}
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return the tensors that this rank writes into a checkpoint. Collective.
+        """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
         Returns:
-            Three groups of tensors by name: ``model`` (this rank's rows as ``TensorSlice``, and its share of the
-            tensors that are not sharded), ``optim`` (optimizer state of the same rows, as ``{parameter}/{key}``), and
-            ``workers`` (buffers of its logical workers, shares of the global batch, as ``{worker}/{buffer}``). Ranks
-            that hold the same rows share out the names, so that each row is written once.
+            Three groups, each a mapping from names to tensors: ``model`` has this rank's rows of the sharded
+            parameters, as ``TensorSlice`` (rows and their place in the full tensor), and some of the parameters and
+            buffers that are not sharded, by names in the model; ``optim`` has the optimizer state of the same rows
+            under ``"{parameter name}/{state key}"``; ``workers`` has the buffers of each logical worker (share of the
+            global batch with its own buffers) on this rank under ``"{index of the worker}/{buffer name}"``. Ranks that
+            hold the same tensors share out the names, so that each is written once.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()
@@ -513,14 +525,15 @@ class ShardedSync:
         return {"model": model, "optim": self._optimizer_state(mine), "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
-        """Restore this rank's rows of parameters and optimizer state, buffers and full parameters from a checkpoint.
+        """Restore the parameters, optimizer state and buffers of the sharded model from a checkpoint.
 
-        Collective: in ZeRO stage 1 the full parameters are all-gathered from the rows; with FSDP2 the next forward does
-        so. The optimizer state of frozen parameters is restored too, because the script may unfreeze them. Parameters
-        without saved optimizer state keep theirs.
+        Each rank reads only its rows of the sharded tensors. Collective: in ZeRO stage 1 the full parameters are
+        all-gathered from the rows; with FSDP2 the next forward does so. The optimizer state of frozen parameters is
+        restored too, because the script may unfreeze them. Parameters without saved optimizer state keep the state that
+        they have.
 
         Args:
-            saved: the checkpoint, written by a run with any number of ranks.
+            saved: the checkpoint, written by a run with any strategy and any number of ranks.
         """
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
@@ -539,7 +552,10 @@ class ShardedSync:
                     whole.load(self._optimizer, named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return where this rank's gradients are before the reduce-scatter, for measuring the gradient noise scale.
+        """Return where this rank's own gradients are before the reduce-scatter, for measuring the gradient noise scale.
+
+        Parameters that another rank of the replica counts in the gradient norm (weights tied over pipeline stages) are
+        left out. Not collective.
 
         Returns:
             An ``OwnGradients`` of two parts. The first is a list of the trained parameters in whose ``.grad`` backward
@@ -562,18 +578,18 @@ class ShardedSync:
         return OwnGradients(counted, lambda: sum(meter() for meter in meters))
 
     def facts(self) -> dict[str, object]:
-        """Return an empty dict: this strategy adds no entries to the run's ``summary.json``."""
+        """Return an empty dict: sharded data parallelism adds no entries to the run's ``summary.json``."""
         return {}
 
     # --- custom training loops -------------------------------------------------------------------------------------
 
     @property
     def gradient_at(self) -> GradientPlace:
-        """Where a parameter's complete gradient lies after reduction, as one of the words below.
+        """Where a parameter's complete gradient lies after the reduction, as one of four words.
 
         ``slices``: split over tensor ranks; ``rank``: whole on this rank (a single shard); ``rows``: in rows over the
-        shard ranks, which the model's ``.grad`` do not show (ZeRO stage 1); ``shards``: in the model's DTensors
-        (FSDP2).
+        shard ranks, which the ``.grad`` of the model's parameters do not show (ZeRO stage 1); ``shards``: in the
+        model's DTensors (FSDP2).
         """
         if self._run_context.grid.tensor > 1:
             return "slices"
@@ -585,7 +601,7 @@ class ShardedSync:
         """Prepare for a custom training loop, in which a script may clear ``.grad`` between a forward and its backward.
 
         With FSDP2 the model then has other parameter objects, its unsharded ones. From now on, clearing their ``.grad``
-        also clears the sharded gradient. With ZeRO stage 1 nothing is to do for gradients. What the script writes to
+        also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. What the script writes to
         buffers after an update counts for the last logical worker (share of the global batch) of this rank alone.
         """
         self._buffers.begin_custom_loop()
@@ -593,10 +609,11 @@ class ShardedSync:
             engine.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End the custom training loop of an epoch: buffers that the script writes from now on are set for all workers.
+        """Let buffers that the script writes from now on count for all logical workers of this rank.
 
-        A logical worker is a fixed share of the global batch with its own buffers; a rank may compute several. Within
-        the loop such a write counts for the last of them alone. Not collective.
+        Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
+        global batch with its own buffers; a rank may compute several. Within the loop such a write counts for the last
+        of them alone. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -604,12 +621,16 @@ class ShardedSync:
         """Return the trained parameters of the user's model as a list of (name, parameter).
 
         The parameter objects are DTensors with FSDP2, full parameters with ZeRO stage 1; never the rows that the
-        optimizer has. Parameters that the script has unfrozen after a forward of this step come last.
+        optimizer has. Parameters that the script has unfrozen after a forward of this step, not yet sharded, come last.
         """
         return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters of the user's model: DTensors with FSDP2, full parameters with ZeRO stage 1."""
+        """Return the trained parameters of the user's model: DTensors with FSDP2, full parameters with ZeRO stage 1.
+
+        The order is that of ``named_trained()``. Parameters that the script has unfrozen after a forward of this step,
+        not yet sharded, come last.
+        """
         return [
             *(seen for engine in self._engines for seen in engine.script_parameters()),
             *(p for _, p in self._uncut),
@@ -637,31 +658,34 @@ class ShardedSync:
     def trained_tensors(self) -> list[Tensor]:
         """Return what the optimizers update on this rank, as detached tensors: its rows of all trained parameters.
 
-        The tensors share memory with the rows. A parameter that is not yet sharded, because the script has unfrozen it
-        after a forward of this step, is there in full, at the end.
+        The result is a list in the order of ``named_trained()``; the tensors share memory with the rows. A parameter
+        that is not yet sharded, because the script has unfrozen it after a forward of this step, is there in full, at
+        the end.
         """
         return [*(rows.parameter.data for rows in self._trained), *(p.data for _, p in self._uncut)]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove the reduced gradients from this rank's rows, whose ``.grad`` is None afterwards, and return them.
+        """Return the reduced gradients of this rank's rows of the trained parameters, and set their ``.grad`` to None.
 
-        Not collective. The model's ``.grad`` is None afterwards, too. A gradient that the script has set to None is not
-        in the result.
+        Each shard rank holds some rows of every parameter. The ``.grad`` of the model's parameters is None afterwards,
+        too. Not collective.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
+            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
+            rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
         """
         return {p: gradient for engine in self._engines for p, gradient in engine.pop_gradients().items()}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with stage 1 on several
-        shards, reading the ``.grad`` of the model's parameters raises, because a rank has only its rows. Sets
-        ``accumulated`` to whether ``held`` has gradients.
+        With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with ZeRO stage 1 on several
+        shards, reading the ``.grad`` of the model's parameters raises, because a rank has only its rows. Sets the
+        attribute ``accumulated`` to whether ``held`` has gradients.
 
         Args:
-            held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
+            held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
+                tensor of rows), the value its gradient. May be empty.
         """
         self.accumulated = bool(held)
         for engine in self._engines:
@@ -674,8 +698,8 @@ class ShardedSync:
 
         Returns:
             One bool for each parameter in ``script_parameters()`` that is sharded, in order. Always False for
-            parameters that ZeRO stage 1 shards, for which there is no record: backward has reached them if their
-            ``.grad`` is not None.
+            parameters that ZeRO stage 1 shards, for which there is no record: backward has given them a gradient if
+            their ``.grad`` is not None.
         """
         return [flag for engine in self._engines for flag in engine.pop_reached()]
 
@@ -685,7 +709,8 @@ class ShardedSync:
         Without effect on parameters of ZeRO stage 1.
 
         Args:
-            used: a flag for each trained parameter, as from ``pop_reached``; False leaves the record as it is.
+            used: a flag for each trained parameter that is sharded, in the order of ``script_parameters()``: True
+                records a gradient, False leaves the record as it is.
         """
         rest = list(used)
         for engine in self._engines:
@@ -696,8 +721,9 @@ class ShardedSync:
     def apply_clearing(self) -> None:
         """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        With FSDP2 the script sees unsharded parameters between a forward and its backward, with placeholders from
-        ``show_gradients`` as ``.grad``; these are evaluated and removed. With ZeRO stage 1 nothing is to do.
+        With FSDP2 the script sees unsharded parameters between a forward and its backward, whose ``.grad`` are
+        placeholders put there by ``show_gradients``. A sharded gradient becomes None or zeros, as the script has made
+        the placeholder; all placeholders are removed. ZeRO stage 1 does nothing.
         """
         for engine in self._engines:
             engine.apply_clearing()
@@ -715,8 +741,9 @@ class ShardedSync:
     def apply_edits(self) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows' ``.grad``. With FSDP2 all edits of the model's ``.grad``
-        count; with ZeRO stage 1 on several shards the script can only clear a gradient (None or zeros). Not collective.
+        Called before the optimizer step, which uses the rows and their ``.grad``. With FSDP2 all edits of the model's
+        ``.grad`` count; with ZeRO stage 1 on several shards the script can only clear a gradient (None or zeros). Not
+        collective.
         """
         for engine in self._engines:
             engine.apply_edits()
@@ -737,10 +764,11 @@ class ShardedSync:
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the L2 norm of the complete gradients of some parameters, for a script that clips them.
 
-        Collective: an all-reduce over the shards, and one over the stages and tensor ranks of a replica.
+        Collective: an all-reduce over the shard ranks, and one over the stages and tensor ranks of a replica.
 
         Args:
-            members: some of ``script_parameters()``, the same on all ranks; parameters without gradient count as 0.
+            members: some of ``script_parameters()``, the trained parameters as the model has them; the same on all
+                ranks. Parameters without gradient count as 0.
             step_context: facts of the step under way; its number is for error messages.
 
         Returns:
@@ -763,8 +791,9 @@ class ShardedSync:
         """Return a context in which ``optimizer_step`` steps, and clips the gradients of, one of several optimizers.
 
         Args:
-            index: index of the optimizer among those of the script; None for all of them.
-            members: its parameters, whose gradients are clipped; ignored where ``index`` is None.
+            index: position of the optimizer among those of the script, from 0; None for all of them.
+            members: the parameters of the model that this optimizer trains, whose gradients are clipped; ignored where
+                ``index`` is None.
         """
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
@@ -776,8 +805,8 @@ class ShardedSync:
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether this strategy steps ``optimizer``, and the optimizer updates full parameters on this rank.
 
-        True only for an optimizer that the strategy has built, on one shard (nothing is cut into rows) and without CPU
-        offload.
+        Only then may its step have a closure. True only for an optimizer that the strategy has built, on one shard
+        (parameters are not cut into rows) and without CPU offload.
 
         Args:
             optimizer: any optimizer, such as one that the script steps by itself.
@@ -789,7 +818,8 @@ class ShardedSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Replace parameters of the user's model by this rank's rows in the groups of ``optimizer``, in place.
 
-        Called after the script has added parameter groups with ``add_param_group``. Not collective.
+        The optimizer of a sharded model updates this rank's rows of each parameter. Called after the script has added
+        groups with ``add_param_group``. Parameters that are not sharded stay. Not collective.
 
         Args:
             optimizer: the script's optimizer, with the new groups.
@@ -799,9 +829,9 @@ class ShardedSync:
             group["params"] = [own.get(p, p) for p in group["params"]]
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train further parameters from now on, and shard any of them that was frozen when the model was sharded.
+        """Train further parameters from now on, and shard each that was frozen when the model was sharded.
 
-        Collective over the ranks that train the same part of the model on different data.
+        Collective over the data ranks.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True since the last call; at least

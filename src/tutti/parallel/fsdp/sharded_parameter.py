@@ -43,8 +43,9 @@ class ShardedParameter:
     leads: bool = True
 
     def piece(self, tensor: Tensor) -> Tensor | TensorSlice | None:
-        """Wrap a tensor of the shape of this rank's rows, such as optimizer state, with its place in the full tensor.
+        """Return a tensor of the shape of this rank's rows, such as optimizer state, with its place in the full tensor.
 
+        The object describes one parameter that ZeRO or FSDP2 shards: this rank's rows, a block of the first dimension.
         The result is what this rank writes into a checkpoint; it shares memory with ``tensor``.
 
         Args:
@@ -63,11 +64,11 @@ class ShardedParameter:
     def read(self, saved: SavedState, group: str, name: str) -> Tensor:
         """Read this rank's rows of one sharded parameter, or of its optimizer state, from a checkpoint.
 
-        Only the bytes of these rows are read. Not collective.
+        The rows are this rank's block of the parameter's first dimension. Only their bytes are read. Not collective.
 
         Args:
             saved: the checkpoint.
-            group: group of tensors in the checkpoint, ``model``, ``ema`` or ``optim``.
+            group: group of tensors in the checkpoint: ``model``, ``ema`` (moving average of the weights) or ``optim``.
             name: name of the tensor in the group, which has the parameter's global shape.
 
         Returns:
@@ -82,7 +83,7 @@ class ShardedParameter:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def known(self, names: Collection[str]) -> str:
-        """Return the name by which ``names`` refer to this sharded parameter, which may have tied names.
+        """Return the one of this sharded parameter's names that is in ``names``.
 
         A parameter that several modules share (tied weights) has one name in each; a checkpoint may have any of them.
 
@@ -90,32 +91,41 @@ class ShardedParameter:
             names: names of parameters, such as those in a checkpoint.
 
         Returns:
-            The parameter's own name if it is in ``names``, else the first of its tied names that is; its own name if
-            none is.
+            The parameter's own name if it is in ``names``, else the first of its tied names that is in ``names``; its
+            own name if none of them is.
         """
         return next((name for name in (self.name, *self.spec.tied) if name in names), self.name)
 
 
 class ShardingEngine(Protocol):
-    """Shards parameters by rows: this rank updates ``rows``, and forwards compute with unsharded parameters."""
+    """Shards a model's parameters by rows over the shard ranks (protocol): ZeRO stage 1 or FSDP2.
+
+    The shard ranks hold one copy of the parameters together. Each holds a block of the first dimension of every
+    parameter, its rows, and its optimizer updates these; forwards compute with unsharded parameters.
+    """
 
     @property
     def rows(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all parameters that are sharded (ZeRO or FSDP2), frozen ones included."""
+        """This rank's rows of all parameters that the engine shards (ZeRO stage 1 or FSDP2), frozen ones included.
+
+        One ``ShardedParameter`` for each: name in the unsharded model, row tensor, and place of the rows in the full
+        tensor.
+        """
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of each sharded parameter that is or was trainable.
+        """This rank's rows of each sharded parameter (ZeRO stage 1 or FSDP2) that is or was trainable.
 
-        The optimizer updates these rows, and their gradients are reduced. A parameter that is frozen later stays in the
-        list.
+        One ``ShardedParameter`` for each: name, row tensor and place in the full tensor. The optimizer updates the row
+        tensors, and their gradients are reduced. A parameter that is frozen later stays in the list.
         """
 
     def train(self, names: Collection[str]) -> None:
         """Add parameters that the script has unfrozen to ``trained``, so that their gradients are reduced from now on.
 
-        ``trained`` holds this rank's rows of each parameter that is or was trainable. Called on all shard ranks (those
-        that share one copy of the parameters): FSDP2 may all-gather parameters in the call.
+        The engine shards a model's parameters by rows (ZeRO stage 1 or FSDP2); ``trained`` holds this rank's rows of
+        each parameter that is or was trainable. Called on all shard ranks (those that share one copy of the
+        parameters): FSDP2 may all-gather parameters in the call. ZeRO stage 1 does nothing.
 
         Args:
             names: names in the unsharded model; names of parameters that are not sharded here are ignored.
@@ -124,14 +134,15 @@ class ShardingEngine(Protocol):
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a dictionary from each parameter object of the user's model to this rank's rows of that parameter.
 
-        The rows are the tensor that the optimizer has as its parameter. With FSDP2 several objects of the model (the
-        DTensor and the unsharded parameter) map to the same rows.
+        The engine shards the model by rows (ZeRO stage 1 or FSDP2). Both keys and values are ``nn.Parameter`` objects;
+        a value is the tensor of rows that the optimizer has as its parameter. With FSDP2 several objects of the model
+        (the DTensor and the unsharded parameter) map to the same rows.
         """
 
     def used(self) -> list[bool]:
         """Return for each trained parameter whether backward on this rank has given it a gradient in this step.
 
-        Not collective.
+        The parameters are those that the engine shards by rows (ZeRO stage 1 or FSDP2). Not collective.
 
         Returns:
             One bool for each parameter that is or was trainable, in the order of the attribute ``trained``; False where
@@ -139,82 +150,91 @@ class ShardingEngine(Protocol):
         """
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Set the ``.grad`` of this rank's trained rows to the gradient summed over the shard ranks.
+        """Set the ``.grad`` of this rank's rows of each trained parameter to the gradient summed over the shard ranks.
 
-        The shard ranks are those that share one copy of the parameters by rows. Called on all of them: ZeRO stage 1
-        reduce-scatters in this call, FSDP2 has done so in backward.
+        Each shard rank holds some rows of every parameter; together they hold one copy. Called on all of them: ZeRO
+        stage 1 reduce-scatters in this call, FSDP2 has done so in backward.
 
         Args:
             step: number of the step from 1, for error messages.
         """
 
     def all_gather_parameters(self) -> None:
-        """Make the next forward use the values that the optimizer has written to the rows. Called on all ranks.
+        """Make the next forward use the values that the optimizer has written to each rank's rows. Called on all ranks.
 
-        ZeRO stage 1 all-gathers the full parameters now; FSDP2 marks them stale and all-gathers in that forward.
+        Each rank holds and updates some rows of every parameter. ZeRO stage 1 all-gathers the full parameters now;
+        FSDP2 marks the unsharded parameters as stale and all-gathers them in the next forward.
         """
 
     def rows_written(self) -> bool:
-        """Return whether this rank's rows have been written since ``all_gather_parameters``.
+        """Return whether the rows that this rank holds have been written since the last ``all_gather_parameters``.
 
-        Then the full parameters of other ranks are stale. Writes are found by the version counters of the row tensors;
-        a write through ``.data`` does not count. Always False with FSDP2, whose rows may share the counter with the
-        model's DTensors.
+        If so, the full parameters that the ranks compute with are stale. Writes are found by the version counters of
+        the row tensors; a write through ``.data`` does not count. Always False with FSDP2, whose rows may share the
+        counter with the model's DTensors.
         """
 
     def clear(self) -> None:
-        """Set the ``.grad`` of this rank's rows and of the model's parameters to None."""
+        """Set the ``.grad`` of all parameters that the engine shards (ZeRO stage 1 or FSDP2) to None.
+
+        This holds for both objects of a parameter: this rank's rows, which the optimizer has, and the model's
+        parameter.
+        """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the user's model has them between steps.
+        """Return the trained parameters that the engine shards (ZeRO stage 1, FSDP2) as the model has them.
 
-        They are full parameters in ZeRO stage 1, DTensors with FSDP2: one for each parameter that is or was trainable,
-        in the order of ``trained``.
+        Returns:
+            Full parameters in ZeRO stage 1, DTensors with FSDP2: one for each parameter that is or was trainable, in
+            the order of the attribute ``trained``.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove the reduced gradients from the trained rows, whose ``.grad`` is None afterwards, and return them.
+        """Return the reduced gradients of this rank's rows of the trained parameters, and set their ``.grad`` to None.
 
-        Not collective. The model's ``.grad`` is None afterwards, too. A gradient that the script has set to None is not
-        in the result.
+        Each rank holds some rows of every parameter (ZeRO stage 1 or FSDP2). The ``.grad`` of the model's parameters is
+        None afterwards, too. Not collective.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
+            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
+            rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        Not collective. With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; in ZeRO stage
-        1 on several ranks reading the ``.grad`` of the model's parameters raises from then on.
+        Each rank holds some rows of every parameter. Not collective. With FSDP2 the script can read the sums in the
+        ``.grad`` of the model's DTensors; in ZeRO stage 1 on several ranks reading the ``.grad`` of the model's
+        parameters raises from then on.
 
         Args:
-            held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
+            held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
+                tensor of rows), the value its gradient. May be empty.
         """
 
     def pop_reached(self) -> list[bool]:
-        """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear the record.
+        """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
 
-        The record covers the backwards since the last call. Not collective.
+        The record of the row-sharding engine (FSDP2) covers the backwards since the last call. Not collective.
 
         Returns:
-            One bool for each parameter that is or was trainable, in the order of ``trained``; all False in ZeRO stage
-            1, which keeps no record, because there the full parameter's ``.grad`` is None or not.
+            One bool for each parameter that is or was trainable, in the order of the attribute ``trained``. ZeRO stage
+            1 keeps no record and returns False for all: there the ``.grad`` of the model's full parameter tells.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
+        """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction (FSDP2).
 
         Args:
-            used: for each parameter that is or was trainable, in the order of ``trained``, True to record that it had a
-                gradient; False leaves its record as it is. ZeRO stage 1 does nothing.
+            used: for each parameter that is or was trainable, in the order of the attribute ``trained``, True to record
+                that it had a gradient; False leaves its record as it is. ZeRO stage 1 does nothing.
         """
 
     def begin_custom_loop(self) -> None:
-        """Prepare for a custom loop, in which a script may clear ``.grad`` between a forward and its backward.
+        """Let the script's own training loop clear ``.grad`` of FSDP2's unsharded parameters from now on.
 
-        For FSDP2, whose model has other parameter objects in that time: from now on, clearing their ``.grad`` also
-        clears the sharded gradient.
+        Between a forward and its backward, FSDP2's model has unsharded parameters in place of the DTensors. After this
+        call, clearing their ``.grad`` also clears the sharded gradient. ZeRO stage 1 does nothing.
         """
 
     def apply_clearing(self) -> None:
@@ -234,12 +254,13 @@ class ShardingEngine(Protocol):
         """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of an optimizer's rows and of the model's parameters that they belong to.
+        """Clear the gradients of an optimizer's rows and of the model's parameters that the rows belong to.
 
-        Called after the optimizer's ``zero_grad``, which does not know the model's parameters.
+        Called after the optimizer's ``zero_grad``, which clears only the optimizer's own parameters: this rank's rows.
 
         Args:
-            members: parameters of the optimizer, which are row shards; those that are not sharded here are ignored.
+            members: parameters of the optimizer, each this rank's rows of one parameter; parameters that are not
+                sharded here are ignored.
             set_to_none: True sets gradients to None, False zeroes them in place.
         """
 
@@ -263,8 +284,8 @@ class ShardingEngine(Protocol):
 def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
     """Return, for each parameter sharded by rows, its full shape and the region of it that each rank holds.
 
-    Optimizers that need whole tensors, such as those with matrix preconditioners, gather by these descriptions. Nothing
-    is gathered here.
+    Optimizers that need whole tensors, such as those with matrix preconditioners, gather tensors by these descriptions.
+    Nothing is gathered here.
 
     Args:
         rows: this rank's rows of each parameter.
@@ -304,7 +325,8 @@ def local_rows(
         comm: the ranks that share its rows.
 
     Returns:
-        The description that optimizers and checkpoints use, with ``parameter`` in it.
+        A ``ShardedParameter`` for optimizers and checkpoints: ``name``, ``parameter``, the offset of the rows in the
+        global tensor, ``local``, and whether the tensor that the rows are cut from is at offset 0.
     """
     leads = not any(spec.offset)
     if local:
@@ -354,39 +376,43 @@ class ZeroSharding:
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all sharded parameters, the same as ``rows``.
+        """This rank's rows of all parameters that ZeRO stage 1 shards, the same list as the attribute ``rows``.
 
-        ZeRO stage 1 shards only parameters that were trainable at construction, so that all of them are trained.
+        One ``ShardedParameter`` for each: name, row tensor and place in the full tensor. ZeRO stage 1 shards only
+        parameters that were trainable at construction, so that all of them are trained.
         """
         return self.rows
 
     def train(self, names: Collection[str]) -> None:
-        """Do nothing.
-
-        ZeRO stage 1 shards only parameters that were trainable at construction, so that none is added later.
+        """Do nothing: ZeRO stage 1 shards only parameters that were trainable at construction, and adds none later.
 
         Args:
             names: unused; names of parameters that the script has unfrozen.
         """
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return a dictionary from each full parameter of the script's model to the rows that the optimizer updates."""
+        """Return a dictionary from the model's full parameters to the rows that the optimizer updates (ZeRO stage 1).
+
+        Keys and values are ``nn.Parameter`` objects; with one rank, whose rows are the full parameters, both are the
+        same.
+        """
         return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
 
     def used(self) -> list[bool]:
-        """Return whether the full ``.grad`` of each sharded parameter is not None on this rank.
+        """Return for each parameter that ZeRO stage 1 shards whether its full ``.grad`` is not None on this rank.
 
         Returns:
-            One bool for each parameter that ZeRO stage 1 shards, in the order of the attributes ``rows`` and
-            ``trained``; False where this rank's backward did not reach the parameter.
+            One bool for each parameter, in the order of the attributes ``rows`` and ``trained``; False where this
+            rank's backward did not reach the parameter.
         """
         return [whole.grad is not None for whole in self._whole]
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Reduce-scatter the full gradients into the ``.grad`` of this rank's rows, as sums over the shard ranks.
+        """Reduce-scatter the model's full gradients into ``.grad`` of this rank's rows, summed over the shard ranks.
 
-        Collective over the shard ranks, bucket by bucket. A missing gradient counts as zeros. Full parameters have no
-        ``.grad`` afterwards. One rank does nothing.
+        ZeRO stage 1: each shard rank updates a block of rows of every parameter. Collective over the shard ranks, one
+        reduce-scatter a bucket of 25 MB. A missing gradient counts as zeros. Full parameters have no ``.grad``
+        afterwards. One rank does nothing.
 
         Args:
             step: number of the step from 1, for error messages.
@@ -424,10 +450,10 @@ class ZeroSharding:
                 rows.parameter.data, self._places[index] = own, whole.data_ptr()
 
     def all_gather_parameters(self) -> None:
-        """All-gather the rows that the optimizer has updated into the model's full parameters (ZeRO stage 1).
+        """All-gather the rows that each rank's optimizer has updated into the model's full parameters (ZeRO stage 1).
 
-        One all-gather a bucket of 25 MB, over the shard ranks, each of which has updated its own rows. One rank does
-        nothing.
+        Collective over the shard ranks, each of which updates a block of rows of every parameter: one all-gather a
+        bucket of 25 MB. One rank does nothing.
         """
         if self._comm.size == 1:
             return
@@ -449,11 +475,12 @@ class ZeroSharding:
         self._versions = self._versions_now()
 
     def rows_written(self) -> bool:
-        """Return whether this rank's rows have been written since ``all_gather_parameters`` (ZeRO stage 1).
+        """Return whether the rows that this rank updates have been written since the last ``all_gather_parameters``.
 
-        Writes are found by the version counters of the row tensors; a write through ``.data`` does not count. Where the
-        script has assigned the ``.data`` of a full parameter, the call first makes the rows views of the new tensor.
-        False with one rank, whose rows are the full parameters. Not collective.
+        ZeRO stage 1: a rank updates its rows of every parameter and then all-gathers the full parameters. Writes are
+        found by the version counters of the row tensors; a write through ``.data`` does not count. Where the script has
+        assigned the ``.data`` of a full parameter, the call first makes the rows views of the new tensor. False with
+        one rank, whose rows are the full parameters. Not collective.
         """
         if self._comm.size == 1:
             return False
@@ -464,26 +491,27 @@ class ZeroSharding:
         return [tensor_version(rows.parameter) for rows in self.rows]
 
     def clear(self) -> None:
-        """Set the ``.grad`` of the model's full parameters and of this rank's rows to None."""
+        """Set the ``.grad`` of the model's full parameters and of this rank's rows of them to None (ZeRO stage 1)."""
         self._aside.clear()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             whole.grad = rows.parameter.grad = None
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the full, trained parameters that the model has under ZeRO stage 1.
+        """Return the full parameters of the model that ZeRO stage 1 shards; all of them are trained.
 
-        There is one for each entry of ``rows``, in the same order.
+        There is one for each entry of the attribute ``rows`` (this rank's rows of the parameters), in the same order.
         """
         return self._whole
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove the reduced gradients from this rank's rows, whose ``.grad`` is None afterwards, and return them.
+        """Return the reduced gradients of this rank's rows (ZeRO stage 1), and set their ``.grad`` to None.
 
-        Not collective. The ``.grad`` of the model's full parameters is None afterwards, too. A gradient that the script
-        has set to None is not in the result.
+        Not collective. The ``.grad`` of the model's full parameters is None afterwards, too.
 
         Returns:
-            Clones of this rank's rows of the gradients, by the optimizer's parameter (rows).
+            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
+            rows. Rows without a gradient, also where the script has set the full parameter's ``.grad`` to None, have no
+            entry.
         """
         held = {}
         self._reveal()
@@ -498,11 +526,12 @@ class ZeroSharding:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        With several ranks, reading the ``.grad`` of the model's parameters raises from then on, because a rank has only
-        its rows.
+        ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks, reading the ``.grad``
+        of the model's parameters or of the rows therefore raises from then on. Not collective.
 
         Args:
-            held: the earlier gradients by the optimizer's parameter (rows), from ``pop_gradients``; it may be empty.
+            held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
+                tensor of rows), the value its gradient. May be empty.
         """
         for rows in self.rows:
             parameter, before = rows.parameter, held.get(rows.parameter)
@@ -524,8 +553,8 @@ class ZeroSharding:
     def pop_reached(self) -> list[bool]:
         """Return a list of False, one for each sharded parameter: ZeRO stage 1 keeps no record of backward.
 
-        The method is there because FSDP2's counterpart returns which parameters backward has given a gradient. In
-        stage 1 the caller sees this by whether the full parameter's ``.grad`` is None.
+        FSDP2's counterpart returns which parameters backward has given a gradient. In ZeRO stage 1 the full parameter's
+        ``.grad``, None or not, says so.
         """
         return [False] * len(self._whole)
 
@@ -539,19 +568,31 @@ class ZeroSharding:
         """
 
     def begin_custom_loop(self) -> None:
-        """Do nothing: the model has the same full parameter objects during and outside a forward."""
+        """Do nothing: under ZeRO stage 1 the model has the same full parameter objects during and outside a forward.
+
+        With FSDP2 this prepares the unsharded parameters for a script that clears ``.grad`` after a forward.
+        """
 
     def apply_clearing(self) -> None:
-        """Do nothing: in ZeRO stage 1 the script clears the ``.grad`` of the full parameters directly, at any time."""
+        """Do nothing: in ZeRO stage 1 the script clears the ``.grad`` of the full parameters directly, at any time.
+
+        With FSDP2 this carries a clearing of unsharded parameters' ``.grad`` over to the sharded gradients.
+        """
 
     def show_gradients(self) -> None:
-        """Do nothing: in ZeRO stage 1 the model has the same parameters during a forward; it needs no placeholders."""
+        """Do nothing: in ZeRO stage 1 the model has the same parameters during a forward; it needs no placeholders.
+
+        With FSDP2 this puts placeholders for the sharded gradients into the ``.grad`` of the unsharded parameters.
+        """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of an optimizer's rows and of the full parameters that they belong to.
+        """Clear the gradients of an optimizer's rows and of the full parameters that the rows belong to (ZeRO stage 1).
+
+        Called after the optimizer's ``zero_grad``, which clears only the optimizer's own parameters: this rank's rows.
 
         Args:
-            members: parameters of the optimizer, which are row shards; those that are not sharded here are ignored.
+            members: parameters of the optimizer, each this rank's rows of one parameter; parameters that are not
+                sharded here are ignored.
             set_to_none: True sets gradients to None, False zeroes them in place.
         """
         for whole, rows in zip(self._whole, self.rows, strict=True):
@@ -560,7 +601,10 @@ class ZeroSharding:
                 clear_gradient(rows.parameter, set_to_none)
 
     def gradient_meter(self) -> None:
-        """Return None: backward leaves this rank's gradients in the ``.grad`` of the full parameters."""
+        """Return None: ZeRO stage 1 needs no measurement of this rank's own gradients during backward.
+
+        Backward leaves them unreduced in the ``.grad`` of the full parameters, where the caller can read them.
+        """
 
     def apply_edits(self) -> None:
         """Clear the gradients of this rank's rows where the script has cleared the full parameter's ``.grad``.
@@ -660,8 +704,10 @@ class RowGatherer:
         Collective over the ranks that share the rows: one all-gather for each tensor.
 
         Args:
-            parameter: the rows of the parameter, whose full shape the results have.
-            tensors: this rank's rows of a value, a gradient or a state of that parameter.
+            parameter: the tensor of this rank's rows of the parameter, as the optimizer has it; it gives the full
+                shape.
+            tensors: this rank's rows of a value, a gradient or a state of that parameter, each of the shape of
+                ``parameter``.
 
         Returns:
             One tensor for each of ``tensors``, of the parameter's shape before it was cut into rows: its full shape, or
@@ -681,7 +727,8 @@ class RowGatherer:
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return this rank's rows of a full tensor, as a view of it. Not collective.
 
-        Rows are the contiguous block of the first dimension that this rank has of every sharded parameter.
+        Each shard rank has a contiguous block of the first dimension of every parameter, its rows. The inverse of
+        ``gather``.
 
         Args:
             parameter: unused here; classes with other layouts than rows look up the parameter's split by it.
@@ -695,6 +742,8 @@ def optimizer_pieces(
     optimizer: Optimizer, rows: Iterable[ShardedParameter], scalars: bool
 ) -> dict[str, Tensor | TensorSlice]:
     """Return the optimizer state of this rank's rows, as the rank writes it into a checkpoint. Not collective.
+
+    The rows are this rank's block of the first dimension of each parameter that ZeRO or FSDP2 shards.
 
     Args:
         optimizer: the optimizer whose parameters are the rows.
@@ -721,7 +770,8 @@ def optimizer_pieces(
 def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], saved: SavedState) -> None:
     """Load the optimizer's state of these rows from a checkpoint; rows without saved state keep the state they have.
 
-    Reads only this rank's rows, of a checkpoint of any number of ranks. Not collective.
+    The rows are this rank's block of the first dimension of each parameter that ZeRO or FSDP2 shards; only their bytes
+    are read, of a checkpoint of any number of ranks. Not collective.
 
     Args:
         optimizer: the optimizer whose parameters are the rows; its ``state`` is written.

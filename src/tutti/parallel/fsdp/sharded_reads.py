@@ -78,8 +78,9 @@ class ShardedReads(ScriptMode):
     def guard(self, engine: FullySharded) -> None:
         """Let this function mode raise UsageError where the script writes a parameter that FSDP2 has unsharded.
 
-        FSDP2 frees such a parameter after the forward or backward, so that the write would be lost. The check applies
-        from now on, inside contexts of ``script_code``.
+        The mode (a ``TorchFunctionMode``) sees the script's calls of PyTorch. FSDP2 frees such a parameter after the
+        forward or backward, so that the write would be lost. The check applies from now on, inside contexts of
+        ``script_code``.
 
         Args:
             engine: the object that has applied ``fully_shard`` to the model; only a weak reference is kept.
@@ -89,9 +90,10 @@ class ShardedReads(ScriptMode):
     def cover(self, rows: Iterable[ShardedParameter], full: Iterable[Tensor]) -> None:
         """Register sharded parameters with this function mode, which from now on checks the script's use of them.
 
-        Where the script asks for the size or shape of this rank's rows, it gets those of the whole parameter. Functions
-        of the rows that are not elementwise raise UsageError. After the script has written rows, its reads of the
-        parameters in ``full`` raise UsageError, because other ranks' rows have not been all-gathered yet.
+        The mode (a ``TorchFunctionMode``) sees the script's calls of PyTorch. Where the script asks for the size or
+        shape of this rank's rows, it gets those of the whole parameter. Functions of the rows that are not elementwise
+        raise UsageError. After the script has written rows, its reads of the parameters in ``full`` raise UsageError,
+        because other ranks' rows have not been all-gathered yet.
 
         Args:
             rows: this rank's rows of each parameter, as the optimizer's groups have them.
@@ -104,7 +106,7 @@ class ShardedReads(ScriptMode):
 
     @property
     def written(self) -> bool:
-        """Whether the script has written its rows of sharded parameters, which are in the optimizer's groups.
+        """Whether the script has written this rank's rows of sharded parameters, which are in the optimizer's groups.
 
         True from such a write until the caller sets the property to False; while it is True, the script's reads of
         parameters that hold all ranks' rows (ZeRO stage 1) raise UsageError.

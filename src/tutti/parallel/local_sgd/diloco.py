@@ -48,11 +48,11 @@ class DiLoCoSync(LocalSGDSync):
         self._options = config
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Make parameters and an inner optimizer for each logical worker of this rank, and the outer parameters.
+        """Make parameters and an inner optimizer for each logical worker of this rank, and DiLoCo's outer parameters.
 
         A logical worker is one of N fixed shares of the global batch. Collective: compares the model over the ranks,
         and broadcasts data rank 0's. The outer optimizer is SGD, with the learning rate, momentum and Nesterov option
-        of ``diloco``; its parameters start at the initial weights, its momentum at zero.
+        of the strategy ``diloco``; its parameters start at the initial weights, its momentum at zero.
 
         Args:
             replica: the model on this rank and what runs it.
@@ -60,10 +60,11 @@ class DiLoCoSync(LocalSGDSync):
                 worker's inner optimizer, which is the run's optimizer.
 
         Returns:
-            This object as the gradient-ready hook; it does nothing, because gradients stay with the worker.
+            This object as the gradient-ready hook, which does nothing: each worker's gradients are used by its own
+            optimizer.
 
         Raises:
-            MismatchError: ranks hold different models.
+            MismatchError: ranks hold models with different parameters or buffers.
             UsageError: a step of the inner optimizer draws from PyTorch's global random generator.
         """
         grad_hook = super().attach(replica, make_optimizer)
@@ -84,9 +85,10 @@ class DiLoCoSync(LocalSGDSync):
             step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            An ``UpdateResult``: ``updates`` is 1 (0 for a synchronous update that was skipped as a gradient was not
-            finite); ``skipped``, whether a worker's update was skipped; ``nonfinite``, then the names of parameters
-            whose gradient is not finite; ``together``, True where all workers have the same parameters after the step.
+            An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
+            not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
+            parameters whose gradient is not finite; ``together`` is True where all workers have the same parameters
+            after the step.
         """
         updated = super().optimizer_step(stats, step_context)
         if step_context.global_step + 1 == self._post:
@@ -119,13 +121,15 @@ class DiLoCoSync(LocalSGDSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of which all ranks must hold equal copies. Not collective.
 
+        The caller compares digests of the tensors over ranks.
+
         Returns:
-            A mapping from names to tensors, not copied: the parameters of DiLoCo's outer optimizer as
-            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``, frozen parameters, and trained ones
-            while they are equal on all logical workers (shares of the global batch).
+            A mapping from names to tensors, not copied, never None: the parameters of DiLoCo's outer optimizer as
+            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``, frozen parameters by their names in the
+            model, and trained ones while they are equal on all logical workers (shares of the global batch).
 
         Raises:
-            UsageError: the script has written parameters, and this rank has several workers.
+            UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         names = [name for name, _ in self._trained]
         outer = {_PARAMETER + name: t for name, t in zip(names, self._outer, strict=True)}
@@ -135,13 +139,17 @@ class DiLoCoSync(LocalSGDSync):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        Workers are logical workers, fixed shares of the global batch, each with its own parameters.
+        In DiLoCo each logical worker, a fixed share of the global batch, has its own parameters, inner optimizer and
+        buffers, and an outer optimizer steps along their mean change.
 
         Returns:
-            Tensors by group and name. ``model`` has this rank's part of the workers' mean, whose tensors are shared out
-            over the ranks; ``optim``, on the rank of worker 0, that worker's inner optimizer state. ``workers`` has the
-            parameters, inner optimizer state and buffers of this rank's workers, and this rank's part of the outer
-            optimizer's parameters and their momentum as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
+            Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers
+            averaged over the workers, shared out over the ranks; ``optim`` has, on the rank of worker 0, that worker's
+            inner optimizer state under ``"{parameter name}/{state key}"``, and is empty on other ranks; ``workers``
+            has, for each worker of this rank by its index, ``"{worker}/parameter/{name}"``,
+            ``"{worker}/optimizer/{name}/{state key}"`` and the buffers ``"{worker}/{buffer name}"``, and further this
+            rank's part of the outer optimizer's parameters and momentum, ``"outer/parameter/{name}"`` and
+            ``"outer/momentum/{name}"``.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]
@@ -152,10 +160,11 @@ class DiLoCoSync(LocalSGDSync):
     def load(self, saved: SavedState) -> None:
         """Restore the logical workers, and the outer parameters with their momentum, from a checkpoint. Not collective.
 
-        A logical worker is one of N fixed shares of the global batch. Each worker gets its own parameters, inner
-        optimizer state and buffers. With another number of workers, or from another strategy's checkpoint, all workers
-        get the merged model and the state in the group ``optim``. Without outer state in the checkpoint, the outer
-        parameters take the values of the group ``model`` with zero momentum.
+        In DiLoCo each logical worker, one of N fixed shares of the global batch, gets its own parameters, inner
+        optimizer state and buffers; an outer optimizer steps along the workers' mean change. With another number of
+        workers, or from another strategy's checkpoint, all workers get the merged model and the state in the group
+        ``optim``. Without outer state in the checkpoint, the outer parameters take the values of the group ``model``
+        with zero momentum.
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
@@ -186,8 +195,9 @@ def outer_step(
 ) -> None:
     """Make one outer update of DiLoCo in place: Δ = θ - mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v).
 
-    Workers are logical workers, fixed shares of the global batch. Without Nesterov's form it is θ ← θ - γ·v. Not
-    collective.
+    θᵢ are the parameters of logical worker i, a fixed share of the global batch, after its H inner steps. Without
+    Nesterov's form the last update is θ ← θ - γ·v. Not collective. Source: Douillard et al. 2023, arXiv 2311.08105,
+    Algorithm 1.
 
     Args:
         parameters: θ, the outer parameters, with which all workers began the present H steps; updated.
@@ -195,7 +205,7 @@ def outer_step(
         velocities: v, in the same order; updated.
         lr: γ; with lr 1 and momentum 0 the result is the mean of the workers.
         momentum: μ.
-        nesterov: whether to use Nesterov's form, θ ← θ - γ·(Δ + μ·v), and not θ ← θ - γ·v.
+        nesterov: True for Nesterov's form, θ ← θ - γ·(Δ + μ·v); False for θ ← θ - γ·v.
     """
     thetas, moved = list(parameters), list(velocities)
     changes = foreach_sub(thetas, list(means))

@@ -77,10 +77,10 @@ class LocalSGDSync:
         self._equal = True
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Make a copy of the trained parameters and an optimizer for each logical worker of this rank. Collective.
+        """Make a copy of the trained parameters and an optimizer for each logical worker of this rank (local SGD).
 
-        A logical worker is one of N fixed shares of the global batch. Before the copies are made, all ranks compare the
-        model's names, shapes and dtypes, and take data rank 0's values.
+        A logical worker is one of N fixed shares of the global batch; a rank computes one or more. Before the copies
+        are made, all ranks compare the model's names, shapes and dtypes, and take data rank 0's values. Collective.
 
         Args:
             replica: the model on this rank and what runs it.
@@ -88,10 +88,11 @@ class LocalSGDSync:
                 worker's optimizer, or None where there is nothing to train.
 
         Returns:
-            This object as the gradient-ready hook; it does nothing, because gradients stay with the worker.
+            This object as the gradient-ready hook, which does nothing: each worker's gradients are used by its own
+            optimizer.
 
         Raises:
-            MismatchError: ranks hold different models.
+            MismatchError: ranks hold models with different parameters or buffers.
             UsageError: a step of the optimizer draws from PyTorch's global random generator.
         """
         comm, mine = self._run_context.comms.replica, self._run_context.mine
@@ -118,16 +119,18 @@ class LocalSGDSync:
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing before the last backward of a logical worker: its gradients stay with the worker.
+        """Do nothing before the last backward of a logical worker: local SGD does not send gradients during backward.
 
-        A logical worker (share of the global batch) steps its own copy of the parameters in local SGD.
+        A logical worker (share of the global batch) steps its own copy of the parameters, in ``end_worker``.
 
         Args:
             part: unused; loss sums of the worker.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing when backward has completed a gradient: ``end_worker`` reads all ``.grad`` after backward.
+        """Do nothing when backward has completed a gradient: local SGD reads all ``.grad`` after backward.
+
+        ``end_worker`` steps the logical worker's own optimizer with them.
 
         Args:
             parameter: unused; the parameter whose gradient is complete.
@@ -137,14 +140,15 @@ class LocalSGDSync:
         """Put a logical worker's own parameters and buffers into the model, before its forwards. Not collective.
 
         A logical worker is one of N fixed shares of the global batch, with its own copy of the parameters in local SGD.
-        The parameters' ``.data`` is replaced, without a copy.
+        The parameters' ``.data`` becomes that copy's memory, so that no values are copied.
 
         Args:
             worker: index of the logical worker, one of this rank's.
             step_context: facts of the step under way, such as its number and loss scale.
 
         Raises:
-            UsageError: the script has written parameters, and this rank has several workers.
+            UsageError: this rank has several workers, and the script has written parameters since the last update,
+                which would change one worker's copy only.
         """
         self._step_context = step_context
         if len(self._run_context.mine) > 1:
@@ -233,10 +237,10 @@ class LocalSGDSync:
             step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            An ``UpdateResult``: ``updates`` is 1 (0 for a synchronous update that was skipped as a gradient was not
-            finite); ``skipped``, whether a worker's update was skipped; ``nonfinite``, then the names of parameters
-            whose gradient is not finite; ``together``, True in synchronous steps and in steps that end with an average
-            of the workers' parameters.
+            An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
+            not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
+            parameters whose gradient is not finite; ``together`` is True in synchronous steps and in steps that end
+            with an average of the workers' parameters.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
@@ -251,7 +255,7 @@ class LocalSGDSync:
         return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
 
     def clear(self) -> None:
-        """Set ``.grad`` of all trained parameters to None. Not collective."""
+        """Set ``.grad`` of all trained parameters of the model on this rank to None. Not collective."""
         for _, parameter in self._trained:
             parameter.grad = None
 
@@ -274,14 +278,15 @@ class LocalSGDSync:
         """Return the parameters of which all ranks must hold equal copies. Not collective.
 
         Between two averages of local SGD each logical worker (share of the global batch) has its own trained
-        parameters; right after an average, and in synchronous steps, all are equal.
+        parameters; right after an average, and in synchronous steps, all are equal. The caller compares digests of the
+        tensors over ranks.
 
         Returns:
             A mapping from names in the model to tensors, not copied: the frozen parameters, and the trained ones while
-            they are equal on all workers.
+            they are equal on all workers; never None.
 
         Raises:
-            UsageError: the script has written parameters, and this rank has several workers.
+            UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         if len(self._run_context.mine) > 1:
             self._guard.check(self._trained, "after the last step")
@@ -292,13 +297,15 @@ class LocalSGDSync:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        Workers are logical workers, fixed shares of the global batch, each with its own parameters.
+        In local SGD each logical worker, a fixed share of the global batch, has its own parameters, optimizer and
+        buffers.
 
         Returns:
-            Tensors by group and name. ``model`` has this rank's part of the workers' mean (``merged``), whose tensors
-            are shared out over the ranks; ``optim``, on the rank of worker 0, that worker's optimizer state as
-            ``{parameter}/{key}``; and ``workers`` for each worker of this rank ``{worker}/parameter/{name}``,
-            ``{worker}/optimizer/{name}/{key}`` and its buffers.
+            Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers
+            averaged over the workers, as ``merged`` returns them, shared out over the ranks; ``optim`` has, on the rank
+            of worker 0, that worker's optimizer state under ``"{parameter name}/{state key}"``, and is empty on other
+            ranks; ``workers`` has, for each worker of this rank by its index, ``"{worker}/parameter/{name}"``,
+            ``"{worker}/optimizer/{name}/{state key}"`` and the buffers ``"{worker}/{buffer name}"``.
         """
         comm = self._run_context.comms.replica
         own: dict[str, Tensor] = dict(self._buffers.state())
@@ -313,9 +320,9 @@ class LocalSGDSync:
     def load(self, saved: SavedState) -> None:
         """Restore every logical worker's parameters, optimizer state and buffers from a checkpoint. Not collective.
 
-        A logical worker is one of N fixed shares of the global batch. Where the checkpoint was saved with another
-        number of workers, or by another strategy, all workers start from its merged model and the state in its group
-        ``optim``.
+        In local SGD each logical worker, a fixed share of the global batch, has its own. Where the checkpoint was saved
+        with another number of workers, or by another strategy, all workers start from its merged model and the state in
+        its group ``optim``.
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
@@ -351,7 +358,7 @@ class LocalSGDSync:
         )
 
     def facts(self) -> dict[str, object]:
-        """Return this rank's collective calls so far for ``summary.json``. Not collective.
+        """Return the data-parallel collectives that this rank has called so far, for ``summary.json``. Not collective.
 
         Returns:
             ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``: number of calls and bytes of the tensors, both
@@ -363,17 +370,18 @@ class LocalSGDSync:
     def adopt(self, optimizer: Optimizer) -> None:
         """Do nothing when the script has added parameter groups to its optimizer.
 
-        A rank has one optimizer for each logical worker (share of the global batch); those of the other workers follow
-        the groups of ``optimizer`` anyway.
+        In local SGD a rank has one optimizer for each logical worker (share of the global batch); the optimizers of the
+        other workers take over the groups of ``optimizer`` without this call.
 
         Args:
             optimizer: unused; the script's optimizer, with the new groups.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that were frozen: give each logical worker its own copy of them. Collective.
+        """Train parameters that were frozen: give each logical worker its own copy of them (local SGD). Collective.
 
-        A logical worker is one of N fixed shares of the global batch.
+        A logical worker is one of N fixed shares of the global batch. Also builds the optimizer of a worker that had
+        nothing to train before.
 
         Args:
             names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the

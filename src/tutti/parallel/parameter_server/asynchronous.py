@@ -83,18 +83,19 @@ class AsynchronousServerSync(RemoteGradients):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Compare the model over the data ranks, broadcast rank 0's values, and start or join the parameter servers.
 
-        Collective. Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also
-        called here for an optimizer that holds the hyperparameters and is never stepped.
+        Collective over the data ranks. Each server process builds an optimizer over its part of the parameters; on
+        every rank, too, ``make_optimizer`` builds one, which holds the hyperparameters and is never stepped.
 
         Args:
             replica: this rank's copy of the model and what runs it.
-            make_optimizer: builds the run's optimizer over named parameters.
+            make_optimizer: builds the run's optimizer from a list of (name, parameter).
 
         Returns:
-            This object as the gradient-ready hook; it does nothing, because ``end_worker`` pushes the gradients.
+            This object as the gradient-ready hook, which does nothing: ``end_worker`` pushes the gradients after
+            backward.
 
         Raises:
-            MismatchError: ranks hold different models.
+            MismatchError: ranks hold models with different parameters or buffers.
             UsageError: the optimizer cannot step on servers, or the transport asked for is not available.
             ValueError: no parameter is trained.
         """
@@ -154,24 +155,27 @@ class AsynchronousServerSync(RemoteGradients):
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once backward is complete.
 
-        A worker is a logical worker, one of N fixed shares of the global batch.
+        The push goes to asynchronous parameter servers. A worker is a logical worker, one of N fixed shares of the
+        global batch.
 
         Args:
-            part: unused.
+            part: unused; loss sums of the worker.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing when backward has completed the gradient of ``parameter``.
 
-        ``end_worker`` reads ``.grad`` of all parameters after the whole backward, and pushes them to the servers.
+        ``end_worker`` reads ``.grad`` of all parameters after the whole backward, and pushes them to the parameter
+        servers.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Make the model compute with the parameters that logical worker ``worker`` read last, and with its buffers.
+        """Make the model compute with the parameters that logical worker ``worker`` read last from the servers.
 
-        A logical worker is one of N fixed shares of the global batch. With mode ``bounded``, blocks while the worker is
-        more steps ahead of the slowest one than the bound allows; a worker from which the servers have received no
-        request for the lease time does not count. Not collective.
+        The worker, one of N fixed shares of the global batch, also gets its own buffers (batch-norm statistics). With
+        mode ``bounded`` the call blocks while the worker is more steps ahead of the slowest worker than the bound
+        allows; a worker from which the servers have received no request for the lease time (an option) does not count
+        as slowest. Not collective.
 
         Args:
             worker: index of the logical worker, one of those that this rank computes.
@@ -193,12 +197,12 @@ class AsynchronousServerSync(RemoteGradients):
             self._take(worker, self._link.client.wait(text, (self._link.comm.global_rank,), patient=True))
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Push ``worker``'s gradient to the servers every ``push`` steps, and read parameters every ``fetch`` steps.
+        """Push a logical worker's gradient to the servers every ``push`` steps; read parameters every ``fetch`` steps.
 
         A logical worker is one of N fixed shares of the global batch. ``push`` and ``fetch`` are options of the
-        strategy. The gradient is the mean over the worker's own samples, clipped; with ``push`` above 1 the sum of
-        these since the last push is sent. A non-finite gradient makes no update, and is left out of the sum. Sets every
-        ``.grad`` to None. Waits for the servers' replies, not for other ranks.
+        strategy ``parameter_server``. The gradient is the mean over the worker's own samples, clipped; with ``push``
+        above 1 the servers receive the sum of the gradients since the last push. A non-finite gradient makes no update,
+        and is left out of the sum. Sets every ``.grad`` to None. Waits for the servers' replies, not for other ranks.
 
         Args:
             worker: index of the logical worker.
@@ -275,17 +279,17 @@ class AsynchronousServerSync(RemoteGradients):
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Return the step's statistics of this rank's own logical workers; nothing is reduced or sent. Not collective.
 
-        A logical worker is one of N fixed shares of the global batch.
+        A logical worker is one of N fixed shares of the global batch; asynchronous servers update on the push of each.
 
         Args:
             step_context: the step under way, whose number decides whether the run is to stop.
 
         Returns:
             A ``StepStats``: ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of
-            the step before where they had none); the metric ``staleness``, mean number of updates that the first server
-            made between a worker's read and its push; ``grad_norm``, the mean of the gradients' norms before clipping;
-            ``finite``, false if one of the gradients was not finite; ``stop``, true from the step on after which the
-            first server has all workers stop.
+            the step before where they had none); among the metrics ``staleness``, the mean number of updates that the
+            first server made between a worker's read and its push; ``grad_norm``, the mean of the gradients' L2 norms
+            before clipping; ``finite``, False if one of the gradients was not finite; ``stop``, True from the step
+            after which the first server has told all workers to stop.
         """
         self._buffers.finish()
         loss_sums = self._counting.take()
@@ -307,14 +311,14 @@ class AsynchronousServerSync(RemoteGradients):
         pushed the gradients and fetched the parameters already.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step, of which ``finite`` is read.
             step_context: unused.
 
         Returns:
-            An ``UpdateResult``: ``updates``, the number of these updates; ``skipped``, whether the gradient of one of
-            this rank's workers was not finite and so made no update, and ``nonfinite``, names of its parameters;
-            ``together`` False; ``global_step``, the steps of all workers divided by their number where the run counts
-            steps together, else None.
+            An ``UpdateResult``: ``updates``, the number of these updates; ``skipped``, True if the gradient of one of
+            this rank's workers was not finite and so made no update, and then ``nonfinite`` has the names of its
+            non-finite parameters; ``together`` False; ``global_step``, the steps of all workers divided by their number
+            where the run counts the workers' steps together, else None.
         """
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
@@ -327,8 +331,9 @@ class AsynchronousServerSync(RemoteGradients):
     def merged(self) -> dict[str, Tensor]:
         """Return one model for all workers: the servers' current parameters, frozen parameters, and merged buffers.
 
-        Workers are logical workers, fixed shares of the global batch with buffers of their own. Collective over the
-        data ranks: barriers before and after the read, so that all ranks return the same model.
+        Workers are logical workers, fixed shares of the global batch with buffers of their own. Batch-norm statistics
+        are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective
+        over the data ranks: barriers before and after the read, so that all ranks return the same model.
 
         Returns:
             A dict from names of all parameters and buffers in the model to whole tensors on this rank's device.
@@ -362,18 +367,23 @@ class AsynchronousServerSync(RemoteGradients):
         )
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return None: no tensors are equal on all ranks, which compute with parameters read at different times."""
+        """Return None: with asynchronous parameter servers no tensors are equal on all ranks.
+
+        Ranks compute with parameters that they have read at different times. Other strategies return the tensors whose
+        digests the caller compares over ranks.
+        """
         return None
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return a checkpoint by group on rank 0, and an empty dict on all other ranks. Collective.
+        """Return the whole checkpoint by group on rank 0, and an empty dict on all other ranks. Collective.
 
         Rank 0 writes everything, because another rank could be lost before it has written its part.
 
         Returns:
-            On rank 0 tensors by group and name: ``model`` has the servers' parameters, frozen parameters and merged
-            buffers, ``optim`` the servers' optimizer state as ``{parameter}/{key}``, ``workers`` the buffers of every
-            logical worker (share of the global batch with its own buffers).
+            On rank 0 three groups, each a mapping from names to tensors: ``model`` has the servers' parameters, frozen
+            parameters and merged buffers by names in the model; ``optim`` has the servers' optimizer state under
+            ``"{parameter name}/{state key}"``; ``workers`` has the buffers of every logical worker (share of the global
+            batch with its own buffers) under ``"{index of the worker}/{buffer name}"``.
 
         Raises:
             UsageError: the script has written parameters since the last step.
@@ -424,8 +434,10 @@ class AsynchronousServerSync(RemoteGradients):
         """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.
 
         Returns:
-            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address, counts
-            of updates and of updates by staleness, bytes of tensors, and counts of refused messages. An empty dict on
-            all other ranks.
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
+            (``at``), number of updates (``updates``), counts of updates by staleness (``staleness``), numbers of
+            dropped pushes (``stale``, ``refused``), of refused messages (``malformed``) and connections
+            (``keys_refused``), bytes of tensors sent and received (``bytes``), and ``updates_per_second``. An empty
+            dict on all other ranks.
         """
         return self._link.facts()

@@ -208,12 +208,13 @@ class Client:
     def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
         """Wait for the parameter servers' replies to the requests that ``send`` has sent.
 
-        Parameters in the replies are in the receive buffer (the constructor's ``given``) afterwards.
+        Parameters that come with the replies are in the client's receive buffer (the constructor's ``given``)
+        afterwards.
 
         Args:
             text: names the call in error messages.
-            ranks: global ranks on whose requests the replies depend, this rank among them. With several, the stall
-                inspector waits as in a collective, and reports the ranks that are missing.
+            ranks: global ranks on whose requests the replies depend, this rank among them. With several, the wait is
+                watched as a collective: ranks that do not call ``wait`` with the same ``text`` are reported as missing.
             patient: the servers may wait for other ranks; triples the timeout where ``ranks`` is this rank alone.
 
         Returns:
@@ -252,9 +253,10 @@ class Client:
                     raise self._silent(text, seconds)
 
     def ask(self, kind: int, worker: int, clock: int, text: str, ranks: tuple[int, ...], **more: object) -> list[Reply]:
-        """Send a request to the parameter servers and wait for their replies.
+        """Send a request to the parameter servers and wait for their replies: ``send``, then ``wait``.
 
-        Parameters in the replies are in the receive buffer afterwards.
+        Parameters that come with the replies are in the client's receive buffer (the constructor's ``given``)
+        afterwards.
 
         Args:
             kind: a constant of ``server_wire``: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed
@@ -262,7 +264,7 @@ class Client:
                 LOAD (state of the server) or FACTS (statistics).
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
-            text: names the call in error messages.
+            text: names the request in error messages.
             ranks: global ranks on whose requests the replies depend, this rank among them.
             more: further arguments of ``send``, by name, such as ``flags``, ``extras`` and ``servers``.
 

@@ -29,10 +29,10 @@ class Keys:
 
 
 def make_keys() -> Keys:
-    """Generate a new random CURVE key pair, which identifies one rank or one server for this run.
+    """Generate a new random ZeroMQ CURVE key pair, which identifies one rank or one parameter server for this run.
 
     Returns:
-        Public and secret key in Z85, 40 characters each.
+        A ``Keys`` of ``public`` and ``secret``, in Z85, 40 bytes each.
     """
     return Keys(*zmq.curve_keypair())
 
@@ -57,11 +57,11 @@ class ZapAuthenticator:
         self.refused = 0
 
     def answer(self) -> None:
-        """Answer one authentication request of ZeroMQ that is waiting on ``socket``.
+        """Answer one authentication request of ZeroMQ (ZAP) that is waiting on the attribute ``socket``.
 
-        A connection is accepted if its CURVE public key is one of the ranks' keys; its messages then have the rank's
-        number as user id. Other connections are refused and counted in ``refused``. Blocks where no request is waiting,
-        so poll ``socket`` first.
+        A connection to the parameter server is accepted if its CURVE public key is one of the ranks' keys; its messages
+        then have the rank's number as user id. Other connections are refused and counted in the attribute ``refused``.
+        Blocks where no request is waiting, so poll ``socket`` first.
         """
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and version == _VERSION
@@ -72,7 +72,7 @@ class ZapAuthenticator:
 
 
 def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Make a ZeroMQ socket encrypt and authenticate as a CURVE server; call this before ``bind``.
+    """Make a parameter server's ZeroMQ socket encrypt and authenticate as a CURVE server; call this before ``bind``.
 
     The socket then accepts only connections whose key the ``ZapAuthenticator`` of its ZeroMQ context lists.
 

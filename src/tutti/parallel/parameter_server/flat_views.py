@@ -28,7 +28,7 @@ def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -
     """Return a view of one flat buffer for each parameter, in the parameter's dtype, shape and memory format.
 
     Args:
-        plan: partition of the parameters over the servers, with the position of each parameter in the buffer.
+        plan: partition of the parameters over the parameter servers, with the position of each parameter in the buffer.
         parameters: the parameters in the order of ``plan.sizes``; their values are not read.
         memory: the buffer, (plan.size,) uint8.
 
@@ -44,11 +44,11 @@ def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -
 
 
 def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
-    """View a flat tensor in a parameter's shape, and with its strides where it is contiguous or channels-last.
+    """View a flat tensor in a parameter's shape, and with its strides if the parameter is contiguous or channels-last.
 
     Args:
         vector: (n,), one element for each element of the parameter.
-        parameter: gives shape and strides.
+        parameter: gives shape and strides; its values are not read.
 
     Returns:
         The view; contiguous where the parameter's own strides leave gaps.

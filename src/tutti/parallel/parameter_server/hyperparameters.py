@@ -26,8 +26,8 @@ def keys(optimizer: Optimizer) -> list[Key]:
 
     Returns:
         One key for each number: a tuple of the index of the parameter group, the hyperparameter's name, and the index
-        in its tuple (None where it is not a tuple). Keys come in the order of the groups, and within a group in
-        alphabetical order of the names.
+        in the hyperparameter's value if this is a tuple such as ``betas``, else None. Keys come in the order of the
+        groups, and within a group in alphabetical order of the names.
     """
     found: list[Key] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -44,7 +44,7 @@ def values(optimizer: Optimizer, chosen: Sequence[Key]) -> list[float]:
 
     Args:
         optimizer: read from its ``param_groups``.
-        chosen: keys (index of the parameter group, name, index in a tuple such as ``betas``, or None), from ``keys``.
+        chosen: keys from ``keys``: (index of the parameter group, name, index in a tuple such as ``betas`` or None).
 
     Returns:
         A float for each key, in the order of ``chosen``.
@@ -58,9 +58,9 @@ def put(groups: Sequence[dict[str, Any]], chosen: Sequence[Key], numbers: Sequen
 
     Args:
         groups: the optimizer's ``param_groups``.
-        chosen: keys (index of the parameter group, name, index in a tuple such as ``betas``, or None), from ``keys``.
-        numbers: the new value for each key, in the order of ``chosen``; entries of a tuple are replaced one by one, and
-            a tensor is replaced by a float.
+        chosen: keys from ``keys``: (index of the parameter group, name, index in a tuple such as ``betas`` or None).
+        numbers: the new value for each key, in the order of ``chosen``. For a key with an index, a new tuple with this
+            entry changed replaces the tuple; a hyperparameter that was a tensor becomes a float.
     """
     for (n, name, i), number in zip(chosen, numbers, strict=True):
         group = groups[n]

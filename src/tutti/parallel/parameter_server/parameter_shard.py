@@ -71,14 +71,14 @@ class ParameterShard:
         self._groups = _pairs(handle, self.optimizer)
 
     def views(self, vectors: Vectors) -> list[Tensor]:
-        """Cut flat buffers into one view for each slice of a parameter that this server has.
+        """Cut flat buffers into one view for each slice of a parameter that this parameter server has.
 
         Args:
             vectors: one flat tensor for each dtype, laid out as this server's parameters, such as a received gradient.
 
         Returns:
-            Views in the order of ``pieces``: flat (n,) for a slice of a parameter, in the parameter's shape for a whole
-            one.
+            Views in the order of the attribute ``pieces``, which describes the slices: flat (n,) for a slice of a
+            parameter, in the parameter's shape for a whole one.
         """
         return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
 
@@ -92,8 +92,8 @@ class ParameterShard:
         Args:
             gradients: for each parameter slice of this server its gradient, in the shapes of ``views``; None for a
                 parameter without a gradient.
-            settings: the optimizer's hyperparameters as a rank has sent them, in the order of the constructor's
-                ``keys``.
+            settings: values of the optimizer's hyperparameters as a rank has sent them, in the order of the
+                constructor's ``keys``.
             grad_norm: norm of the whole gradient over all servers, for an optimizer that has an attribute of this name.
             rate: factor on the learning rates in this step alone.
         """
@@ -114,7 +114,7 @@ class ParameterShard:
                 own[key] = theirs[key]
 
     def save(self) -> bytes:
-        """Return this server's parameter slices and optimizer state as the bytes of a safetensors file.
+        """Return this parameter server's parameter slices and optimizer state as the bytes of a safetensors file.
 
         The file's tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``, with the parameter's name in
         the model and the optimizer's own state key (such as ``exp_avg``). A slice of a parameter is a flat tensor (n,);
@@ -126,11 +126,11 @@ class ParameterShard:
         return to_bytes({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
 
     def load(self, raw: bytes) -> None:
-        """Restore this server's parameter slices and optimizer state, replacing all state of the optimizer.
+        """Restore this parameter server's slices and optimizer state, replacing all state of the optimizer.
 
         Args:
             raw: the bytes of a safetensors file that ``save`` of the same server, or ``cut_for_server``, has returned.
-                To load it runs no code.
+                Loading the file runs no code from it.
         """
         tensors = from_bytes(raw)
         for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):
@@ -164,7 +164,7 @@ class _Named:
 def cut_for_server(
     plan: ServerPlan, server: int, named: Named, values: dict[str, Tensor], states: dict[str, Tensor]
 ) -> bytes:
-    """Cut one server's slices of parameters and optimizer state out of the whole tensors of a checkpoint.
+    """Cut one parameter server's slices of parameters and optimizer state out of the whole tensors of a checkpoint.
 
     Args:
         plan: partition of the parameters over the servers.
@@ -175,7 +175,8 @@ def cut_for_server(
             (such as a step count) are copied whole.
 
     Returns:
-        The bytes of a safetensors file, which ``ParameterShard.load`` takes.
+        The bytes of a safetensors file with tensors ``value/{parameter}`` and ``optim/{parameter}/{key}``, which
+        ``ParameterShard.load`` takes.
     """
     tensors = {}
     for piece in plan.pieces(server):
@@ -191,7 +192,7 @@ def cut_for_server(
 
 
 def join_server_state(plan: ServerPlan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
-    """Assemble the optimizer state of the whole model from the parts that all servers have saved.
+    """Assemble the optimizer state of the whole model from the parts that all parameter servers have saved.
 
     The parameters' values, which the parts hold too, are left out.
 

@@ -33,17 +33,18 @@ class RemoteGradients:
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Prepare for custom training loops, before the first step: change what a script's writes to buffers count for.
+        """Prepare for a script's own training loops, before the first step: change how its writes to buffers count.
 
-        After an update such a write (say, of running statistics) counts for the last logical worker of this rank alone.
-        A logical worker is a share of the global batch with its own buffers. Gradients need no preparation here.
+        From now on, what the script writes to a buffer (such as running statistics) after an update counts for the last
+        logical worker of this rank alone. A logical worker is a share of the global batch with its own buffers.
+        Gradients, which are on parameter servers, need no preparation. Not collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
         """End a custom loop over an epoch: what the script writes to buffers next counts for all workers of this rank.
 
-        Workers are logical workers, shares of the global batch with buffers of their own.
+        Workers are logical workers, shares of the global batch with buffers of their own. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -76,24 +77,25 @@ class RemoteGradients:
     def trained_tensors(self) -> list[Tensor]:
         """Return the ``.data`` of all trained parameters on this rank, in the model's order.
 
-        The tensors are detached from autograd and share memory with the model's parameters.
+        The tensors are detached from autograd and share memory with the model's parameters, which are this rank's
+        copies of the values on the parameter servers.
         """
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Set ``.grad`` of all trained parameters to None, and return an empty dict.
 
-        Other strategies return the gradients that earlier calls of backward have summed, by parameter, to add them
-        again later. On parameter servers these sums stay on the servers.
+        Strategies without parameter servers return here the gradients that earlier backwards have summed, by parameter,
+        and ``add_gradients`` adds them to the next ones. With parameter servers these sums stay on the servers.
         """
         for parameter in self.script_parameters():
             parameter.grad = None
         return {}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace ``.grad`` of every trained parameter by an object that raises when it is read.
+        """Replace ``.grad`` of every trained parameter by an object that raises when the script reads it.
 
-        Only the parameter servers have the sums of gradients.
+        Called after the push to the parameter servers, which alone have the sums of gradients.
 
         Args:
             held: always empty here: ``pop_gradients`` returns no gradients of earlier steps.
@@ -102,17 +104,19 @@ class RemoteGradients:
         self._pushed = True
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: no record is kept of which parameters backward has computed a gradient for.
+        """Return an empty list: no record is kept of which parameters backward has given a gradient.
 
-        Only FSDP2 needs this record; with parameter servers ``.grad`` shows it.
+        Only FSDP2 needs this record; with parameter servers ``.grad``, None or not, says so.
         """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: the gradients sent to the servers come with flags of the parameters that have one.
+        """Do nothing: pushes to the parameter servers carry flags of the parameters that have a gradient.
+
+        FSDP2 records such flags instead, because its backward reduces gradients.
 
         Args:
-            used: unused; only FSDP2 takes flags of parameters with a gradient.
+            used: unused; for each trained parameter whether backward has given it a gradient.
         """
 
     def apply_clearing(self) -> None:
@@ -130,7 +134,7 @@ class RemoteGradients:
         """
 
     def apply_edits(self) -> None:
-        """Check that the script has cleared no ``.grad`` between the push to the servers and the update.
+        """Check that the script has cleared no ``.grad`` between the push to the parameter servers and the update.
 
         Raises:
             UsageError: the script has set the ``.grad`` of a parameter to None or zero; the parameter servers have
@@ -153,7 +157,7 @@ class RemoteGradients:
         """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
-        """Raise ValueError: the norm of summed gradients cannot be computed here, because only the servers have them.
+        """Raise ValueError: a rank cannot compute the norm of summed gradients, which are on the parameter servers.
 
         Args:
             members, step_context: unused.
@@ -165,12 +169,12 @@ class RemoteGradients:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Return a context that does nothing; other strategies step only one of the script's optimizers in it.
+        """Return a context that does nothing: with parameter servers the script has a single optimizer.
 
-        Parameter servers have a single optimizer.
+        Strategies that allow several optimizers step only one of them within this context.
 
         Args:
-            index: unused; index of the optimizer among those of the script.
+            index: unused; position of the optimizer among those of the script.
             members: unused; the optimizer's parameters.
         """
         yield
@@ -186,7 +190,8 @@ class RemoteGradients:
     def adopt(self, optimizer: Optimizer) -> None:
         """Raise UsageError: the script has added parameters to ``optimizer`` or taken parameters out of it.
 
-        The parameter servers keep the parameter groups with which they were started.
+        The parameter servers keep the parameter groups with which they were started. Called when the groups have
+        changed.
 
         Args:
             optimizer: unused.
@@ -197,13 +202,13 @@ class RemoteGradients:
         _refuse("the script has changed which parameters the optimizer has")
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Check that parameters which the script starts to train were trained at the start of the run.
+        """Check that parameters which the script unfreezes were trainable when the parameter servers were started.
 
-        The parameter servers have only those.
+        The servers have only those parameters.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True.
-            late: unused.
+            late: unused; True if a forward of this step has been computed already.
 
         Raises:
             UsageError: one of the named parameters was frozen at the start of the run.

@@ -85,38 +85,45 @@ class RequestHandler(Protocol):
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request of a rank to this parameter server, and return the reply.
 
+        PUSH brings gradients, SUM reads statistics of the summed gradients, APPLY makes the update, and PULL reads the
+        parameters for a step.
+
         Args:
-            request: the request (PUSH, SUM, APPLY or PULL), with its header, floats and gradients.
+            request: one of these requests, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply; None if the request has to wait for requests of other logical workers (shares of the global
-            batch). In this case the server calls ``handle`` again later with the same request.
+            The reply (an ``Answer``); None if the request has to wait for requests of other logical workers (shares of
+            the global batch). In this case the server calls ``handle`` again later with the same request.
         """
 
     def forget(self) -> None:
-        """Reset the numbers of steps of all logical workers, after a checkpoint was loaded into this server.
+        """Reset this server's step numbers of all logical workers, after a checkpoint was loaded into the server.
 
-        Logical workers are the N fixed shares of the global batch. The numbers are taken anew from the next requests.
+        Logical workers are the N fixed shares of the global batch. The next requests set the step numbers again.
         Parameters and optimizer state are not touched.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a restarted server needs, for a snapshot: workers' numbers of steps, and counts.
+        """Return the logical workers' step numbers and the counts of this parameter server, for a snapshot.
 
-        Workers are logical workers, fixed shares of the global batch.
+        A restarted server process takes them over with the method ``load``. Logical workers are fixed shares of the
+        global batch.
 
         Returns:
-            A dict that JSON can represent, for the method ``load``. Parameters and optimizer state are not in it. Empty
-            for a synchronous server, which cannot be restored.
+            A dict that JSON can represent. Parameters and optimizer state are not in it. Empty for a synchronous
+            server, which cannot be restored.
         """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the workers' numbers of steps, and counts, in a restarted server process.
+        """Restore the logical workers' step numbers, and counts, in a restarted parameter server process.
 
-        Workers are logical workers, fixed shares of the global batch.
+        Logical workers are fixed shares of the global batch.
 
         Args:
             state: the dict that the method ``state`` returned for a snapshot.
+
+        Raises:
+            NotImplementedError: the server is synchronous; its pushed gradients are lost with the process.
         """
 
     def facts(self) -> dict[str, Any]:
@@ -161,10 +168,10 @@ class SyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply. None for a SUM while pushes of other logical workers (shares of the global batch) or ranks are
-            missing, or while its rank is 256 steps ahead of another; the server later calls ``handle`` again with the
-            same request. A PUSH gets the status LATE where its step has been summed without it. The status is REFUSED
-            for other kinds of request.
+            The reply (an ``Answer``). None for a SUM while pushes of other logical workers (shares of the global batch)
+            or ranks are missing, or while its rank is 256 steps ahead of another; the server later calls ``handle``
+            again with the same request. A PUSH gets the status LATE if its step has already been summed without its
+            gradient. Other kinds of request get the status REFUSED.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)
@@ -240,7 +247,7 @@ class SyncHandler:
         return Answer(values=not header.flags & SKIP, seen=self.version)
 
     def forget(self) -> None:
-        """Forget the numbers of the step under way and of the ranks' steps, after a checkpoint was loaded.
+        """Forget this server's number of the step under way and of each rank's latest step, after a restore.
 
         The next push of gradients sets the number of the step. Called between steps: gradients that were pushed already
         are not dropped.
@@ -248,11 +255,11 @@ class SyncHandler:
         self._rounds.clock, self._at = None, {}
 
     def state(self) -> dict[str, Any]:
-        """Return an empty dict: a synchronous server makes no snapshots, because it cannot be restored."""
+        """Return an empty dict: a synchronous parameter server makes no snapshots, because it cannot be restored."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Raise NotImplementedError: a synchronous server cannot be restored after its process has ended.
+        """Raise NotImplementedError: a synchronous parameter server cannot be restored after its process has ended.
 
         Gradients that ranks have pushed for the step under way are lost with the process.
 
@@ -265,7 +272,7 @@ class SyncHandler:
         raise NotImplementedError("what other ranks have already added is lost with the process")
 
     def facts(self) -> dict[str, Any]:
-        """Return this server's statistics for ``summary.json``.
+        """Return this synchronous parameter server's statistics for the run's ``summary.json``.
 
         Returns:
             A dict of two integers: ``updates``, the number of updates made, and ``late``, the number of pushes that
@@ -303,11 +310,12 @@ class AsyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, with the floats [staleness of the push, updates lost in restores, step after which all workers
-            stop or -1, 1 if the worker may begin its next step, steps of all workers divided by their number]. None for
-            a PULL with the flag WAIT while the worker is further ahead of the slowest than the staleness bound allows;
-            the server later calls ``handle`` again with the same request. The status is REFUSED for a non-finite
-            gradient, and, without floats, for other kinds of request.
+            The reply (an ``Answer``). Its floats ``extras`` are five: the staleness of the push; the updates lost in
+            restores; the step after which all workers stop, or -1; 1 if the worker may begin its next step, else 0; the
+            steps of all workers divided by the number of workers. None for a PULL with the flag WAIT while the worker
+            is further ahead of the slowest than the staleness bound allows; the server later calls ``handle`` again
+            with the same request. The status is REFUSED for a non-finite gradient, and, without floats, for other kinds
+            of request.
         """
         header = request.header
         if header.kind == PULL:
@@ -353,41 +361,45 @@ class AsyncHandler:
         return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
 
     def forget(self) -> None:
-        """Reset all logical workers' numbers of steps, after a checkpoint was loaded; the next request sets them.
+        """Reset this server's step numbers of all logical workers, after a checkpoint was loaded into the server.
 
-        A logical worker is a share of the global batch that steps by itself.
+        A logical worker is a share of the global batch that steps by itself. The next request of each sets its number
+        again.
         """
         self._core.forget_workers()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a restarted server needs, as a JSON value for a snapshot.
+        """Return the logical workers' step numbers and the counts of this asynchronous server, for a snapshot.
+
+        A restarted server process takes them over with the method ``load``. A logical worker is a share of the global
+        batch that steps by itself.
 
         Returns:
-            A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each logical
-            worker, a share of the global batch), ``lost`` (updates lost in restores) and ``stop_at`` (step after which
-            all workers stop, or None). Parameters and optimizer state are not in it.
+            A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each worker),
+            ``lost`` (updates lost in restores) and ``stop_at`` (step after which all workers stop, or None). Parameters
+            and optimizer state are not in it.
         """
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the workers' numbers of steps, and counts, in a server process started again after a crash.
+        """Restore the logical workers' step numbers, and counts, in a server process started again after a crash.
 
-        Workers are logical workers, shares of the global batch that step by themselves.
+        Logical workers are shares of the global batch that step by themselves.
 
         Args:
-            state: the JSON value that the method ``state`` returned for a snapshot.
+            state: the dict that the method ``state`` returned for a snapshot.
         """
         self._core.load(state)
 
     def facts(self) -> dict[str, Any]:
-        """Return this asynchronous server's statistics for ``summary.json``.
+        """Return this asynchronous parameter server's statistics for the run's ``summary.json``.
 
         Returns:
             A dict. ``updates``: number of updates made. ``steps``: list of the number of pushes of each logical worker
             (share of the global batch). ``staleness``: dict from a staleness, as text, to the number of updates with
-            it; the staleness is the number of updates between a worker's read and its push. ``lost``: number of updates
-            lost in restores. ``stale`` and ``refused``: number of pushes dropped because they were too stale, and
-            because they were not finite.
+            this staleness, which is the number of updates between a worker's read and its push. ``lost``: number of
+            updates lost in restores. ``stale``: number of pushes dropped because they were too stale. ``refused``:
+            number of pushes dropped because they were not finite.
         """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}

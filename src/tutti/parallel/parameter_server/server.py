@@ -279,9 +279,9 @@ class Server:
 
 
 def serve(job: ServerJob) -> None:
-    """Build a parameter server, and answer requests until it is told to end and no rank is connected.
+    """Build a parameter server, and answer requests of the ranks until it is told to end and no rank is connected.
 
-    A server process runs this function alone, and ends with it.
+    A server process runs this function alone, and ends with it. The signal SIGTERM tells the server to end.
 
     Args:
         job: configuration of the server: how it makes its part of the parameters, where it listens, and which ranks may

@@ -57,7 +57,7 @@ class ServerBarrier:
         self.late = 0
 
     def push(self, leaf: int, clock: int, vectors: Vectors, totals: Tensor) -> bool:
-        """Add the gradients of one logical worker or rank to the server's sum of a step.
+        """Add the gradients of one logical worker or rank to this parameter server's sum of a step.
 
         A logical worker is one of N fixed shares of the global batch.
 
@@ -65,7 +65,7 @@ class ServerBarrier:
             leaf: index of the worker or rank, below the constructor's ``leaves``.
             clock: number of the step.
             vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if they are to be kept.
-            totals: loss sums and digests, (k,) float64.
+            totals: loss sums and digests (hashes by which ranks in different steps are found), (k,) float64.
 
         Returns:
             True if the gradients are part of the sum. False if they are dropped: the step's sum has been made, or they
@@ -90,15 +90,15 @@ class ServerBarrier:
         return True
 
     def total(self, counted: Collection[int] | None = None) -> Leaf | None:
-        """Return the sum of the gradients pushed in the step under way, once enough of them have arrived.
+        """Return this server's sum of the gradients pushed in the step under way, once enough of them have arrived.
 
-        Gradients come from logical workers (fixed shares of the global batch) or from ranks. With no backup workers the
-        sum is made when all have arrived, otherwise as soon as all but ``backup`` have. Further calls return the same
-        sum until ``finish``.
+        Gradients come from logical workers (fixed shares of the global batch) or from ranks. Without backup workers the
+        sum is made when all gradients have arrived; with b backup workers, as soon as all but b have. Further calls
+        return the same sum until ``finish``.
 
         Args:
-            counted: indices of the workers or ranks whose gradients the first server has chosen; None to take all that
-                have arrived.
+            counted: indices of the workers or ranks whose gradients are to be summed, as the first server has chosen
+                them; None to take all that have arrived.
 
         Returns:
             A ``Leaf`` with the summed gradients (``vectors``, one flat tensor for each dtype) and the summed loss sums
@@ -116,10 +116,11 @@ class ServerBarrier:
     def finish(self, result: list[float]) -> None:
         """End the step whose gradients were summed on this server, and advance ``clock`` to the next step.
 
-        The statistics of the step are kept for 256 steps, for ranks that ask later (``result``).
+        The statistics of the step are kept for 256 steps, for ranks that ask later by the method ``result``.
 
         Args:
-            result: statistics of the step, as a list of floats: loss sums, digests and sums of squares.
+            result: statistics of the step, as a list of floats: digests, loss sums and sums of squares of the
+                gradients.
 
         Raises:
             ValueError: the step has no sum yet.
@@ -133,14 +134,14 @@ class ServerBarrier:
         self.clock += 1
 
     def result(self, clock: int) -> list[float] | None:
-        """Return the statistics of an earlier step (loss sums, digests, sums of squares), as given to ``finish``.
+        """Return the statistics of an earlier step that this server has finished, as given to ``finish``.
 
         Args:
             clock: number of the step.
 
         Returns:
-            The list of floats; None for a step that is not finished, or is 256 or more steps before the latest one that
-            is.
+            The list of floats: digests, loss sums and sums of squares of the gradients. None for a step that is not
+            finished, or that is 256 or more steps before the latest finished one.
         """
         return self._results.get(clock)
 

@@ -73,7 +73,9 @@ def async_floats(parameters: int, settings: int) -> Mapping[int, int]:
 
 
 def server_bytes(plan: ServerPlan, server: int) -> int:
-    """Return the bytes of all parameter slices that one server has, with the padding that aligns each tensor.
+    """Return the bytes of all parameter slices that one parameter server has.
+
+    The padding that aligns each tensor is included.
 
     Args:
         plan: partition of the parameters over the servers.
@@ -148,8 +150,9 @@ def flow_totals(
     """Add up the requests of a rank to the parameter servers, and their bytes, over a number of steps.
 
     Args:
-        flows: the requests of one step.
-        steps: number of steps, counted from the start of the push and fetch periods.
+        flows: the requests of one step: for each its server, kind, bytes of the message, bytes of tensors, and the
+            numbers of steps from one transfer of tensors to the next.
+        steps: number of steps, counted from the start of these periods.
         tensors_in_messages: whether tensors travel in the messages and their bytes count; False with shared memory.
 
     Returns:

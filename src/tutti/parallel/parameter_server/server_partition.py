@@ -81,7 +81,7 @@ class ServerPlan:
     size: int
 
     def regions(self, server: int) -> list[range]:
-        """Return a server's part of the buffer that holds all parameters: for each dtype one range of bytes.
+        """Return a parameter server's part of the buffer that holds all parameters: for each dtype one range of bytes.
 
         Args:
             server: index of the server.
@@ -98,13 +98,13 @@ class ServerPlan:
     def frames(self, server: int) -> list[range]:
         """Return a server's part of the buffer that holds all parameters, cut into message frames of up to 1 MiB.
 
-        Several frames overlap sending one with encrypting the next and decrypting the last.
+        Several frames let sending one overlap with encrypting the next and decrypting the previous.
 
         Args:
             server: index of the server.
 
         Returns:
-            Ranges of bytes in the buffer, in order.
+            Ranges of byte positions in the buffer, in order.
         """
         return [
             range(at, min(at + _FRAME, region.stop))
@@ -113,7 +113,7 @@ class ServerPlan:
         ]
 
     def pieces(self, server: int) -> Iterator[ServerPiece]:
-        """Yield the slices of parameters that a server has, in the order of its memory.
+        """Yield the slices of parameters that a parameter server has, in the order of its memory.
 
         A parameter can be divided among several servers, unless ``plan_servers`` was called with ``whole``.
 
@@ -121,7 +121,9 @@ class ServerPlan:
             server: index of the server.
 
         Yields:
-            One ``ServerPiece`` for each parameter of which the server has elements.
+            One ``ServerPiece`` for each parameter of which the server has elements: indices of the dtype section and of
+            the parameter, first and last element (exclusive) in the flattened parameter, and the place in the server's
+            memory.
         """
         for number, section in enumerate(self.sections):
             low, high = section.cuts[server], section.cuts[server + 1]
@@ -137,13 +139,13 @@ def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan
     Args:
         sizes: elements, bytes of an element and dtype of each tensor, in the model's order.
         servers: number of servers.
-        whole: keep each tensor whole, assigning the largest first to the server with the fewest bytes; otherwise cut
-            each section (all tensors of a dtype) into parts that are equal up to the alignment of 64 bytes, across
-            tensors.
+        whole: True keeps each tensor whole on one server: the largest first, each goes to the server with the fewest
+            bytes. False cuts each section (all tensors of a dtype) into parts that are equal up to the alignment of 64
+            bytes, across tensors.
 
     Returns:
-        The layout of the buffer, with the elements of each section that each server has; each tensor begins at a
-        multiple of 64 bytes.
+        A ``ServerPlan``: the layout of the buffer, in which each tensor begins at a multiple of 64 bytes, and the
+        elements of each section that each server has.
 
     >>> sizes = [Size(100, 4, "f"), Size(28, 4, "f"), Size(64, 4, "f")]
     >>> plan_servers(sizes, 2, whole=False).sections[0].cuts, plan_servers(sizes, 2, whole=True).sections[0].order

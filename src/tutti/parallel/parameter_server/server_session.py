@@ -270,8 +270,8 @@ class ServerSession:
                 as they are.
 
         Returns:
-            The values of all hyperparameters that the servers' optimizers follow (learning rate, weight decay, betas,
-            …), of all parameter groups, in the order of ``hyperparameters.keys``, as one flat list.
+            A flat list of the values of all hyperparameters that the servers' optimizers follow (learning rate, weight
+            decay, betas, …), of all parameter groups, in the order of the attribute ``keys``.
         """
         set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
@@ -279,7 +279,7 @@ class ServerSession:
     def ask(self, kind: int, text: str, clock: int = 0, **more: object) -> list[Reply]:
         """Send a request to all parameter servers, and wait for their replies. Not collective.
 
-        The request is in the name of the first logical worker (share of the global batch) that this rank computes.
+        The request counts as one of the first logical worker (share of the global batch) that this rank computes.
 
         Args:
             kind: a constant of ``server_wire``: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed
@@ -287,13 +287,14 @@ class ServerSession:
                 LOAD (state of the server) or FACTS (statistics).
             text: names the request in error messages.
             clock: steps that the worker has taken.
-            more: further keyword arguments of ``Client.send``: ``flags``, ``extras`` (floats), ``seen``, ``blobs``
-                (for each server its state to load) and ``servers``.
+            more: further keyword arguments of ``Client.send``: ``flags``, ``extras`` (floats), ``seen`` (number of
+                updates in the parameters read last, for each server), ``blobs`` (for each server its state to load) and
+                ``servers`` (indices of those to ask).
 
         Returns:
             One ``Reply`` for each server, in the servers' order: message header, floats (``extras``), and for SAVE and
             FACTS the saved state or statistics (``frames``). Parameters that came with the replies are in the receive
-            buffer (``values``).
+            buffer (the attribute ``values``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -304,7 +305,7 @@ class ServerSession:
     def barrier(self, text: str) -> None:
         """Wait until all data ranks have called ``barrier`` with the same ``text``. Collective over the data ranks.
 
-        The parameter servers take no part.
+        The parameter servers, which are processes of their own, take no part.
 
         Args:
             text: names the place in the program; the ranks compare it.
@@ -349,8 +350,8 @@ class ServerSession:
         """Read the optimizer state of all parameter servers on rank 0, which alone waits for them. Not collective.
 
         Returns:
-            On rank 0 tensors in the shape of the whole parameter, by ``{parameter}/{key}`` with the optimizer's own key
-            (such as ``exp_avg``); an empty dict on all other ranks.
+            On rank 0 a dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``, whose
+            tensors have the shape of the whole parameter or are 0-d; an empty dict on all other ranks.
         """
         if self.comm.rank:
             return {}
@@ -361,8 +362,10 @@ class ServerSession:
         """Ask the parameter servers for their statistics for ``summary.json``. Not collective: rank 0 alone asks.
 
         Returns:
-            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address, counts
-            of updates and of refused messages, and bytes of tensors. An empty dict on all other ranks.
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
+            (``at``), number of updates (``updates``) and of dropped pushes (by their reason), numbers of refused
+            messages (``malformed``) and connections (``keys_refused``), bytes of tensors sent and received (``bytes``),
+            and ``updates_per_second``. An empty dict on all other ranks.
         """
         if self.comm.rank:
             return {}
@@ -410,7 +413,7 @@ def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
     """All-gather over the data ranks which logical workers each rank computes.
 
     A logical worker is one of N fixed shares of the global batch; one rank can compute several in turn. Where a rank
-    computes several as one, its range is the first of them alone.
+    computes its workers in one batch, as if they were one worker, its range has the first of them only.
 
     Args:
         run_context: communicators and settings of the run, with this rank's own range (``mine``).

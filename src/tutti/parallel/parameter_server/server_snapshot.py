@@ -27,14 +27,14 @@ class Snapshots:
 
     @property
     def descriptors(self) -> list[int]:
-        """The file descriptors of the two snapshot files, as a list of two integers.
+        """The file descriptors of the two snapshot files of a parameter server, as a list of two integers.
 
-        They must stay open until the server's process has inherited them, because the files have no names.
+        The files have no names: the descriptors must stay open until the server's process has inherited them.
         """
         return self._files
 
     def close(self) -> None:
-        """Close the two snapshot files in this process; other processes that have inherited them keep them.
+        """Close a parameter server's two snapshot files in this process; processes that have inherited them keep them.
 
         Called once the server's process has been started.
         """
@@ -61,12 +61,13 @@ class Snapshots:
         os.pwrite(file, head, 0)
 
     def newest(self) -> tuple[int, bytes] | None:
-        """Read the newest of the two snapshots that was written completely.
+        """Read the newest of a parameter server's two snapshots that was written completely.
 
         A snapshot is complete if its content has the digest that is stored with it.
 
         Returns:
-            Number and content of the snapshot, as they were passed to ``write``; None if there is no complete one.
+            Number and content (bytes) of the snapshot, as they were passed to ``write``; None if there is no complete
+            one.
         """
         found = []
         for file in self._files:

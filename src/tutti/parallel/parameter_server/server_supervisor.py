@@ -73,17 +73,18 @@ class ServerSupervisor:
     def close(self) -> None:
         """End this rank's parameter server processes at once, with the guard process that has forked them, and wait.
 
-        After 5 s the guard is killed. Does nothing in a forked child, and when called again. If this object is
-        garbage-collected instead, the servers end once no rank is connected to them any more, because other ranks may
-        still wait for an answer.
+        After 5 s the guard is killed. Does nothing in a forked child, and when called again. If this supervisor object
+        is garbage-collected instead, the servers end once no rank is connected to them any more, because other ranks
+        may still wait for an answer.
         """
         if self._collected.detach() is not None:
             _end(*self._process)
 
     def look(self) -> None:
-        """Update the process ids (``pids``) and the reason of failure (``failed``) of the parameter servers.
+        """Update the attributes ``pids`` and ``failed`` of this rank's parameter servers. Does not block.
 
-        Reads all messages that have arrived from the process that supervises the servers. Does not block.
+        ``pids`` has each server's process id by its index, ``failed`` the reason why the servers ended for good, or "".
+        The call reads all messages that have arrived from the guard process, which starts and restarts the servers.
         """
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._told, 1 << 16):

@@ -71,7 +71,7 @@ class MessageHeader(NamedTuple):
         """Return this message header as bytes: the first frame of a message between a rank and a parameter server.
 
         The frame has ``HEADER_BYTES`` bytes, little-endian: magic number and version of the wire format, then the
-        fields in order.
+        header's fields (kind, flags, run, …, size) in order.
         """
         return _HEADER.pack(MAGIC, VERSION, *self)
 
@@ -104,7 +104,7 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
     of the global batch) and every length. The tensors themselves are not decoded.
 
     Args:
-        frames: the message without its address: header, floats, tensors or blob.
+        frames: the message without its address: header, floats, then tensors or saved state.
         terms: identifiers and lengths that ranks and server have agreed on at the start.
         client: rank whose key the connection was made with.
 
@@ -141,7 +141,8 @@ def unpack(raw: memoryview | bytes) -> MessageHeader | None:
         raw: the frame, as ``MessageHeader.pack`` writes it.
 
     Returns:
-        The header; None if length, magic number, version or kind are wrong. Its other fields are not checked.
+        The header; None if length, magic number, version or kind of request are wrong. The other fields are not
+        checked.
     """
     if len(raw) != HEADER_BYTES:
         return None

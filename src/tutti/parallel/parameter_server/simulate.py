@@ -54,7 +54,8 @@ def simulate(
             ``staleness`` is the number of updates made since that read.
 
     Returns:
-        All reads and pushes of all workers, in order of time: two events for each step of a worker.
+        An ``Event`` (``time``, ``worker``, ``clock``, ``pushes``, ``staleness``) for each read and push of all workers,
+        in order of time: two for each step of a worker.
 
     >>> [(event.worker, event.staleness) for event in simulate([1, 1, 2], 2) if event.pushes]
     [(0, 0), (1, 1), (0, 1), (1, 1), (2, 4), (2, 0)]

@@ -75,11 +75,11 @@ class StalenessTracker:
         self.stop_at: int | None = None
 
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
-        """Record a request of a logical worker: its number of steps, and the time, from which the lease runs anew.
+        """Record a request of a logical worker to this server: its number of steps, and the time of the request.
 
-        A logical worker is a share of the global batch that steps by itself. The lease is the time without a request
-        after which a worker counts as gone. The very first request sets the steps of all workers. After a restore of
-        the server, ``seen`` shows how many updates were lost.
+        A logical worker is a share of the global batch that steps by itself. Its lease, the time without a request
+        after which it counts as gone, begins anew. The very first request sets the steps of all workers. After a
+        restore of the server, ``seen`` shows how many updates were lost.
 
         Args:
             worker: index of the logical worker.
@@ -95,10 +95,11 @@ class StalenessTracker:
             self.lost = max(self.lost, self._lost_before + seen - self._restored)
 
     def push(self, worker: int, clock: int, seen: int, update: Callable[[int], None] | None) -> Pushed:
-        """Record that a logical worker pushes the gradient of one step, and make its update.
+        """Record that a logical worker pushes the gradient of one step to this server, and make its update.
 
-        A logical worker is a share of the global batch that steps by itself. A repeated push makes no update, nor does
-        one of a worker that is behind the slowest by more than the staleness bound (its lease had run out).
+        A logical worker is a share of the global batch that steps by itself. Two kinds of push make no update: a
+        repeated push, and a push of a worker that is behind the slowest by more than the staleness bound (its lease had
+        run out).
 
         Args:
             worker: index of the logical worker.
@@ -160,28 +161,29 @@ class StalenessTracker:
         return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
-        """Set the step after which all workers stop (``stop_at``): one more than the furthest worker has pushed.
+        """Set ``stop_at``, the step after which all workers stop: one more than the furthest worker has pushed.
 
-        Workers are logical workers, shares of the global batch that step by themselves. No worker can complete that
-        step without a reply that tells of it. Where the run counts the steps of all workers together, the mean number
-        of their steps takes the place of the furthest worker's. Later calls change nothing.
+        Workers are logical workers, shares of the global batch that step by themselves. Every worker gets the number
+        with a server's reply before it can complete that step. Where the run counts the steps of all workers together,
+        the mean number of their steps takes the place of the furthest worker's. Later calls change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
 
     def forget_workers(self) -> None:
-        """Forget the numbers of steps of all workers and the step after which they stop (``stop_at`` becomes None).
+        """Forget this server's step numbers of all logical workers, and the step after which they stop (``stop_at``).
 
-        Called after a checkpoint was loaded into the server. Workers are logical workers, fixed shares of the global
-        batch. The next request of a worker sets the steps of all of them.
+        Called after a checkpoint was loaded into the server. Logical workers are fixed shares of the global batch.
+        ``stop_at`` becomes None; the next request of a worker sets the step numbers of all of them.
         """
         self._clocks, self.stop_at = [None] * len(self._clocks), None
 
     @property
     def clock(self) -> int:
-        """The mean number of steps that the workers have pushed, rounded down: the run's step if all count together.
+        """The mean number of steps that the logical workers have pushed to this server, rounded down.
 
-        Workers are logical workers, the N fixed shares of the global batch.
+        The run's step, where the steps of all workers count together. Logical workers are the N fixed shares of the
+        global batch.
 
         >>> core = StalenessTracker(3)
         >>> [core.push(worker, clock, 0, None).taken for worker, clock in ((0, 0), (0, 1), (1, 0), (0, 2))]
@@ -200,21 +202,21 @@ class StalenessTracker:
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:
-        """Return the workers' progress for a snapshot of the server, as a JSON value.
+        """Return the workers' progress for a snapshot of this asynchronous server.
 
         Returns:
-            A dict of ``version`` (updates made), ``clocks`` (list of the steps of each logical worker, a share of the
-            global batch; None for unknown), ``lost`` (updates lost in restores) and ``stop_at`` (step after which all
-            workers stop, or None).
+            A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each logical
+            worker, a share of the global batch; None for unknown), ``lost`` (updates lost in restores) and ``stop_at``
+            (step after which all workers stop, or None).
         """
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the workers' progress in a restarted server from a snapshot.
+        """Restore the logical workers' progress from a snapshot, in a server that was started again.
 
-        Workers are logical workers, shares of the global batch that step by themselves. From then on ``lost`` counts
-        acknowledged updates that are missing, because workers' parameters contain more updates than the snapshot. Every
-        worker's lease begins anew.
+        Logical workers are shares of the global batch that step by themselves. From then on the attribute ``lost``
+        counts acknowledged updates that are missing, because workers' parameters contain more updates than the
+        snapshot. Every worker's lease begins anew: the time without a request after which the worker counts as gone.
 
         Args:
             state: the dict that the method ``state`` returned.

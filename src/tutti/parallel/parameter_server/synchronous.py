@@ -82,7 +82,9 @@ class ServerReducer:
         self._under_way = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing before this rank's last backward: ``collect`` or ``finish`` pushes the gradients afterwards.
+        """Do nothing: gradients are pushed to the parameter servers after backward, by ``collect`` or ``finish``.
+
+        Called before this rank's last backward of a step.
 
         Args:
             step_context, loss_sums: unused.
@@ -91,15 +93,17 @@ class ServerReducer:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing when backward has completed the gradient of ``parameter``.
 
-        ``collect`` or ``finish`` reads ``.grad`` of all parameters after the whole backward, and pushes them.
+        After the whole backward, ``collect`` or ``finish`` reads the ``.grad`` of all parameters and pushes them to the
+        parameter servers.
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
 
         A logical worker is one of N fixed shares of the global batch. The push sets every ``.grad`` to None; the call
-        returns before the servers have replied. Where the servers sum one push a rank, nothing is pushed: autograd
-        accumulates the sum of the rank's workers in ``.grad``, and ``finish`` pushes the sum. Not collective.
+        returns before the servers have replied. Where the servers sum one push from each rank, this call does nothing:
+        autograd accumulates the gradients of the rank's workers in ``.grad``, and ``finish`` pushes their sum. Not
+        collective.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -132,8 +136,8 @@ class ServerReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Push gradients that are left, and wait until the parameter servers have summed the pushes of all ranks.
 
-        Every rank has to call ``finish``, because the servers wait for all pushes; with backup workers they do not wait
-        for the latest ones. The summed gradients stay on the servers.
+        Every rank has to call ``finish``, because the servers wait for all pushes; with b backup workers they do not
+        wait for the b latest pushes, and leave them out. The summed gradients stay on the servers.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
@@ -142,8 +146,8 @@ class ServerReducer:
 
         Returns:
             A ``ReducedSums`` over all pushes that the servers have summed: loss, count (samples or tokens) and metrics;
-            whether a rank asks to stop; for each parameter whether any rank had a gradient; ``own``, sums for the
-            variance of the workers' gradients, empty where it is not measured.
+            whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient (``used``); sums
+            for the variance of the workers' gradients, empty where the variance is not measured (``own``).
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -187,18 +191,21 @@ class ServerReducer:
         return self._tail.read(tail)._replace(own=own)
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each trained parameter's summed gradient, in the model's order.
+        """Return the sum of squares of each trained parameter's gradient, as the parameter servers have summed it.
 
         The servers have computed the numbers, which come with the replies in the latest ``finish`` and cover whole
         parameters, so that they are equal on all ranks. Not collective.
 
         Returns:
-            One Python float for each trained parameter; an empty list before the first ``finish``.
+            One Python float for each trained parameter, in the model's order; an empty list before the first
+            ``finish``.
         """
         return self._squares
 
     def scale(self, factor: float) -> None:
-        """Do nothing: the servers divide by count and loss scale, and multiply by the clipping factor on the update.
+        """Do nothing: the gradients are on the parameter servers, which scale them themselves.
+
+        The servers divide by count and loss scale, and multiply by the clipping factor on the update.
 
         Args:
             factor: unused; other reducers multiply every gradient by this factor.
@@ -230,19 +237,18 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Compare the model over the data ranks, broadcast rank 0's values, and start or join the parameter servers.
 
-        Collective. Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also
-        called here for an optimizer that holds the hyperparameters and is never stepped.
+        Collective over the data ranks. Each server process builds an optimizer over its part of the parameters; on
+        every rank, too, ``make_optimizer`` builds one, which holds the hyperparameters and is never stepped.
 
         Args:
             replica: this rank's copy of the model and what runs it.
-            make_optimizer: builds the run's optimizer over named parameters.
+            make_optimizer: builds the run's optimizer from a list of (name, parameter).
 
         Returns:
-            This object as the gradient-ready hook; it does nothing during backward, because gradients are pushed after
-            it.
+            This object as the gradient-ready hook, which does nothing during backward: gradients are pushed after it.
 
         Raises:
-            MismatchError: ranks hold different models.
+            MismatchError: ranks hold models with different parameters or buffers.
             UsageError: the optimizer cannot step on servers, or has stepped on servers of another run; the transport
                 asked for is not available.
             ValueError: no parameter is trained.
@@ -292,7 +298,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Have the servers clip the gradient and step their optimizers, and copy the new parameters into the model.
 
-        A non-finite gradient makes no update. Blocks until all servers have replied; no barrier over the ranks.
+        A non-finite gradient makes no update. Blocks until all servers have replied; there is no barrier over the
+        ranks.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
@@ -330,19 +337,20 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
     @property
     def by_worker(self) -> bool:
-        """Whether each logical worker pushes its own gradients; otherwise each rank pushes one sum over its workers.
+        """Whether each logical worker pushes its own gradients to the servers; otherwise each rank pushes one sum.
 
-        A logical worker is one of N fixed shares of the global batch. True in reproducible mode, with backup workers,
-        where the variance of the workers' gradients is measured, and where there are as many logical workers as ranks.
+        A logical worker is one of N fixed shares of the global batch; a rank computes one or several. True in
+        reproducible mode, with backup workers, where the variance of the workers' gradients is measured, and where
+        there are as many logical workers as ranks.
         """
         return self._leaves == self._run_context.workers
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Wait for the servers' sums of gradients and loss sums over all ranks, and return the step's statistics.
 
-        The gradients stay on the servers, which divide them by the global count. The servers answer once they have the
-        pushes of all logical workers (fixed shares of the global batch) or ranks; with backup workers they leave out
-        the latest ones.
+        The gradients stay on the parameter servers, which divide them by the global count. The servers answer once they
+        have all pushes of the step, one from each logical worker (fixed share of the global batch) or one from each
+        rank; with backup workers they leave out the latest ones.
 
         Args:
             step_context: the step under way, with its number and the loss scale that the gradients contain.
@@ -360,7 +368,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:
-        """Return the parameters whose ``.grad`` holds this rank's gradients before the push to the servers.
+        """Return the trained parameters, whose ``.grad`` has this rank's own gradients until the push to the servers.
 
         The gradient noise scale is measured with these gradients. Not collective.
 
@@ -371,11 +379,12 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the parameters, and the buffers merged over logical workers, as whole tensors. Collective.
+        """Return the model's parameters, and its buffers merged over logical workers, as whole tensors. Collective.
 
-        Logical workers are the N fixed shares of the global batch, each with buffers of its own. With backup workers a
-        rank may have missed the latest update, and reads the parameters from the servers first, between two barriers
-        over the data ranks.
+        Logical workers are the N fixed shares of the global batch, each with buffers of its own. Batch-norm statistics
+        are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. With backup
+        workers a rank may have missed the latest update, and reads the parameters from the servers first, between two
+        barriers over the data ranks.
 
         Returns:
             A dict from names of all parameters and buffers in the model to tensors; parameters share memory with the
@@ -392,6 +401,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of the model of which all ranks must hold equal copies. Not collective.
 
+        The caller compares digests of the tensors over ranks.
+
         Returns:
             A mapping from names to the model's own tensors: all parameters, and the buffers if the run has a single
             logical worker (share of the global batch with its own buffers). None with backup workers, where ranks whose
@@ -403,9 +414,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
         Returns:
-            Tensors by group and name. ``model`` has this rank's part of the merged model, whose tensors are shared out
-            over the ranks; ``optim``, on rank 0, the servers' optimizer state as ``{parameter}/{key}``; and ``workers``
-            the buffers of this rank's logical workers (shares of the global batch) as ``{worker}/{buffer}``.
+            Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and merged buffers,
+            which are shared out over the ranks, by names in the model; ``optim`` has, on rank 0, the parameter servers'
+            optimizer state under ``"{parameter name}/{state key}"``, and is empty on other ranks; ``workers`` has the
+            buffers of each logical worker (share of the global batch with its own buffers) on this rank under ``"{index
+            of the worker}/{buffer name}"``.
         """
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()
@@ -414,10 +427,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return {"model": written(model, self._replica, comm), "optim": optim, "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
-        """Restore parameters and buffers on this rank, and parameters and optimizer state on the servers.
+        """Restore parameters and buffers on this rank, and parameters and optimizer state on the parameter servers.
 
         Collective: every rank reads the model and the buffers of its logical workers (shares of the global batch), rank
-        0 sends parameters and optimizer state to the servers, then a barrier over the data ranks.
+        0 sends parameters and optimizer state to the servers, then all wait at a barrier over the data ranks.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
@@ -432,8 +445,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.
 
         Returns:
-            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address, counts
-            of updates and of refused messages, and bytes of tensors. An empty dict on all other ranks.
+            On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
+            (``at``), number of updates (``updates``) and of dropped pushes (``late``), numbers of refused messages
+            (``malformed``) and connections (``keys_refused``), bytes of tensors sent and received (``bytes``), and
+            ``updates_per_second``. An empty dict on all other ranks.
         """
         return self._link.facts()
 

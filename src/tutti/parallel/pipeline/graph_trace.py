@@ -189,8 +189,11 @@ def openable(module: nn.Module) -> bool:
     """Return whether a module may be traced into, so that a model can be cut into stages between its submodules.
 
     True for a sequence of modules, and for a module whose own forward ``torch.fx`` can trace and which draws random
-    numbers in PyTorch's modules only. False for a module without submodules, with hooks, or with a forward that
-    computes different things in training and in evaluation, and for PyTorch's own layers.
+    numbers in PyTorch's modules only. False for PyTorch's own layers, and for a module without submodules, with hooks,
+    or with a forward that computes different things in training and in evaluation.
+
+    Args:
+        module: the module.
     """
     if next(module.children(), None) is None or has_hooks(module):
         return False

@@ -70,7 +70,7 @@ class PipelineLayout:
             of the other pipeline ranks. It holds the parameters of this rank's stages only, on the rank's device.
 
         Raises:
-            MismatchError: the ranks have built different models.
+            MismatchError: the ranks have built models with different parameters or buffers.
             UsageError: the model cannot be cut into that many stages.
         """
         return self.replica(plain, *self.cut_stages(plain))
@@ -78,9 +78,10 @@ class PipelineLayout:
     def replica(
         self, plain: nn.Module, virtual_stages: Sequence[VirtualStage], holding: StageOwnership | None
     ) -> PipelineRunner:
-        """Return the runner that executes this rank's virtual stages of the model, moved to this rank's device.
+        """Return the runner of this rank's virtual pipeline stages of the model, moved to this rank's device.
 
-        Collective over all ranks: creates subgroups for parameters that several stages share, and broadcasts these.
+        Collective over all ranks: creates subgroups for parameters that several stages share, and broadcasts these
+        parameters.
 
         Args:
             plain: the whole model. Placeholders replace the tensors that other ranks hold.
@@ -96,11 +97,11 @@ class PipelineLayout:
     def cut_stages(
         self, plain: nn.Module, closed: Collection[str] = ()
     ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
-        """Cut the model into virtual stages, the same number on each pipeline rank. Collective over all ranks.
+        """Cut the model into virtual pipeline stages, the same number on each pipeline rank. Collective over all ranks.
 
-        The number of virtual stages a rank and any named cuts come from the layout's options. Without named cuts, the
-        cuts balance the modules' measured times or, where no times are taken, such as in a reproducible run, their
-        numbers of parameters.
+        The number of virtual stages a rank is an option of the layout, and so are names of modules before which to cut.
+        Without such names, the cuts balance the modules' measured times or, where no times are taken, such as in a
+        reproducible run, their numbers of parameters.
 
         Args:
             plain: the whole model.
@@ -282,7 +283,9 @@ class PipelineRunner(ReplicaPart):
         self._grad_hook = grad_hook
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Record that new parameter objects have taken the place of former ones in this rank's pipeline stages.
+        """Take over new parameter objects that have replaced former ones in this rank's pipeline stages.
+
+        Afterwards the sum of gradients over stages and the weight backward use the new objects.
 
         Args:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
@@ -310,14 +313,14 @@ class PipelineRunner(ReplicaPart):
                 is complete; None to run forwards only. The hook of ``connect`` receives the completed gradients.
 
         Returns:
-            Sums over all micro-batches, equal on every stage: the float tensor ``sums`` holds loss sum, count and
-            metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
+            A ``LossSums`` over all micro-batches, equal on every stage: the float tensor ``sums`` holds loss sum, count
+            and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
 
         Raises:
-            UsageError: the loss function fails on the last stage (whose rank raises the error itself, the others a
-                UsageError); it calls the model in a way that stages cannot follow; or the script has changed an
-                attribute of the model that the trace of its forward holds as a constant, or has put a forward hook on
-                a module that no stage calls.
+            UsageError: the loss function has failed on the last stage (whose rank raises the loss function's own error
+                instead); the loss function calls the model in a way that stages cannot follow; the script has changed
+                an attribute of the model that the trace of its forward holds as a constant; or the script has put a
+                forward hook on a module that no stage calls.
         """
         training = grad_hook is not None
         count, chunks = len(micro_batches), len(self._virtual_stages)
@@ -495,14 +498,14 @@ class PipelineRunner(ReplicaPart):
             self._messages.send_gradients(own, flight.entered, (stage, *flight.key))
 
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
-        """Run one virtual stage's forward of a micro-batch: receive activations, compute, start to send the results.
+        """Run one pipeline stage's forward of a micro-batch: receive activations, compute, start to send the results.
 
         The user's loss function reaches this method when it calls its model. The method blocks until the previous
         stage's activations have arrived.
 
         Args:
-            flight: state of the micro-batch on this stage. The received activations are stored in it, and the sent ones
-                where the next stage will send back gradients.
+            flight: state of the micro-batch on this stage. The call stores the received activations in it, and those
+                sent activations whose gradients the next stage will send back.
             stage: index of the virtual stage in the whole model; this rank holds the stage.
             given: arguments of the model's call, by name. Where the stages follow a recorded forward, two entries:
                 ``args``, the positional arguments, and ``kwargs``, the keyword arguments.
@@ -560,8 +563,8 @@ class PipelineRunner(ReplicaPart):
         """Run the forward of a model that is not cut into pipeline stages, on this rank, and return its output.
 
         Args:
-            args: positional arguments of the model's call.
-            kwargs: keyword arguments of the model's call.
+            args: positional arguments of the model's call, a sequence.
+            kwargs: keyword arguments of the model's call, a mapping.
         """
         return self._virtual_stages[0].module(*args, **kwargs)
 

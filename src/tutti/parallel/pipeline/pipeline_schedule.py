@@ -61,7 +61,7 @@ class Order:
 
     @property
     def stages(self) -> int:
-        """Number of virtual stages into which the model is cut: pipeline ranks times virtual stages a rank."""
+        """Number of virtual stages into which this schedule cuts the model: ranks times virtual stages a rank."""
         return len(self.ranks) * self.chunks
 
     def needs(self, action: Action) -> list[Action]:
@@ -70,6 +70,9 @@ class Order:
         A forward needs the previous stage's forward of the same micro-batch. A backward, or input backward, needs its
         own stage's forward and the next stage's backward. A weight backward needs its own stage's input backward. The
         list says nothing about the order of actions on one rank; the attribute ``ranks`` has this order.
+
+        Args:
+            action: (kind, stage, micro-batch): kind F forward, B backward, I input backward or W weight backward.
 
         >>> gpipe(2, 1).needs(Action("B", 0, 0))
         [Action(kind='F', stage=0, micro=0), Action(kind='B', stage=1, micro=0)]
@@ -144,10 +147,11 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
-    """Return 1F1B over v virtual stages a rank, which divides the bubble by v.
+    """Return the interleaved 1F1B schedule, with v virtual stages a rank, which divides the bubble by v.
 
-    Micro-batches go through a rank's stages in groups of p, some of them larger where p does not divide m.
-    Source: Narayanan et al. 2021, arXiv 2104.04473, §2.2.
+    As in 1F1B, each rank alternates a forward and a backward after a warm-up of forwards. Micro-batches go through a
+    rank's stages in groups of p, some of the groups larger where p does not divide m. Source: Narayanan et al. 2021,
+    arXiv 2104.04473, §2.2.
 
     Args:
         ranks: pipeline ranks, p.
@@ -259,16 +263,17 @@ def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
 def timeline(order: Order, cost: Callable[[Action], float], transfer: float = 0.0) -> list[list[Span]]:
     """Simulate a pipeline schedule: return start and end of each action if each begins as early as it can.
 
-    An action begins when its rank has finished the action before and all inputs have arrived.
+    An action is a forward or backward of one micro-batch on one stage. An action begins when its rank has finished the
+    action before and all inputs have arrived.
 
     Args:
         order: the schedule.
-        cost: function from an action, one forward or backward, to its duration in any unit of time.
+        cost: function from an action to its duration in any unit of time.
         transfer: duration of a message to another rank, in the same unit.
 
     Returns:
-        One list for each rank: a ``Span`` for each of the rank's actions, in order. Times count from 0, when the first
-        action of the whole schedule begins.
+        One list for each rank: a ``Span`` (``action``, ``start``, ``end``) for each of the rank's actions, in order.
+        Times count from 0, when the first action of the whole schedule begins.
 
     Raises:
         ValueError: deadlock: every rank with actions left waits for a result that no rank can compute.
@@ -300,7 +305,8 @@ def bubble(rows: Sequence[Sequence[Span]]) -> float:
     """Return the pipeline bubble: the idle fraction, 0 to 1, of all ranks' time from 0 to the end of the last action.
 
     Args:
-        rows: for each rank its actions with start and end, as ``timeline`` returns them.
+        rows: for each rank the list of its forwards and backwards with start and end (``Span``), as ``timeline``
+            returns.
     """
     end = max(span.end for row in rows for span in row)
     busy = sum(span.end - span.start for row in rows for span in row)

@@ -178,7 +178,7 @@ class ForwardRecord:
     def stage(
         self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]
     ) -> RecordedStage:
-        """Return the module of the virtual pipeline stage that computes consecutive nodes of the model's graph.
+        """Return the module of the virtual pipeline stage that computes consecutive nodes of the recorded graph.
 
         The module runs the model's own forward, but computes only the blocks (modules that one stage calls as units)
         among these nodes.
@@ -249,16 +249,17 @@ class RecordedStage(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
         """Run the model's own forward up to the last block (module called as a unit) of this pipeline stage.
 
-        Blocks of earlier stages are not computed: their calls return the received activations, or fake tensors where
-        no activation was received.
+        Blocks of earlier stages are not computed: their calls return the received activations, or fake tensors where no
+        activation was received.
 
         Args:
             args: positional arguments of the model's call.
             kwargs: keyword arguments of the model's call.
-            values: the activations that this stage has received, in the order of ``received``.
+            values: the activations that this stage has received, in the order of the attribute ``received``.
 
         Returns:
-            The activations to send, in the order of ``sent``; on the last stage, the model's output.
+            A tuple of the activations to send, in the order of the attribute ``sent``; on the last stage, the model's
+            output.
 
         Raises:
             UsageError: the forward calls other blocks than when it was recorded, or needs a value of another stage.

@@ -74,7 +74,7 @@ class SplitBackward:
             self._trained, self._late = trained, None
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Record that new parameter objects have taken the place of former ones in this pipeline stage.
+        """Take over new parameter objects that have replaced former ones in this pipeline stage.
 
         The weight half of the stage's backward, ``weights``, then adds gradients to the new parameters.
 
@@ -110,10 +110,12 @@ class SplitBackward:
         Args:
             roots: the tensors where backward starts, with their gradients.
             entered: the stage's inputs that require a gradient.
-            calls: layers and their outputs' edges, the list from ``record``.
+            calls: for each call of a layer in the forward, the layer and the edge of its output in the autograd graph,
+                the list from ``record``.
 
         Returns:
-            The gradients of ``entered``, then of ``calls``; None for a tensor on which ``roots`` do not depend.
+            One tuple: the gradients of ``entered``, then of the outputs in ``calls``; None for a tensor on which
+            ``roots`` do not depend.
         """
         wanted = [*entered, *(call.edge for call in calls)]
         return _gradients(roots, wanted) if wanted else ()
@@ -124,8 +126,9 @@ class SplitBackward:
         """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
         Args:
-            roots: the tensors where backward starts, with their gradients, as for ``inputs``.
-            calls: layers and their outputs' edges, the list from ``record``.
+            roots: the tensors where the pipeline stage's backward starts, with their gradients, as for ``inputs``.
+            calls: for each call of a layer in the forward, the layer and the edge of its output in the autograd graph,
+                the list from ``record``.
             gradients: gradients of the outputs in ``calls``, the second part of the result of ``inputs``.
 
         Returns:

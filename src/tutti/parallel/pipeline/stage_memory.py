@@ -32,7 +32,7 @@ class Counter(Protocol):
 
     @property
     def now(self) -> int:
-        """Bytes, an int, of all tensors that are alive at this moment on the device that this counter watches."""
+        """Bytes, an int, of all tensors that are alive at this moment on the device that the counter watches."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StagePlan:
     def names(self) -> tuple[str, ...]:
         """The name of the module with which each pipeline stage begins, in order; the first stage is left out.
 
-        That is the module that the first node of the stage calls, in the graph of the model's forward; "" where this
+        This is the module that the first node of the stage calls, in the graph of the model's forward; "" where the
         node calls no module.
         """
         return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
@@ -117,14 +117,16 @@ class StagePlan:
         A block is a run of consecutive calls in the graph of the model's forward; a stage consists of several.
 
         Args:
-            config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
+            config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` (its name) and
+                ``chunks`` (virtual stages a rank).
             ranks: pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
-            factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
+            factor: samples in such a micro-batch ÷ samples in the micro-batch with which the blocks were measured;
+                multiplies activations and messages.
 
         Returns:
-            One ``StageMemory`` (bytes of parameters, buffers, activations, messages) a rank, over all of its virtual
-            stages.
+            One ``StageMemory`` (bytes of parameters, trained parameters, buffers, activations, messages) a rank, over
+            all of its virtual stages.
         """
         order = make_order(config.schedule, ranks, micro_batches, config.chunks)
         stages = list(pairwise(self.bounds))
@@ -144,13 +146,16 @@ class StagePlan:
         """Return this plan with new bounds between stages: the most even stages that each fit into a device's memory.
 
         The plan holds the model's blocks (runs of consecutive calls in its graph) with their measured bytes, and the
-        bounds of the pipeline stages among them.
+        bounds of the pipeline stages among them. Even stages take equal time or, where no times are known, have equal
+        numbers of parameters.
 
         Args:
-            config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
+            config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` (its name) and
+                ``chunks`` (virtual stages a rank).
             ranks: number of pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
-            factor: samples in such a micro-batch ÷ samples in the observed one; multiplies activations and messages.
+            factor: samples in such a micro-batch ÷ samples in the micro-batch with which the blocks were measured;
+                multiplies activations and messages.
             fits: function from the bytes of a stage to the fraction of a device's memory that this stage takes, 1 for
                 all of it. With v virtual stages a rank, each may take at most 1/v.
 
@@ -196,7 +201,8 @@ def find_measured_partition(
     """Cut a model into pipeline stages of even time, given the seconds that its modules take.
 
     Args:
-        config: options of the layout, with the number of virtual stages a rank and any cuts by name.
+        config: options of the layout, with the number of virtual stages a rank and, if the user has named them, the
+            modules with which stages begin.
         plain: the whole model.
         ranks: number of pipeline ranks.
         seconds: seconds of each module's forward, by name. Unused where the options name the cuts, and with the
@@ -226,7 +232,7 @@ def observe_blocks(
 ) -> StagePlan:
     """Run one forward and backward on one device, and measure the memory of each block of the model.
 
-    A block is a run of consecutive calls in the graph of the model's forward; pipeline stages may begin before it.
+    A block is a run of consecutive calls in the graph of the model's forward; pipeline stages may begin before a block.
 
     Args:
         plain: the whole model.

@@ -64,10 +64,10 @@ class StageMessages:
         self._ahead: dict[str, deque[_Coming]] = {kind: deque() for kind in KINDS}
 
     def send(self, kind: str, values: Sequence[Any], key: tuple[Any, ...]) -> list[MessageForm]:
-        """Start to send values to the next stage (activations) or the previous one (gradients). Does not block.
+        """Start to send activations to the next pipeline stage, or gradients to the previous one. Does not block.
 
-        The first call with a ``kind`` and ``key`` also sends the values' forms, their shapes and dtypes. The neighbour
-        calls ``receive`` with the same ``kind`` and ``key``, in the same order.
+        The first call with a ``kind`` and ``key`` also sends the values' forms: shapes, dtypes and memory formats. The
+        neighbour calls ``receive`` with the same ``kind`` and ``key``, in the same order.
 
         Args:
             kind: ``activations`` or ``gradients``.
@@ -98,7 +98,7 @@ class StageMessages:
     def send_gradients(
         self, gradients: Sequence[Tensor | None], values: Sequence[Tensor], key: tuple[Any, ...]
     ) -> None:
-        """Start to send the gradients of received activations to the previous stage. Does not block.
+        """Start to send the gradients of received activations to the previous pipeline stage. Does not block.
 
         Where the loss depended on an activation in the first batch of this key, a later gradient of None is sent as
         zeros, which is the same in a sum.
@@ -139,8 +139,8 @@ class StageMessages:
         sender's memory format, because kernels round differently in another format.
 
         Args:
-            kind: a key of ``KINDS``: ``activations`` come from the previous stage, ``gradients`` from the next.
-            key: the key with which the neighbour sends them.
+            kind: ``activations`` (from the previous stage) or ``gradients`` (from the next).
+            key: the key with which the neighbour sends the values.
 
         Returns:
             The values in the sender's order, and for each value a ``MessageForm``: its shape, dtype and memory format.
@@ -155,18 +155,19 @@ class StageMessages:
         return coming.values, self._forms[kind, *key]
 
     def expect(self, kind: str, key: tuple[Any, ...]) -> bool:
-        """Start to receive the values of a later ``receive`` from a neighbouring stage, without waiting for them.
+        """Start to receive the next values from a neighbouring pipeline stage, without waiting for them.
 
-        Where this method returns False, the caller must call ``receive`` for these values before it expects or receives
-        any later ones of the same kind.
+        A later ``receive`` with the same ``kind`` and ``key`` waits for the values and returns them. Where this method
+        returns False, the caller must call ``receive`` for these values before it expects or receives any later ones of
+        the same kind.
 
         Args:
             kind: ``activations`` (from the previous stage) or ``gradients`` (from the next).
             key: the key with which the neighbour sends the values.
 
         Returns:
-            True where the receives have started. False, with nothing started, where the values' shapes and dtypes are
-            not known yet, before the first ``receive`` with this kind and key.
+            True where the receives have started. False, with nothing started, before the first ``receive`` with this
+            kind and key: the values' shapes and dtypes are not known yet.
         """
         if (kind, *key) not in self._forms:
             return False
@@ -191,7 +192,7 @@ class StageMessages:
 
         Raises:
             UsageError: since the last call, no micro-batch's loss depended on one of the received activations, though
-                the loss depended on this activation in the first batch.
+                the loss depended on this activation in the first batch; the stages before would get gradients of zero.
         """
         for pending, _ in self._under_way:
             pending.wait()

@@ -64,7 +64,8 @@ class StagePartition:
     def arguments(self) -> set[str]:
         """Names of the arguments of the model's forward that are inputs (placeholders) of its traced graph.
 
-        The pipeline stages take these arguments from a call of the model, and compute with the defaults of all others.
+        The pipeline stages take these arguments from each call of the model; for all others they compute with the
+        defaults.
         """
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
@@ -122,7 +123,7 @@ def find_stage_partition(
         (stages + 1 indices), and each stage's fraction of the whole model's time or parameters (``shares``).
 
     Raises:
-        UsageError: the model cannot be cut, or not into that many stages, or not so that each stage has its
+        UsageError: the model cannot be cut, or not into that many stages, or a stage would not have exactly its
             ``members``; the message names a way out.
     """
     check_cuts(begins, stages)

@@ -36,16 +36,16 @@ class SharedGradients:
         """Update the attribute ``parameters``: the shared parameters whose ``requires_grad`` is now True.
 
         Shared parameters are those that several pipeline stages use, such as tied weights. This object sums gradients
-        over the stages for the ones in ``parameters`` only.
+        over the stages only for the parameters in ``parameters``.
         """
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Record that new parameter objects have taken the place of former ones in this rank's pipeline stages.
+        """Take over new parameter objects that have replaced former ones in this rank's pipeline stages.
 
-        This object sums the gradients of parameters that several stages use; it sums those of the new objects from now
-        on. The attribute ``parameters`` is updated, also for changes of ``requires_grad``.
+        This object sums the gradients of parameters that several stages use, and from now on those of the new objects.
+        The attribute ``parameters`` is updated, also for changes of ``requires_grad``.
 
         Args:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
@@ -57,7 +57,7 @@ class SharedGradients:
         """Clear the ``.grad`` of parameters that pipeline stages share, before a logical worker's first micro-batch.
 
         A logical worker is one of N fixed shares of the global batch; a replica computes one or more of them in turn.
-        The former content of ``.grad``, gradients of earlier logical workers, is kept aside; ``finish`` adds it again.
+        The former ``.grad``, gradients of earlier logical workers, are kept aside; ``finish`` adds them again.
         """
         self._before = {p: p.grad for p in self.parameters}
         self._parts = {p: {} for p in self.parameters}
@@ -71,8 +71,8 @@ class SharedGradients:
         shares of the global batch, computed in micro-batches.
 
         Args:
-            micro: index of the micro-batch among the logical worker's micro-batches, from 0. With ``exact``, gradients
-                of different micro-batches are kept apart.
+            micro: index of the micro-batch among the logical worker's micro-batches, from 0. If the constructor's
+                ``exact`` is True, gradients of different micro-batches are kept apart.
         """
         for p, parts in self._parts.items():
             if p.grad is not None:

@@ -45,6 +45,9 @@ def body(graph: fx.Graph) -> list[fx.Node]:
 
     The model may be cut into stages between any two of these nodes. The graph's inputs and output, reads of attributes,
     and cheap values that every stage recomputes from the inputs, such as shapes, are left out.
+
+    Args:
+        graph: graph of the model's forward.
     """
     local = _local(graph)
     return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output") and n not in local]
@@ -70,7 +73,7 @@ def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tenso
         plain: the whole model.
 
     Returns:
-        The tensors by their names in the model, in alphabetical order.
+        A dict from names in the model to the model's own tensors, in alphabetical order.
     """
     names = {str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
     found = {}
@@ -83,7 +86,7 @@ def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tenso
 
 
 def tensors_of(nodes: Iterable[fx.Node], plain: nn.Module) -> set[int]:
-    """Return the ``id`` of each parameter and buffer that graph nodes use.
+    """Return the ``id()`` of each parameter and buffer that graph nodes use.
 
     These are the tensors of the modules that the nodes call, and the tensors that the nodes take as arguments.
 
@@ -110,8 +113,8 @@ def cut_into_stages(
     Args:
         plain: the whole model.
         graph: graph of the model's forward, from ``torch.fx`` or from ``record``.
-        bounds: (stages + 1,) indices into ``body(graph)``; stage i computes the nodes from bound i to bound i + 1,
-            exclusive.
+        bounds: (stages + 1,) indices into ``body(graph)``, the graph's nodes that one stage each computes; stage i
+            computes the nodes from bound i to bound i + 1, exclusive.
         also: for each stage, names of parameters and buffers that the stage holds in addition to those of the modules
             that it calls.
         record: record of the forward, for stages that run the model's own code; None for stages that run parts of
@@ -148,8 +151,9 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
         graph: graph of the model's forward.
 
     Returns:
-        For each node, the index in ``body(graph)``, the nodes that a single stage computes, of the last node that uses
-        its value; the length of that list where the model's output uses it, -1 for a value without users.
+        For each node of ``body(graph)`` (the list of nodes that one stage each computes) the index in that list of the
+        last node that uses its value; the length of that list where the model's output uses the value, -1 for a value
+        without users.
     """
     nodes = body(graph)
     place = {node: i for i, node in enumerate(nodes)}
@@ -264,7 +268,7 @@ def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
 
     Args:
         outputs: result of ``stage.module``: a single value where ``stage.alone`` is true, otherwise a tuple.
-        stage: the virtual stage that has computed ``outputs``, not the last one.
+        stage: the virtual stage that has computed ``outputs``; not the last one, which sends nothing.
     """
     return [outputs] if stage.alone else list(outputs)
 
@@ -273,12 +277,12 @@ def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None
     """Check that no two pipeline stages would have copies of a buffer, or of a tensor that the forward writes.
 
     Args:
-        stages: for each stage, the nodes that the stage computes, of the graph of the model's forward.
+        stages: for each stage, the nodes of the graph of the model's forward that the stage computes.
         plain: the whole model.
 
     Raises:
-        UsageError: two stages call a module that has buffers, or the model's own forward writes a parameter or buffer
-            in place that two stages read.
+        UsageError: two stages call a module that has buffers; or two stages read a parameter or buffer that the model's
+            own forward writes in place.
     """
     where: dict[nn.Module, int] = {}
     for stage, nodes in enumerate(stages):

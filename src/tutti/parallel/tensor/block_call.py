@@ -43,16 +43,16 @@ class BlockArguments:
 
     @property
     def form(self) -> str:
-        """Text that describes the kinds of this call's arguments, equal for two calls of the same kinds.
+        """Text that describes the kinds of this recorded call's arguments, equal for two calls of the same kinds.
 
-        It names the pytree of ``(args, kwargs)``, and for each tensor float, int or bool, the number of dimensions, and
-        whether it needs a gradient (see ``form_of``). Sizes do not enter, except whether a head dimension is larger
-        than 1.
+        The call is one of a block of layers, such as attention. The text has the pytree structure of ``(args,
+        kwargs)``, and for each tensor the word float, int or bool, the number of dimensions, and whether it needs a
+        gradient (see ``form_of``). Sizes do not enter, except whether a head dimension is larger than 1.
         """
         return form_of(self.args, self.kwargs, self.learned)
 
     def main_input(self, features: Collection[int]) -> int:
-        """Return the index of the main input of this recorded call of a block, such as attention, among its arguments.
+        """Return the index of the main input among the arguments of this recorded call of a block, such as attention.
 
         The index counts all values in ``(args, kwargs)``, flattened as a pytree. The main input is the first floating
         tensor of at least two dimensions whose last size is in ``features``.
@@ -71,7 +71,9 @@ class BlockArguments:
         )
 
     def arguments(self, index: int, x: Tensor) -> tuple[Any, Any, list[Tensor]]:
-        """Return copies of this call's arguments in double precision, with another main input, to run the block with.
+        """Return copies of a recorded block call's arguments in double precision, with another main input.
+
+        The block, a submodule such as attention, can be run with them.
 
         Args:
             index: index of the main input (the tensor that the block's linear layers take, see ``main_input``) among
@@ -79,8 +81,8 @@ class BlockArguments:
             x: the tensor to use as main input; it is passed on as it is, not copied.
 
         Returns:
-            ``(args, kwargs, learned)``: the arguments, with floating tensors as doubles and all values but ``x``
-            copied, and the list of the copied tensors that require a gradient.
+            ``(args, kwargs, learned)``: the positional and keyword arguments, with floating tensors as doubles and all
+            values but ``x`` copied, and the list of the copied tensors that require a gradient.
         """
         leaves, spec = tree_flatten((self.args, self.kwargs))
         made: list[Any] = []
@@ -132,9 +134,9 @@ def form_of(args: Any, kwargs: Any, learned: Collection[bool] | None = None) -> 
     """Return a text that describes the kinds of a call's arguments, equal for two calls of the same kinds.
 
     The text is the pytree structure of ``(args, kwargs)`` and one word for each leaf. A tensor is ``float``, ``int`` or
-    ``bool`` and its number of dimensions, followed by ``h`` if it has at least four dimensions and the third from last
-    (attention heads) is larger than 1, and by ``*`` if it needs a gradient. Booleans, strings and None appear with
-    their values, other arguments as the names of their types.
+    ``bool`` and its number of dimensions, followed by ``h`` if the tensor has at least four dimensions and the third
+    from last (attention heads) is larger than 1, and by ``*`` if the tensor needs a gradient. Booleans, strings and
+    None appear with their values, other arguments as the names of their types.
 
     Args:
         args, kwargs: positional and keyword arguments of the call.
@@ -162,10 +164,11 @@ def _kind(leaf: Any) -> str:
 def record_calls(
     plain: nn.Module, names: Collection[str], trial: Callable[..., Any] | None, device: torch.device
 ) -> dict[str, BlockArguments]:
-    """Record the arguments of the first call of each block, by running the loss function on a few samples.
+    """Record the arguments of a call of each block, by running the loss function on a few samples.
 
     A block is a module of several layers, such as attention, that tensor parallelism may split as one unit. The loss
-    function runs twice, first with gradients and then without; errors in it are ignored here.
+    function runs twice: first with gradients, to see which arguments need one, and then without, to record the
+    arguments of each block's first call. Errors of the loss function are ignored.
 
     Args:
         plain: the whole model; it is left as it was.

@@ -27,7 +27,10 @@ class TransposedLinear(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute input · weight + bias of a layer with weight (inputs, outputs): (…, inputs) → (…, outputs)."""
+        """Compute ``input @ weight + bias`` of a linear layer whose weight is stored as (inputs, outputs).
+
+        The input is (…, inputs), the result (…, outputs).
+        """
         return functional.linear(input, self.weight.t(), self.bias)
 
 

@@ -71,9 +71,10 @@ class LocalShapeMode(TorchFunctionMode):
     def cut(self, have: int, sizes: list[int]) -> int:
         """Return which size of a view to reduce so that it fits this rank's tensor slice, as an index in ``sizes``.
 
-        The block's code names the sizes of the whole tensor, such as the number of heads in ``x.view(n, heads, -1)``;
-        one of them has to become that of the slice. The index comes from the tensor-parallel plan, which lists one for
-        each such view in the order of the calls; each call of this method takes the next.
+        A block such as attention runs on this tensor-parallel rank's heads, but its code names the sizes of the whole
+        tensor, such as the number of heads in ``x.view(n, heads, -1)``; one of the sizes has to become that of the
+        slice. The index comes from the tensor-parallel plan, which lists one for each such view in the order of the
+        calls; each call of this method takes the next.
 
         Args:
             have: number of elements of the tensor on this rank.
@@ -89,8 +90,9 @@ class LocalShapeMode(TorchFunctionMode):
     def dim(self, tensor: Tensor) -> int:
         """Return the dimension along which ranks split the input of the present call of dropout or attention.
 
-        The tensor-parallel plan lists these dimensions in the order of the calls; each call of this method takes the
-        next.
+        The call is one in the forward of a block, such as attention, that runs on this tensor-parallel rank's heads or
+        features. The tensor-parallel plan lists these dimensions in the order of the calls; each call of this method
+        takes the next.
 
         Args:
             tensor: the input; unused here, for subclasses.
@@ -191,9 +193,9 @@ class HeadParallelBlock(TensorParallelLayer):
         of the unsplit block.
 
         Raises:
-            UsageError: the arguments are of other kinds than in the calls for which the split was verified, or the code
-                makes a view or a call of dropout that was not recorded when the plan was made; or the script has put a
-                forward hook on a module in the block.
+            UsageError: the arguments are of other kinds than in the calls for which the split was verified; the code
+                makes a view or a call of dropout that was not recorded when the tensor-parallel plan was made; or the
+                script has put a forward hook on a module in the block.
         """
         if (hooked := find_script_hook(self.tutti_inner)) is not None:
             refuse_hook(*hooked, self.tutti_slice.name)
@@ -209,9 +211,9 @@ class HeadParallelBlock(TensorParallelLayer):
 
 
 def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int], forms: Sequence[str]) -> None:
-    """Set how a block that runs on this rank's heads or features fits its own view sizes and dropout to them.
+    """Store on a block how view sizes and dropout in its own forward are fitted to this rank's heads or features.
 
-    The arguments come from the tensor-parallel plan of the block and are stored on the module.
+    The arguments come from the tensor-parallel plan of the block.
 
     Args:
         module: the block, a ``HeadParallelBlock``.

@@ -30,7 +30,8 @@ def cross_entropy(
 ) -> Tensor:
     """Compute ``torch.nn.functional.cross_entropy`` of scores split by classes over ranks; targets are class indices.
 
-    Collective: an all-gather of two numbers for each target (three with label smoothing); backward sends nothing.
+    Collective over the tensor-parallel ranks: an all-gather of two numbers for each target (three with label
+    smoothing); backward sends nothing.
 
     Args:
         part: scores (logits) of this rank's classes.
@@ -74,10 +75,10 @@ def cross_entropy(
 def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tensor]:
     """Return each position's largest score and its class, over the classes of all ranks: argmax of split scores.
 
-    Collective: one all-gather.
+    Collective over the tensor-parallel ranks: one all-gather.
 
     Args:
-        part: scores of this rank's classes.
+        part: scores (logits) of this rank's classes.
         dim: dimension of the classes.
         slice_: which classes this rank has (a contiguous range), and collectives over the ranks that have the others.
 
@@ -102,10 +103,10 @@ def _check(target: Tensor, ignored: Tensor, classes: int) -> None:
 
 
 def plain_loss(target: Any, weight: Tensor | None, label_smoothing: float, deprecated: bool) -> bool:
-    """Return whether this module's ``cross_entropy`` supports arguments of ``torch.nn.functional.cross_entropy``.
+    """Return whether the loss-parallel ``cross_entropy`` of this module supports these arguments of PyTorch's.
 
-    True for targets that are class indices, without deprecated options, and with at most one of class weights and label
-    smoothing.
+    PyTorch's is ``torch.nn.functional.cross_entropy``. True for targets that are class indices, without deprecated
+    options, and with at most one of class weights and label smoothing.
 
     Args:
         target: class indices, or class probabilities, which are not supported.

@@ -33,14 +33,14 @@ def add_loss_parallel(
     """Return the tensor-parallel plan, with layers marked whose scores can stay split by classes up to the loss.
 
     The scores (logits) of these layers stay split by classes over the tensor ranks; cross-entropy then exchanges a few
-    numbers for each target instead of all-gathering them. Marked entries, all linear layers, have the role ``scores``
-    instead of ``gathered``. The loss function runs once on two samples, to find the layers whose outputs only
-    cross-entropy reads. No layer is marked if the loss function fails or if the model has a backward hook or
+    numbers for each target instead of all-gathering the scores. Marked entries, all linear layers, have the role
+    ``scores`` instead of ``gathered``. The loss function runs once on two samples, to find the layers whose outputs
+    only cross-entropy reads. No layer is marked if the loss function fails or if the model has a backward hook or
     synchronised batch norms.
 
     Args:
         plain: the whole model; it stays as it was.
-        plan: the plan of the model, without that role.
+        plan: the plan of the model, one entry for each module that does not stay whole; none has the role ``scores``.
         trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
             where no data is at hand, and the plan is returned as it is.
         device: device on which the loss function runs.
@@ -56,7 +56,10 @@ def add_loss_parallel(
 def hooked(plain: nn.Module) -> bool:
     """Return whether the model or a submodule has a backward hook.
 
-    With outputs split over ranks the hook would receive the gradient of a slice.
+    With outputs split over tensor-parallel ranks the hook would receive the gradient of a slice.
+
+    Args:
+        plain: the whole model.
     """
     return any(map(has_backward_hook, plain.modules()))
 
@@ -121,10 +124,10 @@ class Outputs:
 
     @contextmanager
     def kept(self) -> Any:
-        """Return a context in which the model's forward returns outputs split over ranks, as ``SplitTensor``.
+        """Return a context in which a tensor-parallel model's forward returns its outputs split over ranks.
 
-        The loss function runs within it, so that cross-entropy works on split scores. After the context the model's
-        outputs are all-gathered again.
+        Within the context the outputs are ``SplitTensor``s. The loss function runs in it, so that cross-entropy works
+        on split scores. After the context the model's outputs are all-gathered again.
         """
         self._keep = True
         try:

@@ -189,9 +189,10 @@ class _ForwardReads(TorchFunctionMode):
 
 
 def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
-    """Return the names of modules whose parameters another module's forward reads, and which therefore stay whole.
+    """Return the names of modules whose parameters another module's forward reads.
 
-    The loss function runs once on two samples to find them; errors in it are ignored here.
+    Tensor parallelism leaves these modules whole. The loss function runs once on two samples to find them; errors of
+    the loss function are ignored here.
 
     Args:
         plain: the whole model; it stays as it was.

@@ -49,7 +49,7 @@ class SplitTensor(Tensor):
 
     @classmethod
     def of(cls, part: Tensor, cut: int, slice_: LayerSlice) -> SplitTensor:
-        """Wrap this rank's slice as a tensor that behaves as the whole tensor. No copy, not collective.
+        """Wrap this tensor-parallel rank's slice as a tensor that behaves as the whole tensor. No copy, not collective.
 
         Args:
             part: this rank's slice.
@@ -85,8 +85,10 @@ class SplitTensor(Tensor):
 def whole(value: Any) -> Any:
     """Return ``value`` with each tensor that is split over ranks (``SplitTensor``) gathered; all else unchanged.
 
-    Also inside tuples, lists and mappings. Collective: an all-gather for each split tensor that was not gathered
-    before.
+    Collective: an all-gather for each split tensor that was not gathered before.
+
+    Args:
+        value: a tensor, or tuples, lists and mappings that may hold split tensors at any depth, or anything else.
     """
     if isinstance(value, SplitTensor):
         return _gathered(value)
@@ -111,11 +113,15 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
     """Return the input of a layer that is split by outputs: whole on every rank, its gradient summed in backward.
 
     Each tensor-parallel rank computes with its own slice of the layer, and so gets a part of the input's gradient.
-    Collective: an all-reduce in backward; for a ``SplitTensor`` an all-gather, and a reduce-scatter in backward.
+    Collective: an all-reduce in backward; for a ``SplitTensor`` an all-gather in forward, and a reduce-scatter in
+    backward.
 
     Args:
         value: the input, whole on every rank or a ``SplitTensor``.
         slice_: which slice of the layer this tensor-parallel rank has.
+
+    Returns:
+        A plain tensor with the values of the whole input.
     """
     if not isinstance(value, SplitTensor):
         return slice_.ranks.copy(value, slice_.name)
@@ -124,7 +130,7 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
 
 
 def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
-    """Return this rank's slice of a layer's input along the last dimension: (…, inputs here).
+    """Return this tensor-parallel rank's slice of a layer's input along the last dimension: (…, inputs here).
 
     Collective for a whole input: its backward all-gathers the gradient. A ``SplitTensor`` that is split along another
     dimension is all-gathered first.
@@ -135,8 +141,8 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
         slice_: which slice of the layer's inputs this tensor-parallel rank has.
 
     Returns:
-        The slice, a plain tensor. A plain ``value`` of another last size than the whole input's is taken for the slice,
-        and returned as it is.
+        The slice, a plain tensor. A plain ``value`` whose last size is not that of the whole input is taken for the
+        slice, and returned as it is.
 
     Raises:
         UsageError: an autograd function of the script has returned a ``SplitTensor``: it has computed on a slice.
@@ -159,11 +165,11 @@ def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
     Args:
         part: this rank's summand.
         slice_: which slice of the layer this rank has; its ``sequence`` asks for a split result.
-        dim: dimension of the positions. It is split only if it has at least two positions for each rank and ``part``
-            has three dimensions or more.
+        dim: dimension of the positions. The result is split along it only if it has at least two positions for each
+            rank and ``part`` has three dimensions or more.
 
     Returns:
-        The sum, or a ``SplitTensor`` of it along ``dim``.
+        The sum, or a ``SplitTensor`` of the sum along ``dim``.
     """
     dim %= max(part.dim(), 1)
     # A slice of length one does not show its memory format, and so not the order in which dropout draws.

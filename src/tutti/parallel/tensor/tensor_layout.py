@@ -31,10 +31,11 @@ class TensorLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> WholeRunner:
-        """Slice the layers of the model's tensor-parallel plan in place, and return the runner of this rank's model.
+        """Split the model's layers over the tensor-parallel ranks, in place; return this rank's runner of the model.
 
-        Collective over the tensor-parallel ranks, to which the first of them broadcasts all values. With one rank the
-        model stays as it is.
+        The first of these ranks finds the tensor-parallel plan, which layers are split and how, by computing with the
+        model, and broadcasts the plan and all values to the others. Collective over the tensor-parallel ranks. With one
+        rank the model stays as it is.
 
         Args:
             plain: the whole model, equal on all ranks.
@@ -85,8 +86,8 @@ class TensorRunner(WholeRunner):
         """Run one logical worker's micro-batches in order: forward and, with a gradient-ready hook, backward.
 
         A logical worker is one of N fixed shares of the global batch. The loss function receives the model's output as
-        a ``SplitTensor`` where the tensor-parallel plan leaves it split. Collective over the tensor-parallel ranks, all
-        of which run the same micro-batches.
+        a ``SplitTensor`` where the tensor-parallel plan leaves the output split over ranks. Collective over the
+        tensor-parallel ranks, all of which run the same micro-batches.
 
         Args:
             micro_batches: the logical worker's micro-batches, in order; at least one.
@@ -96,8 +97,9 @@ class TensorRunner(WholeRunner):
                 forward alone. The hook given to ``connect`` receives the completed gradients.
 
         Returns:
-            Sums over the micro-batches, on every rank of the replica: the float tensor ``sums`` holds loss sum, count
-            and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
+            A ``LossSums`` over the micro-batches, on every rank of the replica: the float tensor ``sums`` holds loss
+            sum, count and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of
+            samples.
         """
         if self._outputs is None:
             return super().run(micro_batches, loss, grad_hook)

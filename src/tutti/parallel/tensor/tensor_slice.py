@@ -28,8 +28,8 @@ class SliceRanks(Protocol):
     def copy(self, whole: Tensor, name: str) -> Tensor:
         """Return ``whole`` with its values unchanged; backward all-reduces (sums) its gradient over the tensor ranks.
 
-        For a use in which each rank reads its own slice, so that each rank has a part of the gradient. Forward sends
-        nothing.
+        For a use in which each tensor-parallel rank reads its own slice, so that each rank computes a part of the
+        gradient. Forward sends nothing.
 
         Args:
             whole: a tensor that is the same on all ranks.
@@ -42,12 +42,16 @@ class SliceRanks(Protocol):
         Args:
             part: this rank's summand, of the same shape on all ranks.
             name: name of the layer, for error messages.
+
+        Returns:
+            The sum, the same tensor on all ranks.
         """
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice of the gradient.
+        """All-gather the tensor-parallel ranks' slices along ``dim``, in rank order.
 
-        For uses of the result that are the same on every rank.
+        For uses of the result that are the same on every rank: backward takes this rank's slice of the gradient,
+        without communication.
 
         Args:
             part: this rank's slice.
@@ -60,7 +64,9 @@ class SliceRanks(Protocol):
         """
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Return this rank's slice along ``dim`` of a tensor that is the same on all ranks; backward all-gathers.
+        """Return this tensor-parallel rank's slice along ``dim`` of a tensor that is the same on all ranks.
+
+        Forward sends nothing; backward all-gathers the ranks' slices of the gradient.
 
         Args:
             whole: the whole tensor.
@@ -70,7 +76,9 @@ class SliceRanks(Protocol):
         """
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks; backward all-gathers.
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the tensor-parallel ranks.
+
+        Backward all-gathers the ranks' slices of the gradient.
 
         Args:
             part: this rank's summand, whole along ``dim``.
@@ -80,7 +88,10 @@ class SliceRanks(Protocol):
         """
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim`` for uses that differ from rank to rank; backward reduce-scatters.
+        """All-gather the tensor-parallel ranks' slices along ``dim`` for uses that differ from rank to rank.
+
+        Backward reduce-scatters: it sums the ranks' gradients of the whole tensor and returns this rank's slice of the
+        sum.
 
         Args:
             part: this rank's slice.
@@ -93,14 +104,18 @@ class SliceRanks(Protocol):
         """
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return several tensors with their values unchanged; backward all-reduces (sums) their gradients over ranks.
+        """Return several tensors with their values unchanged; backward all-reduces (sums) their gradients.
 
-        For uses in which each tensor-parallel rank reads its own slice of them, so that each rank has a part of the
-        gradients. Backward sends one message for the gradients of all tensors; forward sends nothing.
+        The sum is over the tensor-parallel ranks. For uses in which each rank reads its own slice of the tensors, so
+        that each rank computes a part of the gradients. Backward sends one message for the gradients of all tensors;
+        forward sends nothing.
 
         Args:
             tensors: tensors that are the same on all ranks.
             name: name of the layer, for error messages.
+
+        Returns:
+            One tensor for each of ``tensors``, in order.
         """
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
@@ -144,7 +159,8 @@ class LayerSlice(NamedTuple):
 def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
     """Apply dropout to this rank's slice of a tensor, with the random draws that one device makes for the whole tensor.
 
-    Not collective: each rank draws for the whole tensor, from equal RNG states, and uses its slice of the mask.
+    For tensor parallelism. Not collective: each rank draws for the whole tensor, from equal RNG states, and uses its
+    slice of the mask.
 
     Args:
         part: this rank's slice of the tensor.

@@ -103,13 +103,13 @@ class TensorParallelizer:
         self.closed = closed_blocks(self.plan)
 
     def check(self, read: Collection[str]) -> None:
-        """Check that the model's forwards read no parameter that tensor parallelism splits outside of its own layer.
+        """Check that the model's forwards read no parameter outside of its own layer that tensor parallelism splits.
 
         Args:
             read: names of the parameters that are read outside of their layers.
 
         Raises:
-            UsageError: the tensor-parallel plan splits one of them.
+            UsageError: the tensor-parallel plan (which layers are split, and how) splits one of them.
         """
         split = {f"{entry.name}.{key}": entry.name for entry in self.plan for key in entry.cuts}
         for name in sorted(split.keys() & set(read)):
@@ -121,8 +121,9 @@ class TensorParallelizer:
     def apply(self) -> None:
         """Slice the model's parameters as its tensor-parallel plan says and convert its layers, in place.
 
-        Parameters stay the same objects, which an optimizer may hold; their ``.data`` becomes the slice and ``.grad``
-        None. Collective: a broadcast of the first tensor rank's parameters and buffers. With one rank nothing is done.
+        The plan says which layers are split over the tensor ranks, and how. Parameters stay the same objects, which an
+        optimizer may hold; their ``.data`` becomes the slice and ``.grad`` None. Collective: a broadcast of the first
+        tensor rank's parameters and buffers. With one rank nothing is done.
         """
         if self._comm.size == 1:
             return
@@ -133,7 +134,7 @@ class TensorParallelizer:
         _note_hookable(self._plain, self.plan, compiled=self._compiled)
 
     def split_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of which this tensor-parallel rank has a slice, by name in the model.
+        """Return the model's parameters of which this tensor-parallel rank has a slice, by name in the model.
 
         The mapping is empty before ``apply`` has sliced the model, and with one rank.
         """
@@ -142,9 +143,10 @@ class TensorParallelizer:
     def mark(self, replica: ReplicaPart) -> None:
         """Record in a replica which of its tensors are slices, and which of its whole tensors this rank does not save.
 
-        Sets the replica's ``specs`` (position of each slice in the whole tensor), ``not_owned``, ``summary`` for the
-        header, and the contexts that check reads of slices. Tensors that are whole on every rank are owned by the first
-        tensor rank: only it counts them in norms and saves them. With one rank nothing is done.
+        Sets the replica's ``specs`` (position of each slice in the whole tensor), ``not_owned`` (names of tensors that
+        another rank saves), ``summary`` (lines for the run's header), and the contexts in which reads of slices by the
+        script are checked. Tensors that are whole on every rank are owned by the first tensor rank: only this rank
+        counts them in norms and saves them. With one rank nothing is done.
 
         Args:
             replica: replica whose modules ``apply`` has converted; changed in place.
@@ -185,7 +187,8 @@ def find_tp_plan(
 ) -> list[PlanEntry]:
     """Derive the tensor-parallel plan of a model by computing with its blocks and its loss function. Not collective.
 
-    A split is in the plan only if outputs and gradients on slices equal those of the whole module.
+    The plan says which layers are split over the tensor ranks, and how. A split is in the plan only if outputs and
+    gradients on slices equal those of the whole module.
 
     Args:
         module: the whole model, with real parameters; it stays as it was.
@@ -214,16 +217,17 @@ def split_layers(
 ) -> dict[str, ShardSpec]:
     """Slice the parameters of a model as its tensor-parallel plan says and convert its layers, in place.
 
-    Not collective.
+    A parameter's ``.data`` becomes this rank's slice, its ``.grad`` None. Not collective.
 
     Args:
         plain: the whole model.
-        plan: entries of the modules that do not stay whole.
+        plan: for each module that does not stay whole: name, role (such as ``column``), units and cuts of its
+            parameters.
         ranks: collectives of the split layers, with this rank's index and the number of tensor ranks.
         sequence: sequence parallelism: activations between the split layers are split by positions.
 
     Returns:
-        For each sliced parameter, by name: shape of the whole tensor and position of this rank's slice in it.
+        A ``ShardSpec`` for each sliced parameter, by name: shape of the whole tensor and position of this rank's slice.
     """
     names = {id(p): name for name, p in parameters([plain])}
     tied, specs = other_names([plain]), dict[str, ShardSpec]()
@@ -241,7 +245,8 @@ def split_layers(
 def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
     """Return whether layers of a tensor-parallel plan may return outputs that stay split over ranks (``SplitTensor``).
 
-    True for a plan with a layer of role ``scores``, and for any plan with entries under sequence parallelism.
+    True for a plan with a layer of role ``scores`` (a last linear layer whose logits stay split by classes), and for
+    any plan with entries under sequence parallelism.
 
     Args:
         plan: entries of the modules that do not stay whole.
@@ -253,11 +258,11 @@ def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
     """Return the names of modules, such as attention, whose unchanged forward runs on this rank's heads or features.
 
-    They have the role ``within`` in the plan. The forward is the user's code, and the layers in it are split; a graph
-    trace must treat such a module as one operation.
+    They have the role ``within`` in the tensor-parallel plan. The forward is the user's code, and the layers in it are
+    split; a graph trace must treat such a module as one operation.
 
     Args:
-        plan: entries of the tensor-parallel plan.
+        plan: entries of the tensor-parallel plan, one for each module that does not stay whole.
     """
     return frozenset(entry.name for entry in plan if entry.role == "within")
 

@@ -43,10 +43,11 @@ class ColumnParallelLinear(TensorParallelLayer):
     tutti_compiled: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's outputs from whole inputs: (…, inputs) → (…, outputs here). All-reduce in backward.
+        """Compute this rank's outputs of a linear layer split by outputs: (…, inputs) → (…, outputs here).
 
-        Where the script has put forward hooks on this layer, or on modules up to the row-parallel layer, the result is
-        a ``SplitTensor``, which the hooks see as the whole outputs.
+        Inputs are whole on every rank; backward all-reduces their gradient over the tensor ranks. Where the script has
+        put forward hooks on this layer, or on modules up to the row-parallel layer, the result is a ``SplitTensor``,
+        which the hooks see as the whole outputs.
 
         Raises:
             UsageError: the hooks cannot be given whole outputs.
@@ -77,10 +78,10 @@ class RowParallelLinear(TensorParallelLayer):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute whole outputs from this rank's inputs: (…, inputs here) → (…, outputs). Collective: an all-reduce.
+        """Compute whole outputs of a linear layer split by inputs: (…, inputs here) → (…, outputs).
 
-        With sequence parallelism there is a reduce-scatter instead, and the result is a ``SplitTensor``: on each rank
-        the outputs of its own positions.
+        Collective: an all-reduce over the tensor ranks of their partial outputs. With sequence parallelism there is a
+        reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the outputs of its own positions.
         """
         weight = matrix(self)
         part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
@@ -97,8 +98,8 @@ class GatheredOutput(TensorParallelLayer):
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Compute the whole outputs of a linear or convolution layer that is split by outputs over ranks.
 
-        Takes the arguments of the unsplit layer and returns its result. Collective: an all-gather of the ranks'
-        outputs.
+        Takes the arguments of the unsplit layer and returns its result. Collective: an all-gather of the tensor ranks'
+        outputs; in backward an all-reduce of the inputs' gradient.
         """
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
@@ -113,9 +114,10 @@ class LossParallelLinear(TensorParallelLayer):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's scores from whole inputs: (…, inputs) → (…, classes), a ``SplitTensor`` along classes.
+        """Compute this rank's logits in the last linear layer, which is split by classes: (…, inputs) → (…, classes).
 
-        Each rank holds the scores of its own classes. Backward all-reduces the inputs' gradient.
+        The result is a ``SplitTensor`` of the shape of all classes, of which each rank holds the logits of its own
+        classes. Inputs are whole on every rank; backward all-reduces their gradient.
         """
         return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
 
@@ -134,10 +136,11 @@ class VocabParallelEmbedding(TensorParallelLayer):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up whole embeddings in a table split by rows: indices (…) → (…, features). Collective: an all-reduce.
+        """Look up whole embeddings in a table split by rows over the tensor ranks: indices (…) → (…, features).
 
-        Each rank contributes the rows that it holds, and zeros for other indices. With sequence parallelism there is a
-        reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own positions.
+        Collective: an all-reduce; each rank contributes the rows that it holds, and zeros for other indices. With
+        sequence parallelism there is a reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the
+        embeddings of its own positions.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         elsewhere = (input < mine.start) | (input >= mine.stop)
@@ -159,9 +162,10 @@ class ParallelDropout(TensorParallelLayer):
     tutti_by_feature: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout to this rank's slice of the features: (…, features here) → the same shape. Not collective.
+        """Apply dropout to this tensor-parallel rank's slice of the features: (…, features here) → the same shape.
 
-        Each rank draws the mask of all features, from equal RNG states, so that masks are those of one device.
+        Not collective: each rank draws the mask of all features, from equal RNG states, so that masks are those of one
+        device. Input that is whole, or a ``SplitTensor``, gets dropout as on one device.
         """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)
@@ -173,7 +177,7 @@ class ParallelDropout(TensorParallelLayer):
 
 
 def refuse_hook(name: str, place: str, layer: str) -> NoReturn:
-    """Raise UsageError for a forward hook of the script that would be given this rank's slice of a tensor.
+    """Raise UsageError for a script's forward hook that would be given this tensor-parallel rank's slice of a tensor.
 
     Args:
         name: name of the module with the hook.

@@ -63,7 +63,11 @@ class PlanEntry:
     def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
         """Return the entry of a tensor-parallel plan for one module from a dictionary that ``as_json`` has returned.
 
-        The dictionary may have gone through JSON and come from another rank.
+        An entry says how tensor parallelism treats the module: its role, and how its parameters are cut. The dictionary
+        may have gone through JSON and come from another rank.
+
+        Args:
+            value: the dictionary.
         """
         cuts = {name: TensorCut(*cut) for name, cut in value["cuts"].items()}
         return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
@@ -71,8 +75,10 @@ class PlanEntry:
     def as_json(self) -> dict[str, Any]:
         """Return this entry of a tensor-parallel plan as a dictionary that JSON can hold, to broadcast the plan.
 
-        Keys are ``name``, ``role``, ``units``, ``cuts`` and ``local``, as the attributes. ``cuts`` has a list for each
-        parameter: the split dimension, the number of undivided units along it, and the number of parts split alike.
+        An entry says how tensor parallelism treats one module. Keys are ``name``, ``role`` (such as ``column``),
+        ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (four values that fit the
+        module's code to a slice), as the attributes. ``cuts`` has a list for each parameter: the split dimension, the
+        number of undivided units along it, and the number of parts split alike.
         """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 
@@ -321,8 +327,9 @@ def splittable(module: nn.Module) -> bool:
 def blocks_with_arguments(model: nn.Module) -> list[str]:
     """Return the names of blocks whose forward takes other than one positional argument, such as attention with a mask.
 
-    A block here is a module below the root, of a class from outside of ``torch.nn`` and no list or dictionary of
-    modules, that holds 2 to 16 linear layers. To try a split of it, ``record_calls`` must record a real call first.
+    A block here is a module below the root that holds 2 to 16 linear layers, is of a class from outside of
+    ``torch.nn``, and is no list or dictionary of modules. Tensor parallelism can try to split such a block only with
+    the arguments of a real call, which ``record_calls`` records.
 
     Args:
         model: the whole, unsplit model.
@@ -352,9 +359,10 @@ def _within(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether a module is one of PyTorch's convolutions that can be split by output channels: of one group.
+    """Return whether a module is a PyTorch convolution that tensor parallelism can split by output channels.
 
-    False for subclasses, and where a hook or a parametrization computes the parameters.
+    True for convolutions of one group. False for subclasses, and where a hook or a parametrization computes the
+    parameters.
     """
     if not isinstance(module, ConvBase) or type(module).__module__ != "torch.nn.modules.conv":
         return False
@@ -362,7 +370,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Embedding`` that can be split by rows of its table.
+    """Return whether a module is an ``nn.Embedding`` that tensor parallelism can split by rows of its table.
 
     False with ``max_norm``, ``sparse`` or ``scale_grad_by_freq``, and where a parametrization computes the weight.
     """

@@ -44,10 +44,10 @@ def roles_asked(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
             module names, as of ``fnmatch``; of several patterns that match a name the last one counts.
 
     Returns:
-        Roles, such as ``column`` for ``colwise``; modules of style ``whole`` are left out.
+        A dict from module names to roles, such as ``column`` for ``colwise``; modules of style ``whole`` are left out.
 
     Raises:
-        UsageError: a pattern matches no module, or a module that its style is not for.
+        UsageError: a pattern matches no module, or a module of another kind than its style is for.
     """
     found: dict[str, str] = {}
     modules = {name: module for name, module in model.named_modules() if name}
@@ -71,7 +71,8 @@ def roles_asked(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 def check_asked(plan: Sequence[PlanEntry], asked: Mapping[str, str]) -> None:
     """Check that a derived tensor-parallel plan gives every module the role that the user's plan by hand asks for.
 
-    The role ``scores`` (logits that are never gathered) counts as ``gathered``.
+    The derived plan contains only splits that were verified by computing with them. The role ``scores`` (logits that
+    are never gathered) counts as ``gathered``.
 
     Args:
         plan: entries of the derived plan.

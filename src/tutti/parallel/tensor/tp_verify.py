@@ -50,7 +50,7 @@ class TensorCut(NamedTuple):
     blocks: int = 1
 
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a rank's slice of a whole tensor, cut along the split dimension. Not collective.
+        """Return a tensor-parallel rank's slice of a whole tensor, cut along the split dimension. Not collective.
 
         The slice is a view; a copy where the dimension consists of several equal parts that are split alike (queries,
         keys, values).
@@ -69,8 +69,9 @@ class TensorCut(NamedTuple):
     def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
         """Return the index of the first element of a rank's slice in the whole tensor, one number for each dimension.
 
-        The index is 0 in all dimensions but the split one. Where that one consists of several equal parts that are
-        split alike (queries, keys, values), it is the index in the first part.
+        Tensor parallelism splits the tensor along one dimension; the index is 0 in all others. Where the split
+        dimension consists of several equal parts that are split alike (queries, keys, values), its number is the index
+        in the first part.
 
         Args:
             tensor: the whole tensor.
@@ -117,19 +118,21 @@ def find_block_split(
 ) -> BlockSplit | None:
     """Find a column- and row-parallel split of a block's linear layers, and verify it on random numbers in float64.
 
-    A block is a module of two to ``MOST_LINEAR`` (8) linear layers, such as attention. The slices of all ranks are
-    computed in this process, and their outputs and gradients must equal those of the whole block.
+    A block is a module of two to ``MOST_LINEAR`` (8) linear layers, such as attention. The slices of all
+    tensor-parallel ranks are computed in this process, and their outputs and gradients must equal those of the whole
+    block.
 
     Args:
         block: any module; it is not changed.
         ranks: number of tensor-parallel ranks.
-        linears: names of the linear layers in it that may be split; default: all. Every other module stays whole.
-        call: recorded arguments for a block that takes several; default: one input.
+        linears: names of the linear layers in the block that may be split; default: all. Every other module stays
+            whole.
+        call: recorded arguments for a block whose forward takes several; default: one random input.
 
     Returns:
-        A ``BlockSplit``: the column-parallel layers and the row-parallel layer by name, how the outputs of the former
-        are cut, and the number of heads or features that are divided. None where no split gives the same result, where
-        the block raises an error, and where it has too few or too many linear layers.
+        A ``BlockSplit``: the column-parallel layers and the row-parallel layer by name, how the outputs of the
+        column-parallel layers are cut, and the number of heads or features that are divided. None where no split gives
+        the same result, where the block raises an error, and where it has too few or too many linear layers.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
@@ -162,7 +165,11 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
 def takes_one(block: nn.Module) -> bool:
     """Return whether a module's forward has exactly one argument, which can be given by position.
 
-    A block with further arguments, such as a mask, may compute something else in a later call.
+    Tensor parallelism tries such a block with a random input; a block with further arguments, such as a mask, may
+    compute something else in a later call.
+
+    Args:
+        block: the module.
     """
     names = list(inspect.signature(block.forward).parameters.values())
     return len(names) == 1 and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD)

@@ -17,9 +17,10 @@ from tutti.torch_compat import tree_flatten, tree_unflatten
 def seen_as_shares(module: nn.Module) -> Iterator[None]:
     """Return a context within which newly registered forward pre-hooks receive this rank's slices of split inputs.
 
-    For FSDP2's hooks, which pass inputs through autograd functions: these see a tensor's memory and not its class
-    ``SplitTensor``. The hooks must be registered with ``prepend=True``. Two more hooks, registered around them, unwrap
-    the ``SplitTensor`` inputs before and wrap them again after; they stay on the module when the context has ended.
+    Inputs that tensor parallelism splits are ``SplitTensor``s, which behave as the whole tensor. FSDP2's hooks pass
+    inputs through autograd functions, which see a tensor's memory and not its class. The hooks must be registered with
+    ``prepend=True``. Two more hooks, registered around them, unwrap the ``SplitTensor`` inputs before and wrap them
+    again after; they stay on the module when the context has ended.
 
     Args:
         module: module on which the hooks are registered.
