@@ -47,7 +47,7 @@ def version() -> str:
 
 
 def build_app() -> App:
-    """Build the ``cyclopts`` application with all commands of ``tutti``."""
+    """Build the ``cyclopts`` application of the command ``tutti``, with subcommands such as ``train`` and ``run``."""
     app = App(
         name="tutti",
         help="One PyTorch model, trained by many devices as if by one.\n\n"

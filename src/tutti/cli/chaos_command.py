@@ -247,6 +247,14 @@ def corrupt(
     int
         Exit code. 0: the loader refused every damaged copy. 9 (``THRESHOLD``): it accepted at least one, which
         is printed. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``checkpoint`` is the directory of a checkpoint, or a run directory, whose newest checkpoint is taken; it is never
+    written to. Each copy is damaged in one place: a flipped bit, a file cut to a shorter length, a missing file, or a
+    file of another checkpoint of the run in place of its own. Then the copy is verified as a resuming run would. The
+    table, or JSON, has for each kind of damage the number of copies tried and of copies refused; accepted copies are
+    listed.
     """
     with _ending():
         damages = damage_copies(checkpoint, flips=flips, truncate=truncate, drop=drop, seed=seed)

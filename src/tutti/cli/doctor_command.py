@@ -61,8 +61,8 @@ def run_checks() -> Iterator[Finding]:
     """Run the checks of ``tutti doctor`` one after the other; all together take about ten seconds.
 
     Yields:
-        The lines of the report, those of a check when it has ended: each has a name, a mark (``ok``, ``note`` or
-        ``problem``), a text, measured values by name, and for a problem a remedy and an exit code.
+        The lines of the report one by one, as soon as the check that gives them has ended. Each has a name, a mark
+        (``ok``, ``note`` or ``problem``), a text, measured values by name, and for a problem a remedy and an exit code.
     """
     allowed = cgroup.read_limits()
     checks: list[tuple[str, Check]] = [
@@ -148,11 +148,11 @@ def lines(finding: Finding, printed: set[str]) -> list[str]:
 
     Args:
         finding: result of a check: mark (``ok``, ``note`` or ``problem``), name, text and remedy.
-        printed: remedies printed so far, which are not repeated; the finding's is added to it.
+        printed: remedies printed so far, which are not repeated; the remedy of ``finding`` is added to this set.
 
     Returns:
         Lines of at most 100 columns: one or two with mark, name and text (cut off with ``…``), then the remedy after an
-        arrow, if it has one that is not in ``printed``.
+        arrow, if there is one that is not in ``printed``.
     """
     indent = " " * 9
     head = f"{finding.mark:<9}{finding.name.replace('_', ' '):<{_NAME_WIDTH}}"
@@ -171,7 +171,7 @@ def print_finding(finding: Finding, printed: set[str]) -> None:
 
     Args:
         finding: result of a check: mark (``ok``, ``note`` or ``problem``), name, text and remedy.
-        printed: remedies printed so far, which are not repeated; the finding's is added to it.
+        printed: remedies printed so far, which are not repeated; the remedy of ``finding`` is added to this set.
     """
     first, *rest = lines(finding, printed)
     if not sys.stdout.isatty():

@@ -32,7 +32,7 @@ def read_command(words: Sequence[str]) -> Command:
         directory, which is made unless the command resumes a run.
 
     Raises:
-        UsageError: it is no ``train`` command, or a malformed one.
+        UsageError: ``words`` are no ``train`` command, or a malformed one.
         TuttiError: the configuration is refused, as by ``tutti train``.
     """
     given = list(words[1:] if words[:1] == ("tutti",) else words)

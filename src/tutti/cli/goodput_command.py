@@ -36,6 +36,12 @@ def goodput(
     int
         Exit code. 0: the table or JSON is printed. A path that is no run raises UsageError, which ``tutti``
         turns into exit code 2.
+
+    Notes
+    -----
+    Goodput is the share (0 to 1) of the time from the run's command to its end, or to its last record, that was spent
+    on steps whose work was kept. The rest is divided by cause: start, waits for data, evaluation, saving checkpoints,
+    steps repeated after a failure, stops, restarts, and slow steps.
     """
     found = run_goodput(run)
     if as_json:

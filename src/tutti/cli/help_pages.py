@@ -33,7 +33,7 @@ class OneScreen:
             _print(console, _lines(list(group), console.width))
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
-        """Print the usage line of a help page; ``cyclopts`` calls it.
+        """Print the usage line of a command's help page; called by ``cyclopts``.
 
         Args:
             console: console to print to.
@@ -43,7 +43,7 @@ class OneScreen:
         _print(console, _text(usage))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
-        """Print a command's description, wrapped to the console's width, and an empty line; ``cyclopts`` calls it.
+        """Print a command's description, wrapped to the console's width, and an empty line; called by ``cyclopts``.
 
         Args:
             console: console to print to.

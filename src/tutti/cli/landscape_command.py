@@ -126,6 +126,12 @@ def landscape(
     int
         Exit code. 0: ``landscape.json`` is written and its table printed; otherwise the exit code of the
         processes that measured. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    Measured at the weights of one checkpoint: the largest eigenvalues, trace and spectral density of the Hessian of the
+    training loss (``curvature``), Keskar's and SAM's sharpness (``sharpness``), and the loss along one random
+    filter-normalised direction (``line``) and on the plane of two (``plane``). ``arguments`` are those of ``script``.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UsageError("a landscape needs the package scipy", remedy=f"run {pip_install('planning')}")

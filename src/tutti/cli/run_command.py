@@ -144,6 +144,8 @@ def run(
     -----
     ``command`` holds the script, or with ``module`` the module's name, and its arguments. A rank is one of the
     processes; a slot is room for one of them on a host.
+
+    ``start_timeout`` holds for the start, evaluations and the end of a run, ``step_timeout`` for its steps.
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")

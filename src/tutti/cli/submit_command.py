@@ -66,6 +66,12 @@ def submit(
     int
         Exit code. 0: the file is printed. With ``start``: the exit code of the Slurm job, which is awaited. A
         wrong option or command raises UsageError, which ``tutti`` turns into exit code 2.
+
+    Notes
+    -----
+    ``target`` is ``slurm``, ``kubeflow`` or ``skypilot``, with options of the job after a colon; ``command`` holds the
+    words of a ``tutti train`` or ``tutti run`` command. The file goes to standard output: a batch file of Slurm, or the
+    YAML of a Kubeflow TrainJob or SkyPilot task. ``start`` is refused for any other target than ``slurm``.
     """
     spec = Spec.parse(target, "tutti submit")
     config = spec.build(spec.choose(TARGETS, "cluster"), "tutti submit")
@@ -130,20 +136,21 @@ def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def read_submission(command: Sequence[str]) -> Submission:
-    """Parse a ``train`` or ``run`` command that is to run on a cluster, and check it before it is submitted.
+    """Parse a ``train`` or ``run`` command that is to run on a cluster, and check the command before it is submitted.
 
     A ``train`` command is checked as if it ran here, but without regard to this machine's accelerators; of a ``run``
     command only the options are.
 
     Args:
-        command: its words, without ``tutti``.
+        command: words of the command, without ``tutti``.
 
     Returns:
-        ``words`` of the command, ``name`` of its job (the task's or script's), ``sizes`` (least and most devices), and
-        ``runs``, the folder in which it makes its run directory (None if it does not).
+        ``words`` of the command, ``name`` of the job (the task's or script's), ``sizes`` (least and most devices), and
+        ``runs``, the folder in which the command makes its run directory (None if it makes none, or names the directory
+        itself).
 
     Raises:
-        UsageError: it is neither command, a malformed one, or a ``run`` without ``-np``.
+        UsageError: the command is neither of both, or malformed, or a ``run`` without ``-np``.
     """
     words = bare_options(end_options(list(command)))
     if words[:1] not in (["train"], ["run"]):

@@ -81,15 +81,20 @@ class CollectiveCall:
         return replace(self, extents=()) if self.extents else self
 
     def to_json(self) -> list[Any]:
-        """Return this description of a collective as a JSON list: the values of its fields, in their order."""
+        """Return this description of a collective as a JSON list, which ``from_json`` reads.
+
+        The list has one value for each field, in the order in which the class declares them: ``kind``, ``name``,
+        ``process_set``, ``shapes``, ``dtypes``, ``device``, ``op``, … ``extents``.
+        """
         return [getattr(self, field) for field in _FIELDS]
 
     @staticmethod
     def from_json(fields: list[Any]) -> CollectiveCall:
-        """Rebuild the description of a collective from the list that ``to_json`` returned.
+        """Rebuild and return the description of a collective from the list that ``to_json`` returned.
 
         Args:
-            fields: values of the fields, in their order; tuples may have become lists by a round trip through JSON.
+            fields: values of all fields, in the order in which the class declares them; tuples may have become lists by
+                a round trip through JSON.
         """
         values = dict(zip(_FIELDS, fields, strict=True))
         values["shapes"] = tuple(tuple(shape) for shape in values["shapes"])

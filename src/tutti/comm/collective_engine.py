@@ -237,10 +237,12 @@ class CollectiveSession:
     def join(self) -> int:
         """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces from now on.
 
-        Every rank of the job must call it at last; blocks until all ranks have.
+        Until all have joined, the other ranks may all-reduce by sum, average or Adasum; their other collectives but
+        barriers raise MismatchError. Every rank of the job must call this method in the end; blocks until all ranks
+        have.
 
         Returns:
-            The global rank that called it last, the same on all ranks.
+            The global rank that called this method last, the same on all ranks.
 
         Raises:
             PeerError: a rank has ended or left.
@@ -676,9 +678,9 @@ class CollectiveEngine:
         return CollectiveSession(self, self._opened, options)
 
     def make_group(self) -> None:
-        """Make the process group of all ranks of the job now instead of at the first collective.
+        """Make the ``torch.distributed`` process group of all ranks of the job now instead of at the first collective.
 
-        Collective over all ranks of the job; blocks.
+        Collective over all ranks of the job; blocks. A second call does nothing.
         """
         process_groups(tuple(range(self.size)), "engine")
 
@@ -898,9 +900,9 @@ _lock = threading.Lock()
 
 
 def engine() -> CollectiveEngine:
-    """Return the collective engine of this process, whose thread performs collectives; start it if there is none.
+    """Return the collective engine of this process, whose thread performs collectives; start it if none runs.
 
-    Starting needs all ranks: each must call this function, and it blocks until rank 0 has.
+    Starting is collective: every rank of the job must call this function, and a call blocks until rank 0 has called it.
 
     Raises:
         UsageError: before ``tutti.init``.
@@ -922,12 +924,12 @@ def engine() -> CollectiveEngine:
 def default_session() -> CollectiveSession:
     """Return the session in which ``tutti.allreduce`` and the other public collectives match their calls by default.
 
-    The first call opens it and starts the engine's thread, which every rank of the job must do; it blocks until rank 0
-    has.
+    A session is a namespace in which the ranks' calls are matched by name. The first call opens it and starts the
+    thread that performs collectives; every rank of the job must make this call, which blocks until rank 0 has made it.
 
     Raises:
         UsageError: before ``tutti.init``.
-        PeerError: rank 0 did not start its engine in time.
+        PeerError: rank 0 did not start its thread in time.
     """
     global _default
     running = engine()

@@ -190,9 +190,10 @@ def tree_schedule(ranks: int) -> Schedule:
 def halving_schedule(ranks: int) -> Schedule:
     """Return the ``Schedule`` of a recursive halving-doubling all-reduce over the largest power of two, 2^k ≤ N ranks.
 
-    A schedule has rounds of point-to-point messages between ranks. Each of the other ranks first adds its whole vector
-    to a partner's, and receives the result from it at the end. Cost for n bytes, with latency α and bandwidth β of
-    ``LinkCost``; for N = 2^k: 2log₂N·α + 2(N-1)/N·n/β; else 2(α + n/β) more.
+    A schedule has rounds of point-to-point messages between ranks. Each of the N − 2^k ranks left over first adds its
+    whole vector to the vector of a partner among the 2^k ranks, and receives the result from the partner at the end.
+    Cost for n bytes, with latency α and bandwidth β of ``LinkCost``: 2log₂N·α + 2(N-1)/N·n/β for N = 2^k; otherwise
+    that cost for 2^k ranks and 2(α + n/β) more.
 
     Args:
         ranks: number of ranks, N.

@@ -51,7 +51,7 @@ class ProcessSet:
 
     @classmethod
     def of_all_ranks(cls) -> ProcessSet:
-        """Return a new process set of all ranks of the job, with number 0.
+        """Return a new process set (ordered set of ranks for collectives) of all ranks of the job, with number 0.
 
         Collectives accept it without ``add_process_set``. Its members are those of the job at the time of use, so that
         it may be made before ``tutti.init``.
@@ -299,8 +299,9 @@ def allreduce(
 ) -> Tensor:
     """All-reduce: return postscale · op(prescale · tensor) over the ranks, equal on all of them.
 
-    Collective over ``process_set``; blocks. Averages of integers are truncated. Differentiable: the gradient is the
-    all-reduce of the gradient. Sparse tensors are summed or averaged by an all-gather of their indices and values.
+    Collective over ``process_set``; blocks. Averages of integers are truncated. Differentiable for sum and average: the
+    gradient is all-reduced by the same operation and factors. Sparse tensors are summed or averaged by an all-gather of
+    their indices and values.
 
     Args:
         tensor: of equal shape and dtype on all ranks.
@@ -337,7 +338,7 @@ def grouped_allreduce(
     """All-reduce several tensors as one call: return postscale · op(prescale · tensor) over the ranks for each tensor.
 
     Collective over ``process_set``; blocks until all tensors are reduced. Averages of integers are truncated.
-    Differentiable: the gradients are all-reduced, too.
+    Differentiable for sum and average: the gradients are all-reduced by the same operation and factors.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
@@ -367,7 +368,7 @@ def sparse_allreduce_async(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> Callable[[], Tensor]:
-    """Start to sum or average sparse tensors by gathering indices and values; call the result to wait for it.
+    """Start to sum or average sparse tensors by gathering indices and values; return a function that awaits the result.
 
     Performs one all-gather of indices and values over ``process_set``. Not differentiable.
 
@@ -666,7 +667,8 @@ def alltoall(
 ) -> tuple[Tensor, Tensor]:
     """All-to-all: send ``splits[r]`` rows of ``tensor`` to the r-th member, and return the rows received.
 
-    Collective over ``process_set``; blocks. Differentiable: gradients travel back the same way.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of each row received goes back to the rank
+    that sent the row, by another all-to-all.
 
     Args:
         tensor: (rows, …), with equal trailing dimensions on all ranks.
@@ -785,8 +787,8 @@ def reducescatter(
 ) -> Tensor:
     """Reduce-scatter: reduce the tensors over the ranks and return this rank's part of the first dimension.
 
-    Collective over ``process_set``; blocks. Differentiable: the gradient is the all-gather of the gradients, times the
-    number of ranks for a sum.
+    Collective over ``process_set``; blocks. Differentiable: the gradient is the all-gather of the ranks' gradients,
+    times prescale · postscale, and for a sum times the number of ranks.
 
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
@@ -818,8 +820,8 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduce-scatter several tensors as one call: return this rank's part of the first dimension of each reduction.
 
-    Collective over ``process_set``; blocks. Differentiable: the gradients are the all-gathers of the gradients, times
-    the number of ranks for a sum.
+    Collective over ``process_set``; blocks. Differentiable: each gradient is the all-gather of the ranks' gradients,
+    times prescale · postscale, and for a sum times the number of ranks.
 
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
@@ -846,9 +848,9 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: ProcessSet = all_ranks) -> None:
-    """Block until all members of the process set have called it. Collective over ``process_set``.
+    """Block until all members of the process set have called this function. Collective over ``process_set``.
 
-    It does not wait for asynchronous collectives that were started before.
+    Asynchronous collectives that were started before may still be pending afterwards.
 
     Args:
         process_set: ranks that take part; default: all ranks.
@@ -862,9 +864,10 @@ def barrier(process_set: ProcessSet = all_ranks) -> None:
 
 
 def join() -> int:
-    """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces.
+    """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces; as in Horovod.
 
-    Collective over all ranks; blocks until every rank has joined. For ranks with unequal numbers of batches.
+    For ranks with unequal numbers of batches. Collective over all ranks; blocks until every rank has joined. Until then
+    the other ranks may all-reduce by sum, average or Adasum; their other collectives but barriers raise MismatchError.
 
     Returns:
         The rank that joined last, the same on all ranks.
@@ -887,6 +890,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The process set, with its ``process_set_id``.
 
     Raises:
+        UsageError: the set is empty, or names a rank twice or one that the job does not have.
         DuplicateSetError: a set of these ranks is known already.
         MismatchError: ranks' calls differ.
     """

@@ -38,7 +38,13 @@ _TEXT = 1024
 
 
 class Pending:
-    """Handle of an asynchronous collective or point-to-point transfer, whose ``wait`` blocks until its end."""
+    """Handle of an asynchronous collective or point-to-point transfer, whose ``wait`` blocks until its end.
+
+    Args:
+        work: handle of ``torch.distributed``; None for a call that is complete already, as with one rank.
+        call: description of the collective or transfer, for error messages; None without ``work``.
+        stall: waits for ``work`` with a timeout; None without ``work``.
+    """
 
     def __init__(self, work: Work | None, call: Call | None, stall: StallInspector | None) -> None:
         self._work, self._call, self._stall = work, call, stall
@@ -114,9 +120,9 @@ class Communicator:
     def alive_ranks(self) -> Sequence[int]:
         """Indices, within this communicator, of the ranks that took part in the last collective that compares calls.
 
-        Such collectives are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks,
-        unless ``Communicators.tolerate_loss`` was called, which lets the run go on without killed ranks, and a rank was
-        killed since. Local.
+        Such collectives are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks took
+        part, unless ``Communicators.tolerate_loss`` lets the run go on without killed ranks and a rank was killed.
+        Local.
         """
         return range(self.size) if self.meetings is None else self.meetings.there
 
@@ -425,7 +431,8 @@ class Communicator:
         communicator; blocks.
 
         Args:
-            like: a communicator whose memory for control messages is used if it has the same ranks.
+            like: a communicator whose memory for control messages is used if it has the same ranks; otherwise, and for
+                None, new memory is made.
         """
         if like is not None and like.ranks == self.ranks:
             self._control = like._control

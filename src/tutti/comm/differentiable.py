@@ -191,17 +191,17 @@ class TensorRanks:
         return result
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape and stack them along a new first dimension.
+        """All-gather the tensor-parallel ranks' tensors of one shape and stack them along a new first dimension.
 
         Collective over the tensor-parallel ranks. Its backward takes this rank's slice of the gradient and sends
-        nothing.
+        nothing, so that the gradient must be equal on all ranks.
 
         Args:
             tensor: of equal shape on all ranks.
             name: the layer whose output it is, for error messages.
 
         Returns:
-            (size, …), in rank order.
+            (tensor-parallel ranks, …), in rank order, equal on all ranks.
         """
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
@@ -248,11 +248,9 @@ class TensorRanks:
         return whole.contiguous(memory_format=torch.channels_last) if last else whole
 
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks, without autograd.
+        """Reduce-scatter without autograd: return this rank's slice along ``dim`` of the tensor-parallel ranks' sum.
 
-        Collective over the tensor-parallel ranks; blocks.
-
-        Uneven slices are padded to the largest for the message.
+        Collective over the tensor-parallel ranks; blocks. Uneven slices are padded to the largest for the message.
 
         Args:
             tensor: this rank's summand, of ``length`` along ``dim``.
@@ -261,7 +259,7 @@ class TensorRanks:
             name: names the call in error messages, such as ``output of mlp``.
 
         Returns:
-            The slice, contiguous.
+            The slice of the sum, contiguous, of size ``len(even_share(length, size, rank))`` along ``dim``.
         """
         first = tensor.movedim(dim, 0)
         shares = [even_share(length, self.size, rank) for rank in range(self.size)]

@@ -26,7 +26,7 @@ _NAP = 0.001
 class FileAllGather:
     """All-gathers over files on one node, among the ranks of the job that have not been killed.
 
-    Under tutti's own launcher, whose record of lost ranks tells for whom not to wait.
+    Works under tutti's own launcher only, which records the ranks that were killed; calls do not wait for these.
 
     Args:
         notes: the launcher's record of lost ranks.

@@ -93,7 +93,9 @@ class HubConnection:
             raise PeerError("rank 0's hub does not hold the run's key", where=f"rank {rank}")
 
     def send(self, message: Any) -> None:
-        """Send a message over this connection to rank 0's hub, without waiting for an answer; safe from any thread.
+        """Send a message to rank 0's message hub, without waiting for an answer; safe from any thread.
+
+        The hub is a thread on rank 0 with which all ranks exchange JSON values.
 
         Args:
             message: a value that ``json.dumps`` accepts.
@@ -224,9 +226,9 @@ class MessageHub:
         self._thread.start()
 
     def close(self) -> None:
-        """Send the messages that are still queued, then end the ranks' connections to rank 0 and their thread.
+        """End the hub, rank 0's thread that exchanges JSON messages with all ranks, once queued messages are sent.
 
-        Waits for the thread for at most five seconds.
+        All ranks' connections are closed. Waits for the thread for at most five seconds.
         """
         self._wake.close()
         self._thread.join(5)

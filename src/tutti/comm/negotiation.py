@@ -401,6 +401,8 @@ class Coordinator:
     def receive(self, rank: int, message: list[Any]) -> None:
         """Process one message of a rank about its collectives, such as a new call; ``posts`` then returns the answers.
 
+        The coordinator runs on rank 0 and matches the ranks' calls by name; a session is a namespace of such names.
+
         Args:
             rank: global rank of the sender.
             message: JSON list: kind, number of the session, further fields. Kinds are ``open`` (a session), ``call``
@@ -438,10 +440,11 @@ class Coordinator:
     def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
         """Tell the coordinator in which shared memory an all-reduce runs, so that it sees which ranks have contributed.
 
-        Must be called before any rank can report its contribution, from rank 0's engine thread.
+        The coordinator matches the ranks' calls of collectives on rank 0. Must be called before any rank can report its
+        contribution, from the thread of rank 0 that performs collectives.
 
         Args:
-            number: number of the session; no effect if this session is closed.
+            number: number of the session (namespace of calls); no effect if this session is closed.
             call_number: number of the call in its session.
             reduction: buffers and counters of the all-reduce in shared memory.
         """
@@ -449,9 +452,10 @@ class Coordinator:
             session.posted[call_number] = reduction
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
-        """Fail every pending and later collective with ``rank``, because it has ended or a collective failed on it.
+        """Fail every pending and later collective that ``rank`` takes part in, because it has ended or failed in one.
 
-        Nothing is sent: ``posts`` returns the messages to the other ranks. A second call for a rank does nothing.
+        A method of rank 0's coordinator, which matches the ranks' calls. Nothing is sent: ``posts`` returns the
+        messages to the other ranks. A second call for a rank does nothing.
 
         Args:
             rank: global rank.
@@ -469,11 +473,12 @@ class Coordinator:
             self._touched[number] = None
 
     def posts(self) -> list[Post]:
-        """Return the coordinator's messages that are still to be sent to the ranks, and forget them.
+        """Return the messages that rank 0's coordinator of collectives has still to send to the ranks, and forget them.
 
         Returns:
-            Pairs (rank, message), in the order in which they must be sent. A number ≥ the number of ranks is the second
-            connection of a rank, ``loss_line``.
+            Pairs (number, message), in the order in which they must be sent. The number is the rank, or
+            ``loss_line(rank, size)`` ≥ ``size`` for the rank's second connection, on which the rank is told of lost
+            ranks. A message is a JSON list that begins with its kind.
         """
         touched, self._touched = self._touched, {}
         last, self._last = self._last, []
@@ -484,8 +489,8 @@ class Coordinator:
     def check_stalls(self) -> list[str]:
         """Warn about collectives that wait too long for some ranks, and fail calls that wait beyond their time limit.
 
-        The limits are ``warn`` and ``limit`` of the session's `SessionOptions`. ``posts`` returns the messages by which
-        the ranks learn of failures.
+        The times are ``warn`` and ``limit`` (seconds) of the `SessionOptions` of the session in which the call was
+        made. ``posts`` afterwards returns the messages by which the ranks learn of failures.
 
         Returns:
             One text for each warning, which names the missing ranks.
@@ -495,6 +500,9 @@ class Coordinator:
         return [text for session in self._sessions.values() for text in session.stalled(now)]
 
     def seconds_to_stall(self) -> float | None:
-        """Return the seconds, at least 0, until ``check_stalls`` must be called next; None if no collective waits."""
+        """Return the seconds, at least 0, until ``check_stalls`` must be called next.
+
+        None if no rank waits in a collective that others have not called, or the session sets no time limits.
+        """
         times = [at for session in self._sessions.values() if (at := session.next_stall()) is not None]
         return max(0.0, min(times) - self._clock()) if times else None

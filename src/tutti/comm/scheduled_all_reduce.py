@@ -52,7 +52,8 @@ class ScheduledAllReduce:
     def start(self, flat: Tensor, text: str) -> ScheduledSum:
         """Return a handle whose ``wait`` all-reduces (sums) ``flat`` in place over the data-parallel ranks.
 
-        Nothing is sent before ``wait``, so that the sum does not overlap with computation.
+        The sum is made of point-to-point messages by this object's algorithm, such as a ring. Nothing is sent before
+        ``wait``, so that the sum does not overlap with computation; ``wait`` is collective and blocks.
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks.
@@ -63,11 +64,11 @@ class ScheduledAllReduce:
     def sum(self, flat: Tensor, text: str) -> None:
         """All-reduce (sum) ``flat`` in place over the data-parallel ranks, to the same bits on every rank.
 
-        Performs the messages of the attribute ``schedule`` in their order. Collective over the data-parallel ranks;
-        blocks.
+        Performs the point-to-point messages of this object's algorithm, such as a ring, in the order of its schedule.
+        Collective over the data-parallel ranks; blocks.
 
         Args:
-            flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes.
+            flat: (elements,), of equal shape and dtype on all ranks; not more bytes than the constructor's ``size``.
             text: names the call in error messages.
         """
         if self._segment is None:

@@ -128,7 +128,7 @@ def _reason(error: RuntimeError) -> str:
 
 
 class StallInspector:
-    """Wait for the collectives of one process within a timeout, and explain a timeout by the ranks that are missing.
+    """Waits for the collectives of one process within a timeout, and explains a timeout by the ranks that are missing.
 
     Args:
         store: key-value store shared by all ranks.
@@ -327,8 +327,8 @@ class StallInspector:
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Return whether a collective or transfer waits for no rank any more, as far as the ranks' descriptions tell.
 
-    True if each of the call's ranks waits in an equal call, has completed it already (where calls are ``counted``) or,
-    for a point-to-point transfer, has begun to send.
+    True if each of the call's ranks waits in an equal call, has completed it already (not known of barriers in shared
+    memory, whose attribute ``counted`` is False) or, for a point-to-point transfer, has begun to send.
 
     Args:
         call: description of the collective or transfer.

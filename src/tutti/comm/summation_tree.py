@@ -89,8 +89,9 @@ def merge_siblings(pieces: dict[Node, T], leaf: int, workers: int, add: Callable
     """Add up neighbouring partial sums in ``pieces`` wherever they are siblings in the binary summation tree.
 
     The tree's leaves are logical workers (fixed shares of the global batch). Called after the vector of worker ``leaf``
-    was put into ``pieces`` under the key ``(leaf, leaf + 1)``: as long as the sibling's sum is there too, both are
-    replaced by their sum under the parent's range, then the same one level up.
+    was put into ``pieces`` under the key ``(leaf, leaf + 1)``: if the sum of the sibling node is in ``pieces``, both
+    sums are replaced by their sum under the parent's range. This is repeated with the parent, until a sibling is
+    missing.
 
     If workers come in increasing order, ``pieces`` never holds more than about log2(workers) sums.
 

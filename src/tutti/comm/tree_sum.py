@@ -15,10 +15,10 @@ from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 
 
 def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize: int) -> dict[str, int]:
-    """Predict the bytes that a rank sends in one reproducible all-reduce of the logical workers' vectors.
+    """Predict the bytes of a rank's two collectives in one reproducible sum of the logical workers' vectors.
 
-    A logical worker is a fixed share of the global batch. The all-reduce is that of `TreeSum.total`: an all-to-all and
-    an all-gather. Holds where each worker is computed by one rank alone.
+    A logical worker is a fixed share of the global batch. The sum is that of `TreeSum.total`: an all-to-all of partial
+    sums and an all-gather of the result. Holds where each worker is computed by one rank alone.
 
     Args:
         ranks: number of data-parallel ranks, R.
@@ -28,7 +28,9 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
         itemsize: bytes of an element.
 
     Returns:
-        Kind of collective, ``all_to_all`` or ``all_gather`` → bytes of the whole tensor; empty for one rank.
+        Kind of collective, ``all_to_all`` or ``all_gather`` → bytes of the whole tensor: all rows that the rank sends,
+        and the gathered result, both padded to a multiple of R elements; the rank's own R-th part does not travel.
+        Empty for one rank.
 
     >>> tree_sum_traffic(2, 4, 0, 5, 4)
     {'all_to_all': 24, 'all_gather': 24}

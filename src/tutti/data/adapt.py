@@ -27,9 +27,9 @@ def adapt_training(
     """Wrap training data as a ``Source`` (map-style, read by index), or an iterable as a ``Stream`` (read in order).
 
     Args:
-        data: a ``Source``, a tensor, several tensors, a ``TensorDataset``, a map-style data set or an iterable, also
-            inside ``Sharded``, for one that differs between data ranks; or a function without arguments that returns an
-            iterable.
+        data: a ``Source``, a tensor, several tensors, a ``TensorDataset``, or a map-style data set; an iterable, or
+            ``Sharded(iterable)`` where the iterable differs between data ranks; or a function without arguments that
+            returns an iterable.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         drop_last: for a stream, whether an epoch ends before a batch that would be smaller than the others.
         processes: for a stream, loader processes of each rank, over which the data set divides its samples.

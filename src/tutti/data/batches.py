@@ -34,14 +34,17 @@ class CollatedBatch:
     sizes: tuple[int, ...] = ()
 
     def part(self, low: int, high: int) -> Batch:
-        """Return the micro-batch of samples ``low`` to ``high``, exclusive, as the script's ``collate_fn`` made it.
+        """Return one micro-batch of this rank's global-batch samples, as the script's ``collate_fn`` made it.
 
         Args:
-            low: first sample, an index in this rank's batch.
-            high: index after the last sample; equal to ``low`` for a batch without samples.
+            low: index of the micro-batch's first sample among the rank's samples.
+            high: index after its last sample; equal to ``low`` for a micro-batch without samples.
+
+        Returns:
+            What ``collate_fn`` returned; an empty ``CollatedBatch`` for a micro-batch without samples.
 
         Raises:
-            UsageError: the samples are not one of the micro-batches in ``parts``.
+            UsageError: no call of ``collate_fn`` made a batch of exactly these samples.
         """
         start = 0
         for part, size in zip(self.parts, self.sizes, strict=True):

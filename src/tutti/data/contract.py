@@ -129,7 +129,8 @@ class BatchContract:
 
         Args:
             samples: number of samples in the global batch, which may be a smaller one at the end of an epoch.
-            worker: index of the worker, from 0; with ``identical`` every worker has the samples of worker 0.
+            worker: index of the worker, from 0. If all workers draw the same samples (the option ``identical``), the
+                range is that of worker 0.
         """
         return even_share(samples, self.workers, 0 if self.identical else worker)
 

@@ -100,9 +100,10 @@ class Feed:
         """Yield this rank's samples of each global batch of an epoch, on the device, sorted by logical worker.
 
         A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more. Not
-        collective for a map-style data set without a sampler. Otherwise it is, over all ranks: ranks compare digests of
-        the sampler's order when an epoch begins, or of an iterable data set's samples in some of the batches. Where an
-        iterable data set differs between data ranks, every step all-gathers their sample counts.
+        collective for a map-style data set without a sampler. With a sampler, or for an iterable data set, the method
+        is collective over all ranks: they compare digests of the sampler's order when an epoch begins, or of the
+        iterable's samples in some of the batches. Where an iterable data set differs between data ranks, every step
+        all-gathers their sample counts.
 
         Args:
             epoch: from 0.
@@ -129,7 +130,8 @@ class Feed:
 
         Args:
             batch: this rank's samples, sorted by logical worker (fixed share of the global batch).
-            clock: number of steps taken before this one; keys the random draws of each micro-batch.
+            clock: number of steps taken before this one; seeds, with seed, worker and index, each micro-batch's random
+                draws.
             samples: samples in the global batch. For a batch that the script made itself, of any size, a number that is
                 equal on all ranks suffices, since the gradient synchronisation divides by the true count.
             over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the samples of one
@@ -138,9 +140,11 @@ class Feed:
             noise: standard deviation of the random weights, of mean 1, on the losses of samples; 0 for none.
 
         Returns:
-            (index of the worker, its micro-batches) for each worker of this rank, to be run in this order. Where
-            several ranks share a worker in reproducible mode, ranks that hold its later micro-batches have an entry
-            (worker, [micro-batch]) for each of them, because the summation tree needs their gradients one by one.
+            (index of the worker, its micro-batches) for each worker of this rank, to be run in this order. A
+            micro-batch has its samples (``batch``) and their number, the ``weight`` of each sample's loss in backward,
+            and a random ``key``. Where several ranks share a worker in reproducible mode, ranks that hold its later
+            micro-batches have an entry (worker, [micro-batch]) for each of them, because their gradients are added in a
+            fixed tree, one by one.
         """
         work = []
         first, single = self._first_micro(samples, length(batch)), self.is_single(samples)
@@ -311,7 +315,7 @@ def evaluation_blocks(samples: int, largest: int) -> list[range]:
     """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
     Blocks have at most ``largest`` samples, and fewer in a small set: as many as give about 32 blocks to divide over
-    ranks, but at least 16. They do not depend on the number of ranks.
+    ranks, but at least 16. The division does not depend on the number of ranks.
 
     Args:
         samples: number of held-out samples.

@@ -56,9 +56,6 @@ class HeldOutStream:
         Args:
             ranks: number of data-parallel ranks.
 
-        Args:
-            ranks: number of data ranks.
-
         Returns:
             For each data rank, in order, a list of the indices of its blocks.
         """

@@ -107,7 +107,8 @@ class Prefetch:
     def loader(self, source: Fetches) -> Loader:
         """Start a pool of loader processes that make batches by ``source.fetch``, and return it.
 
-        The processes run until the pool's ``close`` is called. There are ``workers`` of them.
+        The pool has as many processes as these settings' ``workers`` says. They run until the pool's ``close`` is
+        called.
 
         Args:
             source: makes the batches; forking copies its present state into each process.

@@ -61,8 +61,9 @@ class Sampling:
     def sized(self, seed: int) -> Sampling:
         """Return this data set with its batching options, with the batch size filled in from a batch sampler.
 
-        A batch sampler yields lists of sample indices, each of which is one global batch. Where there is one and no
-        ``batch_size`` is stated, it is iterated for epoch 0, and ``batch_size`` becomes the length of its longest list.
+        A batch sampler yields lists of sample indices, each of which is one global batch. If the options name a batch
+        sampler and no ``batch_size``, the sampler is iterated for epoch 0, and ``batch_size`` becomes the length of its
+        longest list.
 
         Args:
             seed: seed of the run, for the sampler's draws.
@@ -149,8 +150,8 @@ def given_sampling(
         has the values of a ``DataLoader`` where one is given, else those of the arguments.
 
     Raises:
-        UsageError: an argument differs from that of the ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is
-            given beside one, or the loader is refused by ``of_loader``.
+        UsageError: with a ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is given, or another argument
+            differs from that of the loader; or ``of_loader`` refuses the loader.
     """
     if not isinstance(dataset, DataLoader):
         return Sampling(

@@ -67,9 +67,10 @@ class StreamReading:
     keep: Callable[[list[Any], int, int, int], Any]
 
     def here(self, cursor: Cursor, with_state: bool) -> Iterator[StreamBatch]:
-        """Read an epoch of an iterable data set in this process, and yield its global batches from ``start`` on.
+        """Read an epoch of an iterable data set in this process, and yield its global batches.
 
-        One sample more than the batch is read ahead, or with ``drop_last`` a whole batch. Not collective.
+        The first batch yielded is number ``start`` of the epoch, an attribute of this object. One sample more than the
+        batch is read ahead, or with ``drop_last`` a whole batch. Not collective.
 
         Args:
             cursor: reads the epoch; its next sample is the first of global batch ``start``.
@@ -97,10 +98,10 @@ class StreamReading:
             number += 1
 
     def in_processes(self, prefetch: Prefetch) -> Iterator[StreamBatch]:
-        """Read an epoch of an iterable data set in loader processes, and yield its global batches from ``start`` on.
+        """Read an epoch of an iterable data set in loader processes, and yield its global batches.
 
-        Process i of k makes batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. Not
-        collective.
+        The first batch yielded is number ``start`` of the epoch, an attribute of this object. Process i of k makes
+        batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. Not collective.
 
         Args:
             prefetch: number of loader processes, at least one, and how they start.

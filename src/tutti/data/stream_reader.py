@@ -179,8 +179,8 @@ class ReplicatedStream:
         """Return lines for the run's header about how an iterable data set is read that is the same on all ranks.
 
         Returns:
-            The text of each line by its label: ``order``, which says that it is that of the data set; and with several
-            loader processes ``data workers``, their number, over which the data set divides its samples.
+            The text of each line by its label: ``order``, which says that samples come in the data set's own order; and
+            with several loader processes ``data workers``, their number, over which the data set divides its samples.
         """
         workers = self._prefetch.workers
         lines = {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
@@ -219,9 +219,9 @@ class ShardedStream:
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Read an epoch of this data-parallel rank's iterable, which differs between ranks, and yield the batches.
 
-        Collective: in every step the data ranks all-gather their sample counts, and the ranks of one replica compare
-        theirs, and in steps 0, 1, 2, 4, 8, … of the call digests of the samples, too. A rank whose iterable has ended
-        yields batches without samples until all have ended.
+        Collective over all ranks. In every step the data ranks all-gather their sample counts, and the ranks of one
+        replica, which read the same samples, compare their counts; in steps 0, 1, 2, 4, 8, … of the call they compare
+        digests of the samples too. A rank whose iterable has ended yields batches without samples until all have ended.
 
         Args:
             epoch: from 0.
@@ -315,14 +315,14 @@ class ShardedStream:
 
 
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
-    """Compare digests of the samples of a global batch over ranks, if it is batch 0, 1, 2, 4, 8 or so on.
+    """Compare digests of the samples of a global batch over ranks, if ``batches`` is 0 or a power of two.
 
-    Collective over ``ranks``: all must call it for the same batch. It does nothing for other batches. If the batch
-    comes without digests, the ranks compare its number of samples.
+    Collective over ``ranks``: all must call this function for the same batch. Nothing is compared for other batches. If
+    the batch comes without digests, the ranks compare its number of samples.
 
     Args:
         ranks: communicator of the ranks to compare, each of which has read the batch.
-        batches: number of batches before this one; ranks compare if it is 0 or a power of two.
+        batches: number of batches before this one.
         batch: the global batch, with index and digest of each of its samples.
 
     Raises:

@@ -79,14 +79,18 @@ class Transfer:
 
 
 def make_transfer(device: torch.device, data: object) -> Transfer | None:
-    """Make the ``Transfer`` that copies batches to the device ahead of their steps, or None to copy each as it is read.
+    """Make the object that copies each batch to the accelerator while the step before it computes; None where none may.
 
-    None on the CPU; for iterable data sets, as reading ahead would move their data position ahead of the step; and for
-    batches of a script's own function, whose objects do not say which stream uses their memory.
+    None is returned on the CPU; for iterable data sets, whose data position must not run ahead of the step; and for
+    data with a ``collate_fn`` of the script, whose batches may hold objects that do not say which stream uses their
+    memory. Each batch is then copied when it is needed.
 
     Args:
         device: the device of this rank.
-        data: the source or stream of the batches.
+        data: the source (map-style) or stream (iterable) of the batches.
+
+    Returns:
+        A ``Transfer``, whose ``parts`` yields the copies; or None.
     """
     return Transfer(device) if pins_memory(device) and not isinstance(data, Stream | CollatedSource) else None
 

@@ -44,7 +44,7 @@ class OneHost(RendezvousHandler):
         self._run_id = uuid.uuid4().hex
 
     def get_backend(self) -> str:
-        """Return ``tutti``, the name of this rendezvous backend, as PyTorch's elastic agent asks for it."""
+        """Return ``tutti``, the name of this rendezvous backend; PyTorch's elastic agent calls this method."""
         return "tutti"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -60,14 +60,14 @@ class OneHost(RendezvousHandler):
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
-        """Return False, as PyTorch's elastic agent asks: the rendezvous of a job on one node is always open."""
+        """Return False to PyTorch's elastic agent: the rendezvous of a job on one node is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: the rendezvous of one node has no other agent that would have to learn of its end."""
+        """Do nothing when PyTorch's elastic agent closes the rendezvous: there is no agent of another node to tell."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, the number of nodes that wait to join the job: no other node can."""
+        """Return 0, the number of nodes that wait to join the job: a job on one node admits no other node."""
         return 0
 
     def get_run_id(self) -> str:
@@ -172,12 +172,12 @@ class Agent:
     def failures(self) -> list[Failure]:
         """Return the failures of the ranks of this node that ended by themselves with a non-zero exit code.
 
-        Only the ranks of the last start count. Ranks without which the run goes on after they were lost are left out.
+        Only the ranks of the last start count. Ranks that were killed while the run went on without them are left out.
 
         Returns:
             One record for each such rank, in the order in which their ends were noticed: rank, time (seconds since the
-            epoch), kind and text of the exception, exit code, traceback, and where known step, remedy and signal. It is
-            the record that the rank has written, if there is one, else made from the exit code.
+            epoch), kind and text of the exception, exit code, traceback, and where known step, remedy and signal. A
+            record is the one that the rank has written, if there is one, else made from the exit code.
         """
         ended = self.deaths.items()
         return [self._failure(rank) for rank, (code, _) in ended if code != 0 and rank not in self.lost]

@@ -71,9 +71,9 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
 
     Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. Adopts an
     existing default process group. Collective over all ranks of the job; blocks until they have arrived. Gloo moves CPU
-    tensors, the vendor's backend an accelerator's. In a job of several processes each gets a watchdog process that
-    kills the rank when it makes no progress, if it has none yet. On several nodes Gloo takes the network interface that
-    leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once.
+    tensors, the vendor's backend an accelerator's. In a job of several processes, each process that has no watchdog yet
+    gets one: a process that kills the rank when it makes no progress. On several nodes Gloo takes the network interface
+    that leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once.
     docs/environment.md lists all effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off. A second call
     does nothing and returns the result of the first.
 

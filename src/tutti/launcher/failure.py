@@ -138,8 +138,8 @@ def record_failure(
         hidden: paths of source files; the outermost frames that lie in these files are omitted from the traceback.
 
     Returns:
-        The record: rank, time in seconds since the epoch, class name and text of the exception, exit code, traceback,
-        and where the exception says it the training step and a remedy.
+        The record: rank, time in seconds since the epoch, class name and text of the exception, exit code and
+        traceback; also the training step and a remedy, if the exception has them.
     """
     step = getattr(exception, "step", None)
     failure = Failure(
@@ -258,7 +258,7 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def is_final(cause: Failure) -> bool:
-    """Return whether starting the job again is useless: it would fail in the same way, or has ended as it should.
+    """Return whether starting the job again is useless: it would fail in the same way, or was ended on purpose.
 
     True for wrong usage; for an exception about missing data, a bad checkpoint, authentication or a full disk; and for
     orderly ends, such as after an interrupt. A script's own ``sys.exit(8)`` does not count as a disk error, although

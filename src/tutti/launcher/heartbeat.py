@@ -136,8 +136,8 @@ class Lane(_Block):
     def give_up(self) -> None:
         """Make the rank's thread block for ever when it next enters a phase, such as its next training step.
 
-        Called in the watchdog process, before it kills the rank. A rank that the watchdog's request for stacks has
-        woken then does not train on while the watchdog reports it as failed.
+        Called in the watchdog process, before it kills the rank. The watchdog may have woken a stuck rank by asking for
+        its stacks; the rank then does not train on while the watchdog reports it as failed.
         """
         self._words[_GIVEN_UP] = 1
 

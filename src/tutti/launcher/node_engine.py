@@ -71,7 +71,7 @@ class NodeEngine:
         each rank, such as ``RANK`` and ``WORLD_SIZE``.
 
         Args:
-            size: number of this node's ranks, the same as ``processes`` of its ``NodePart``.
+            size: number of this node's ranks, the same number that the engine was made for.
             words: arguments of the Python interpreter, the same for every rank.
             environment: additional environment variables of every rank, which override those of the engine.
 

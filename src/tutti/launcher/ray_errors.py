@@ -76,8 +76,8 @@ def refusal_of(error: Exception, address: str | None, folder: str) -> UsageError
         folder: the working directory, which Ray uploads.
 
     Returns:
-        The error, with a reason and a remedy for the user: another version of Ray or Python there, a working directory
-        that is too large to be uploaded, or Ray's own words.
+        The error, with a reason and a remedy for the user. Reasons are that the cluster has another version of Ray or
+        Python, that the working directory is too large to be uploaded, or Ray's own words.
     """
     if "Version mismatch" in str(error):
         return UsageError(
@@ -107,11 +107,12 @@ def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
         alive: whether the head of the cluster counts the node as alive.
 
     Returns:
-        The rank's end: with its slot (place for a rank) lost if the node was lost; or killed, with Ray's reason in
-        words, if the actor's process was, such as for lack of memory. None if the actor may answer again.
+        The rank's end, with ``code`` -9 (SIGKILL) and ``node``. If the node was lost, ``lost`` says so in words, and
+        the rank's slot (place for a rank) is lost too. If the actor's process was killed, such as for lack of memory,
+        ``why`` has Ray's reason and ``remedy`` advice. None if the actor may answer again.
 
     Raises:
-        Exception: that of ``failure_of``, for what is no loss: a defect, or a failure of Ray itself.
+        Exception: the result of ``failure_of``, if no rank was lost: a defect, or a failure of Ray itself.
     """
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return None
@@ -138,7 +139,14 @@ def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
 
 
 def lost_rank(node: str) -> EndedRank:
-    """Return the end of a rank that was lost together with its node and its slot, which is room for one rank."""
+    """Return the record of a rank's end which says that the rank was lost with its node and its slot (room for a rank).
+
+    Args:
+        node: name of the node.
+
+    Returns:
+        ``code`` -9 (SIGKILL), ``node``, and ``lost``, a text for messages.
+    """
     return EndedRank(-signal.SIGKILL, node, lost=f"was lost with its node {node}")
 
 

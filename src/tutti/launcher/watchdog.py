@@ -63,7 +63,7 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     The limit is infinite in the phase ``IDLE``, and in phases whose set limit is 0. Of the set limits, ``start`` also
     holds for the evaluation and the end of the run, ``save`` for writes of checkpoints and records, and ``step`` for
     data, compute and polled collectives (``WAITING``, with 4 seconds more). In ``MEETING``, where native code waits for
-    other ranks, it is twice the job's timeout and a minute.
+    other ranks, the limit is twice the job's timeout and a minute.
 
     Args:
         limits: seconds for start, step and save; None stands for the job's timeout for collectives, 0 for no limit.

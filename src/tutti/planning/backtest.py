@@ -62,11 +62,14 @@ class BacktestResult:
     Attributes:
         rows: one dictionary for each kind of table, group of its rows (such as one hardware) and protocol, with the
             keys ``table``, ``group``, ``protocol``, ``n`` (number of predictions), ``mean``, ``median`` and ``worst``
-            relative error, ``coverage90`` (fraction of measurements within the 90 % bands), ``median_band_width``,
-            ``within_25``, ``within_2x``, ``bias``, and where needed ``band`` and ``note`` (texts).
+            relative error, ``coverage90`` (fraction of measurements within the 90 % bands), ``median_band_width``
+            (relative to the prediction), ``within_25`` and ``within_2x`` (fractions of predictions within 25 % and
+            within a factor of 2), ``bias`` (mean signed relative error), and where needed ``band`` and ``note``
+            (texts).
         cells: one dictionary for each cell, with the keys ``cell``, ``series`` (number of independent series), ``sets``
             (number of published sources), ``coverage90``, and where the cell has enough series ``low`` and ``high``
-            (95 % interval expected for the coverage), ``holds`` and ``median_band_width``.
+            (95 % interval expected for the coverage), ``holds`` (whether the coverage lies in this interval) and
+            ``median_band_width``.
         refused: one dictionary for each group and protocol in which something was not predicted or was guessed, and
             for each table of which all or some rows are unused, with the keys ``table``, ``group``, ``protocol`` and
             ``reason``.
@@ -84,14 +87,16 @@ class BacktestResult:
         """Compare, for each published source of this back-test, its errors with the bands that other sources give.
 
         An error is that of a predicted time, or amount of data, against the published measurement. A class of
-        predictions (key ``cell``) has one basis, such as one measured row, and a similar extrapolation distance.
+        predictions (key ``cell``) has one basis, such as one measured row, and a similar extrapolation distance. A
+        score is |ln(measured ÷ predicted)| divided by (σ² + 0.05²)^¼, where σ is the standard deviation that the
+        prediction states for its logarithm.
 
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
             ``series`` (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the
-            source's own scores, the errors over their units), ``others90`` (that of all other sources, with which bands
-            are drawn; None where they are too few) and ``coverage`` (share of the source's measurements within these
-            bands).
+            source's scores), ``others90`` (that of all other sources' scores, which gives the half width of the 90 %
+            bands; None where they are too few) and ``coverage`` (share of the source's measurements within these bands;
+            None without ``others90``).
         """
         found: list[JsonRow] = []
         by_source: dict[tuple[str, str], list[CheckedPrediction]] = {}

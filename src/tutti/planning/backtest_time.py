@@ -431,10 +431,10 @@ def _middle(same: Sequence[_Job]) -> _Job:
 def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the throughput of published training jobs, as device-seconds for each sample.
 
-    *Zero-shot* predicts from other sources' utilisation (FLOP/s over the chip's peak) of the same chip. *Anchored*
-    predicts from the job of the same model and sequence length on the fewest devices; *anchored, other sequence
-    lengths* from a job of another length. *Extrapolated* predicts from a job on at most half the devices. The scaling
-    law is fitted to the other sources.
+    A law of stragglers, rings and fixed costs, fitted to the other sources, scales a known speed to each job's devices.
+    *Zero-shot* starts from other sources' utilisation (FLOP/s over the chip's peak) of the same chip, *anchored* from
+    the job of the same model and sequence length on the fewest devices, *anchored, other sequence lengths* from a job
+    of another length, and *extrapolated* from a job on at most half the devices.
 
     Args:
         rows: one row for each job: source, model, hardware, number of devices and throughput, as tables of the kind

@@ -132,16 +132,18 @@ Residuals = Mapping[str, Mapping[str, CellScores]]
 
 
 def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, CellScores]]:
-    """Summarise the scores of predictions, which are errors divided by ``CheckedPrediction.width``, as quantiles.
+    """Summarise the scores of predictions, errors relative to the stated uncertainty, as quantiles.
 
-    Each series (measurements that are not independent) of a source has the same weight in the source's quantiles.
+    A score is |ln(measured ÷ predicted)| divided by (σ² + 0.05²)^¼, where σ is the standard deviation that the
+    prediction states for its logarithm. Each series (measurements that are not independent) of a source has the same
+    weight in the source's quantiles.
 
     Args:
         checked: predictions with their measurements.
 
     Returns:
-        At most 60 quantiles of the scores and the number of series, by cell (``CheckedPrediction.cell``) and then by
-        published source (``CheckedPrediction.set_name``).
+        At most 60 quantiles of the scores and the number of series, by class of predictions with one basis and a
+        similar extrapolation distance (``CheckedPrediction.cell``), then by published source.
     """
     by: dict[tuple[str, str], dict[str, list[float]]] = {}
     for one in checked:
@@ -160,14 +162,15 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 
 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
-    """Return the factor q of 90 % bands: predicted · exp(±q·width), from the errors of earlier, similar predictions.
+    """Return the factor q of 90 % bands, predicted · exp(±q·u), from the errors of earlier, similar predictions.
 
-    A cell holds predictions of one basis and a similar extrapolation distance. q is the 90 % quantile, corrected for
-    few series, of the scores in the cell, those of the named source left out. Sources weigh as the square root of their
-    number of series, so that one large source does not speak for all.
+    u is the unit (σ² + 0.05²)^¼ for the standard deviation σ that a prediction states for its logarithm
+    (``band_unit``). A cell holds predictions of one basis and a similar extrapolation distance. q is the 90 % quantile,
+    corrected for few series, of the scores in the cell, those of the named source left out. Sources weigh as the square
+    root of their number of series, so that one large source does not speak for all.
 
     Args:
-        residuals: scores (errors in units of ``CheckedPrediction.width``) by cell, then by published source.
+        residuals: scores, |ln(measured ÷ predicted)| ÷ u, by cell and then by published source.
         cell: name of the prediction's cell (``CheckedPrediction.cell``).
         set_name: source that is predicted, whose scores are left out; empty for a prediction of no source.
 
@@ -212,9 +215,14 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
 def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
     """Parse scores of checked predictions from the JSON text that `write_residuals` returns.
 
+    A score is the error |ln(measured ÷ predicted)| of a prediction over its unit, ``band_unit``.
+
+    Args:
+        text: JSON object with the key ``cells``.
+
     Returns:
-        At most 60 quantiles of scores (errors divided by ``band_unit``) and their number of series, by cell
-        (predictions of one basis and a similar extrapolation distance), then by published source.
+        At most 60 quantiles of scores and their number of series, by class of predictions of one basis and a similar
+        extrapolation distance, then by published source.
     """
     stored = json.loads(text)["cells"]
     return {
@@ -224,11 +232,14 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
 
 
 def write_residuals(residuals: Residuals) -> str:
-    """Return scores of checked predictions as JSON text, in the form of the package's ``residuals.json``.
+    """Return scores of checked predictions as one line of JSON, the content of the package's ``residuals.json``.
+
+    The object has the keys ``version`` (1) and ``cells``: class of predictions → published source → ``series`` (number
+    of independent series) and ``scores`` (list of quantiles).
 
     Args:
-        residuals: scores (errors divided by ``band_unit``) by cell (predictions of one basis and a similar
-            extrapolation distance), then by published source.
+        residuals: scores (errors divided by ``band_unit``) by class of predictions of one basis and a similar
+            extrapolation distance, then by published source.
     """
     cells = {
         cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}

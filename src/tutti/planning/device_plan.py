@@ -261,7 +261,8 @@ class DevicePlan:
     def band_text(self) -> str:
         """Text for people that says what the 90 % band of the plan's training time rests on, or why it has none.
 
-        A plan has a band only where such predictions of the data to the target were tested and the step was measured.
+        A plan is a choice of devices, batch size and strategy. Its training time has a band only if its step time was
+        measured, and if the samples to the target have a band, which needs tested predictions of the same kind.
         """
         if self.band is not None:
             return "90 % band of the data to the target; the step was measured"
@@ -329,9 +330,9 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
         price: price of one device for an hour; None for no costs.
 
     Returns:
-        A plan for every step, sorted by number of devices and then by seconds of training. It holds the number of
-        steps, the seconds with (256,) Monte Carlo draws and a 90 % band (None where unknown), and the cost (None
-        without a price).
+        A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
+        steps to the target (``steps``), the ``seconds`` with (256,) Monte Carlo ``draws`` and a 90 % ``band`` (None
+        where unknown), and the ``cost`` (None without a price).
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -375,15 +376,16 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
     """Return the plan of the largest number of devices whose last doubling still made training 1.5 × as fast.
 
-    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as a
-    gain over it. From one entry N′ to the next, N, the time must fall by the factor 1.5 (``WORTH``) to the power of
-    log₂(N/N′). The first entry is returned if no doubling gained so much.
+    A plan is a choice of devices, batch size and strategy, with its training time. From one entry with N′ devices to
+    the next, with N, the time must fall by the factor 1.5 (``WORTH``) to the power of log₂(N/N′), compared with the
+    fastest entry so far: a plan that is faster only than a slow predecessor gains nothing. The first entry is returned
+    if no doubling gained so much.
 
     Args:
         best: the fastest plan for each number of devices, sorted by number of devices.
 
     Returns:
-        The last of ``best`` that gained so much over the one before, even if a smaller doubling gained less; None for
+        The last of ``best`` that gained so much over the ones before, even if an earlier doubling gained less; None for
         fewer than two numbers of devices, which say nothing about doublings.
     """
     if len(best) < 2:

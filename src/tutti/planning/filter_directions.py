@@ -15,9 +15,9 @@ _MASK = (1 << 63) - 1
 def filter_direction(parameters: Mapping[str, Tensor], seed: int) -> Tensor:
     """Draw a random direction in parameter space whose filters have the norms of the model's filters.
 
-    The numbers are standard normal, and each filter is then scaled. A filter is a row of a weight's first dimension: an
-    output channel of a convolution, an output of a linear layer. For tensors of less than two dimensions (biases, batch
-    norm) the direction is zero.
+    The numbers are standard normal, and each filter is then scaled. A filter is a slice of a weight along its first
+    dimension: an output channel of a convolution, an output of a linear layer. For tensors of less than two dimensions
+    (biases, batch norm) the direction is zero.
 
     Args:
         parameters: the trained parameters by name.

@@ -158,7 +158,10 @@ def shipped_anchors() -> tuple[HardwareAnchor, ...]:
 
 
 def write_anchors(anchors: Sequence[HardwareAnchor]) -> str:
-    """Return utilisations of published jobs as JSON text, in the form of the package's ``published_hardware.json``.
+    """Return utilisations (FLOP/s over the chip's peak) of published jobs as the text of ``published_hardware.json``.
+
+    The JSON object has the keys ``version`` (1) and ``anchors``, a list with one object for each element of
+    ``anchors``, whose keys are its attributes, such as ``chip``, ``precision`` and ``utilisation``.
 
     Args:
         anchors: utilisations, one for each chip, memory, precision and published source.
@@ -190,8 +193,9 @@ def matching_anchors(
         without: name of a source whose utilisations must not be used; empty to use all.
 
     Returns:
-        Those of ``anchors`` with this chip and class of precision (8, 16, tf32 or 32 bits), in their order. Where
-        ``hardware`` states the memory and some of them have it, these alone. Empty for an unknown chip.
+        Elements of ``anchors`` with this chip and class of precision (8, 16, tf32 or 32 bits), in their order. If
+        ``hardware`` states the memory and some of these elements have the same memory, only they are returned. Empty
+        for an unknown chip.
     """
     chip, memory = chip_of(hardware)
     kind = precision_class(precision)
@@ -205,18 +209,18 @@ def anchored_rate(
     """Estimate the hardware FLOP/s that training reaches on a chip, from published training jobs on it.
 
     The estimate is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of
-    precision; where some of them have the same memory, over these alone. A transformer of hidden size h has products of
-    h² and elementwise operators of h FLOP a token, which wait for memory: its rate is that of a wide one over 1 +
-    400/h, where 400 is a guess of the order of the words an elementwise operator moves times FLOP a word of memory
-    bandwidth.
+    precision; if some of these anchors have the same memory as ``hardware``, over them alone. A transformer of hidden
+    size h has products of h² and elementwise operators of h FLOP a token, which wait for memory: its rate is that of a
+    wide one over 1 + 400/h, where 400 is a guess of the order of the words an elementwise operator moves times FLOP a
+    word of memory bandwidth.
 
     Args:
         hardware: name of the hardware as people write it, such as ``A100-80GB``.
         precision: name of the precision, such as ``bf16``.
         anchors: utilisations, one for each chip, memory, precision and published source.
-        without: name of a source (`HardwareAnchor.set_name`) whose anchors must not be used, because it is the one to
+        without: name of a source (`HardwareAnchor.set_name`) whose anchors must not be used, such as that of the job to
             predict; empty to use all.
-        width: hidden size h of the model to predict; 0 if it is not known, as wide as the published models.
+        width: hidden size h of the model to predict; 0 if unknown, which stands for that of the published models.
 
     Returns:
         FLOP/s of one device, the standard deviation of its natural logarithm, and an empty text; where no anchor

@@ -164,9 +164,9 @@ def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], ND
 def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: Array) -> float:
     """Estimate how far the losses of larger runs lie from the law: the standard deviation of their logarithms.
 
-    The estimate is the root mean square error of the largest tenth of the runs, predicted by a law fitted to all
-    others, and at least the error of the law on the runs that it is fitted to. This error alone is returned where too
-    few others are left for a fit.
+    The estimate is the larger of two root mean square errors of log loss: that of the law on the runs that it is fitted
+    to, and that of predictions of the largest tenth of the runs by a law fitted to all other runs. Where too few other
+    runs are left for a fit, the estimate is the first error.
 
     Args:
         fitted: the law L = E + A/N^α + B/D^β, fitted to all of these runs.
@@ -186,8 +186,9 @@ def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> l
     """Sort training runs into three regions of their loss: ``irreducible``, ``power law`` and ``small data``.
 
     ``irreducible``: the law's constant E is more than 90 % of the run's loss (a choice). ``small data``: the run is in
-    the quarter with the least data, and misses the law of the others by more than five times their spread; judged from
-    8 runs on. All others are ``power law``.
+    the quarter of runs with the least data, and its loss deviates from a law fitted to the other three quarters by more
+    than five times these runs' spread; only with at least 8 runs, and three different amounts of data among these
+    quarters. All other runs are ``power law``.
 
     Args:
         law: the law L = E + A/N^α + B/D^β, fitted to all runs; E is the loss of unlimited model size and data.

@@ -185,7 +185,7 @@ class LossSurface:
     def gradient(self, point: Tensor) -> tuple[SurfaceValue, Tensor]:
         """Set the model to a point in parameter space, and return mean loss, metrics and the loss's gradient there.
 
-        All are over all data ranks' samples of the first set of samples, such as ``training``. Collective: call it on
+        The means are over the first set of samples, such as ``training``, of all data ranks. Collective: call it on
         rank 0, while the other data ranks compute their shares in ``serve``. The model stays at the point.
 
         Args:

@@ -323,7 +323,8 @@ class MeasuredCosts:
     def update(self, optimizer: str, parameters: float) -> Array:
         """Return the seconds of an optimizer step on one device, from its measured curve of seconds over parameters.
 
-        Where AdamW, LAMB, LARS, Muon or NovoGrad was not measured, it takes the curve of Adam, and ``guesses`` says so.
+        If AdamW, LAMB, LARS, Muon or NovoGrad is asked for and was not measured, the curve of Adam is taken, and a line
+        on this is added to the list ``guesses``.
 
         Args:
             optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
@@ -343,11 +344,13 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
-        """Return the seconds of a collective: measured curves within a node, a ring's closed form between nodes.
+        """Return the seconds of a collective, from measured curves within a node and between nodes.
 
-        Where another number of ranks of a node was measured, the curve is scaled as a ring's time is. Where none was,
+        If a node's curves are of other numbers of ranks, one of them is scaled as a ring's time is. If there is none,
         an all-reduce of at most 1,024 bytes takes the messages of a ring over the measured links, so that pipelines,
-        which send messages and agree on the gradient norm, need no measured collective. ``guesses`` says both.
+        which send messages and agree on the gradient norm, need no measured collective. Between nodes the curve is one
+        of one rank a node; without such a curve, a ring's closed form over the stated link is taken. Lines on all this
+        are added to ``guesses``.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.

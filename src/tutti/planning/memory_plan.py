@@ -182,13 +182,13 @@ def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
 
 
 def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
-    """Predict the bytes of communication buffers in which data ranks sum up unsharded gradients.
+    """Predict the bytes of the buffers in which a data rank sums up unsharded gradients by collectives.
 
     The gradients that backward makes are not included. The result is 0 for one rank.
 
     Args:
-        trained: bytes of trainable parameters.
-        shards: number of ranks that shard the optimizer state.
+        trained: bytes of the trainable parameters on a device.
+        shards: number of ranks that shard the optimizer state (ZeRO stage 1); 1 for an unsharded optimizer.
         ranks: number of data ranks.
     """
     if shards > 1:
@@ -282,7 +282,7 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
 
     Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``,
     ``optimizer`` and ``total`` (the peak) of each rank as JSON into ``directory``. Collective: every rank of the launch
-    calls it; it initialises and ends the process group.
+    calls this function, which initialises and ends the process group.
 
     Args:
         name: name of the task.

@@ -108,8 +108,8 @@ class PipelineBuilder(ReplicaBuilder):
 
         Returns:
             Computations and messages of one device of each stage. Each of ``actions`` has a device, a phase, (256,)
-            seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
-            messages.
+            seconds and the indices of the actions that it waits for; ``vectors`` lists the gradient vectors that are
+            summed over data ranks, ``collectives`` all other collectives.
 
         Raises:
             UsageError: the facts about the model that this builder was given hold no partition into stages.

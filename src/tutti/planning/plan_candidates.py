@@ -133,10 +133,10 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
 
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
-    """Raise UsageError for strategies whose samples to the target are known only from a run of their own.
+    """Check that runs have measured the strategies whose samples to the target are known only from a run of their own.
 
-    These are strategies whose workers do not make one common update a step, such as ``local_sgd``, unless a run has
-    measured them.
+    These are strategies whose workers do not make one common update a step, such as ``local_sgd``. For all other
+    strategies nothing is checked.
 
     Args:
         strategies: asked for, as texts of ``--strategy``.

@@ -130,7 +130,7 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
 def plan_json(
     plans: Sequence[DevicePlan], reasons: Mapping[int, LostReason], marks: Mapping[int, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return plans of training to a target as JSON objects, in their order.
+    """Return plans (choices of devices, batch and strategy) of training to a target as JSON objects, in their order.
 
     Args:
         plans: all plans.
@@ -139,10 +139,12 @@ def plan_json(
 
     Returns:
         One object for each plan. Its choice: ``devices``, ``batch`` (samples), ``strategy``, ``options``; ``marks``;
-        ``evaluated`` (False if ``step_seconds`` is only a lower bound). Then ``step_seconds``, ``samples`` and
-        ``steps`` to the target, ``seconds`` of the training and ``cost``; with 90 % bands (``samples_band``, ``band``,
-        ``cost_band``), quantiles 0.05 and 0.95 over Monte Carlo draws (``step_draws``, ``draws``, ``cost_draws``), and
-        words on their sources. ``lost`` is an object with the reason, or None. Unknown numbers are None.
+        ``evaluated`` (False if ``step_seconds`` is only a lower bound). Then ``step_seconds``, ``step_terms`` (these by
+        cause), ``samples`` and ``steps`` to the target, ``seconds`` of the training and ``cost``; with 90 % bands
+        (``samples_band``, ``band``, ``cost_band``), quantiles 0.05 and 0.95 over Monte Carlo draws (``step_draws``,
+        ``draws``, ``cost_draws``), and words on their sources (``step_basis``, ``samples_basis``, ``band_text``).
+        ``lost`` is an object with ``gap_seconds``, ``term`` (the cause), ``closes_seconds`` (part of the gap that the
+        cause explains), ``tie`` and ``text``, or None without a reason. Unknown numbers are None.
     """
     found = []
     for place, plan in enumerate(plans):

@@ -104,10 +104,13 @@ def recipe_text(recipe: TrainingRecipe) -> str:
 
 
 def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
-    """Write a target, and the posterior of the samples that training needs to it, as ``recipe.json``.
+    """Write to ``recipe.json`` how many samples training needs to a target metric, at any global batch B.
+
+    The file has the JSON object of ``recipe_text``: the target, and E_min and B_crit of E(B) = E_min(1 + B/B_crit) with
+    draws from their posterior.
 
     Args:
-        recipe: the target, with E_min and B_crit of E(B) = E_min(1 + B/B_crit).
+        recipe: the target and the constants.
         path: the file.
 
     Raises:

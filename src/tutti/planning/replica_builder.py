@@ -210,8 +210,8 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one replica, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
-            messages.
+            (256,) seconds and the indices of the actions that it waits for; ``vectors`` lists the gradient vectors that
+            are summed over data ranks, ``collectives`` all other collectives.
         """
         program = StepProgram()
         ends = self.passes(program, parts)
@@ -240,8 +240,8 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
-            messages.
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` lists kind, bytes and
+            period of each collective.
         """
         program, tensors = StepProgram(), self.facts.tensors
         self.passes(program, parts)
@@ -273,8 +273,8 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
-            messages.
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` lists kind, bytes and ranks
+            (mesh axis) of each collective.
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, parts)
@@ -305,8 +305,8 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
-            messages.
+            (256,) seconds and the indices of the actions that it waits for; ``collectives`` lists kind, bytes and ranks
+            (mesh axis) of each collective.
         """
         program, shards = StepProgram(), self.shape["shard"]
         groups = {group.name: group for group in self.facts.workload.groups}

@@ -83,12 +83,13 @@ def read_evidence(path: Path) -> RunEvidence:
     """Read configuration, target and step times from one run directory of ``tutti train``.
 
     Args:
-        path: the run directory, with ``config.toml``, ``metrics.jsonl`` and its summary.
+        path: the run directory, with ``config.toml``, ``metrics.jsonl`` and ``summary.json``.
 
     Returns:
-        ``task`` and ``config``; ``target`` (entry of the summary; None without ``--until``); ``step_seconds``, the mean
-        seconds of a step after the first fifth of the steps (None where fewer than ten are left), with the standard
-        error of its logarithm (``step_spread``); ``host``; and ``held_out``, names of the held-out values.
+        ``task`` and ``config``; ``target``, the object ``target`` of the summary (None without ``--until``);
+        ``step_seconds``, the mean seconds of a step after the first fifth of the steps (None where fewer than ten are
+        left), with the standard error of its logarithm (``step_spread``); ``host``, name of the host and type of its
+        device; and ``held_out``, names of the held-out values.
 
     Raises:
         UsageError: configuration or records cannot be read, or the number of devices is not stated.

@@ -196,10 +196,10 @@ def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     extreme of normal draws), and a forward or backward over w tokens works at a saturating rate r∞·w/(w + w½).
 
     The summand: gradients go round a ring whose slowest link counts, a device's link within a node or its part of the
-    node's network; most of it is hidden or not. Sharded weights are gathered twice and their gradients scattered once
-    in each micro-batch, layer by layer, and each of these 3·L collectives waits for N − 1 hops. Tensor ranks all-reduce
-    activations 4 times a layer, 6 times with recomputation (Shoeybi et al. 2019, arXiv 1909.08053, §3). Each step has a
-    fixed cost, such as the optimizer's.
+    node's network; of its time a fitted fraction is exposed, the rest overlaps with computing. Sharded weights are
+    gathered twice and their gradients scattered once in each micro-batch, layer by layer, and each of these 3·L
+    collectives waits for N − 1 hops. Tensor ranks all-reduce activations 4 times a layer, 6 times with recomputation
+    (Shoeybi et al. 2019, arXiv 1909.08053, §3). Each step has a fixed cost, such as the optimizer's.
 
     Args:
         constants: σ, exposed fractions of the gradients' ring and of gathering and scattering, w½ in tokens, seconds of

@@ -58,7 +58,7 @@ def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int,
 
 
 def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) -> ServerPlan:
-    """Partition the trainable parameters over parameter servers, as a run does.
+    """Partition the trainable parameters over parameter servers, as a run with parameter servers does.
 
     Args:
         tensors: trainable parameters, in the model's order.
@@ -67,8 +67,8 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
             one server.
 
     Returns:
-        The layout of all parameters in one buffer (``size`` bytes), and by index of a server the pieces of parameters
-        that it holds (``pieces``) and their ranges of bytes (``regions``).
+        The layout of all parameters in one buffer (``size`` bytes). Its methods ``pieces`` and ``regions`` give the
+        pieces of parameters that a server holds, and their ranges of bytes.
 
     Raises:
         UsageError: the tensors must stay whole, and there are fewer of them than servers.
@@ -156,8 +156,8 @@ class ServerBuilder(ReplicaBuilder):
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` and ``vectors`` count the
-            messages.
+            (256,) seconds and the indices of the actions that it waits for; ``between_ranks`` counts the reads of other
+            ranks' gradients, by (source rank, owner rank).
 
         Raises:
             UsageError: the devices are on several nodes.
@@ -195,8 +195,8 @@ class ServerBuilder(ReplicaBuilder):
     def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step with parameter servers, processes that sum gradients and update parameters.
 
-        In the mode ``sync`` the step is one update of all ranks together. In ``async`` and ``bounded`` it is the mean
-        step of one rank, with the time that the rank waits for a server that is busy with other ranks.
+        In the mode ``sync`` the step is one update of all ranks together. In ``async`` and ``bounded`` the step is the
+        mean step of one rank, with the time that the rank waits for a server that is busy with other ranks.
 
         Args:
             exchange: options of the servers: number, mode, transport, steps between pushes and fetches.
@@ -204,8 +204,8 @@ class ServerBuilder(ReplicaBuilder):
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, among them the seconds that servers spend on all ranks. Each of
-            ``actions`` has a device, a phase, (256,) seconds and the indices of the actions that it waits for;
+            Computations and messages of one rank, which stands for all; the work of the servers counts as messages.
+            Each of ``actions`` has a device, a phase, (256,) seconds and the indices of the actions that it waits for;
             ``flows`` are the requests to servers.
 
         Raises:

@@ -42,8 +42,7 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
     """Return the delays of the data rank that ``--slow`` delays most, one for each of its logical workers.
 
     The option ``--slow`` delays ranks or workers on purpose. A logical worker is a fixed share of the global batch. A
-    delay follows all micro-batches of its worker, as in a run,
-    and precedes the collectives of the update.
+    delay follows all micro-batches of its worker, as in a run, and precedes the collectives of the update.
 
     Args:
         config: configuration of the run, with a number of devices.
@@ -51,7 +50,7 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
         stage: pipeline stage of the device.
 
     Returns:
-        (256,) seconds for each element of ``computing``; zeros where nothing is delayed.
+        (256,) seconds for each element of ``computing``, one for each Monte Carlo draw; zeros where nothing is delayed.
     """
     nothing = [np.zeros(SAMPLES) for _ in computing]
     if not config.slowness:

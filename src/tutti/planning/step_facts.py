@@ -108,11 +108,11 @@ class StepFacts:
     whole: StepFacts | None = None
 
     def alone(self) -> StepFacts:
-        """Return FLOP, parameters and collectives of a training step of the same model on one device.
+        """Return FLOP, parameters and collectives of a training step of the same model without tensor parallelism.
 
         Returns:
-            The facts without tensor parallelism and pipeline stages (``whole``). Where no layer is split over tensor
-            ranks, this object itself, with its pipeline stages if it has any.
+            Where layers are split over tensor ranks, the facts of the whole model on one device, also without pipeline
+            stages (``whole``). Otherwise this object itself, with its pipeline stages if it has any.
         """
         return self.whole or self
 
@@ -167,7 +167,8 @@ def gradient_vectors(
         bucket_mb: megabytes (2²⁰ bytes) of a bucket; None: 25.
 
     Returns:
-        For each vector the indices of its parameters in ``tensors``, its number of elements and their bytes.
+        One element for each vector: indices of its parameters in ``tensors`` (``parameters``), its number of
+        ``elements``, and the bytes of an element in messages (``itemsize``).
     """
     tail = Tail(len(tensors), 0).size
     groups = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int((bucket_mb or _BUCKET_MB) * _MEGABYTE))
@@ -211,13 +212,14 @@ def local_sgd_collectives(
 
 
 def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
-    """Return the bytes of each gradient bucket of ZeRO stage 1, in which ranks have equally many rows of every tensor.
+    """Return the bytes of each gradient bucket that ZeRO stage 1 reduce-scatters, padded to equal rows on all ranks.
 
-    A bucket counts with the rows of all ranks and their padding.
+    Rows are slices of a parameter along its first dimension. A bucket's bytes are those on all ranks together, with the
+    padding of each parameter's rows to a multiple of ``ranks``.
 
     Args:
         tensors: trainable parameters, in the model's order.
-        ranks: number of ranks that shard the optimizer state; rows are padded to a multiple of this number.
+        ranks: number of ranks that shard the optimizer state.
 
     Returns:
         Bytes for each bucket, in the order of the buckets.

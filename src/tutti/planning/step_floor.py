@@ -68,8 +68,9 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
 
     Returns:
         ``seconds``, (256,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants, and
-        ``terms``, the seconds of the median bound by cause (compute, communication, idling, and for a pipeline bubble).
-        None for a strategy without a bound, such as parameter servers, whose step must be simulated (``build_step``).
+        ``terms``, the seconds of the median bound by cause: ``compute``, ``communication``, ``idling``, and for a
+        pipeline ``bubble``. None for a strategy without a bound, such as parameter servers, whose step must be
+        simulated (``build_step``).
 
     Raises:
         UsageError: the speed of a link is not known, or the devices do not fit the strategy.

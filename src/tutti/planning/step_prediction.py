@@ -181,9 +181,9 @@ class TaskSizes:
             config: configuration of a run, whose activation checkpointing decides about the activations.
 
         Returns:
-            Sizes of the whole model: number of parameters, bytes of all and of trainable parameters (``whole``,
-            ``trained``), state elements of the optimizer for each trainable element (``words``), bytes of buffers, and
-            bytes of the activations of the largest forward.
+            Sizes of the whole model: number of ``parameters``, bytes of all and of trainable parameters (``whole``,
+            ``trained``), state elements of the optimizer for each trainable element (``words``), bytes of ``buffers``,
+            and bytes of the ``activations`` of the largest forward.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
@@ -349,9 +349,9 @@ def predict_step(
         residuals: scores of earlier predictions for the 90 % band, by class of prediction and source.
 
     Returns:
-        The prediction: seconds of the step (median, quantiles over draws, 90 % band), shares of computing,
-        communication and idling, samples a second, bytes on the fullest device and messages. And start and end of every
-        action (computation or message) of the simulated step, in seconds, for a timeline.
+        A pair. The prediction: seconds of the step (median, quantiles over draws, 90 % band), shares of computing,
+        communication and idling, samples a second, bytes on the fullest device and messages. And for a timeline the
+        start and end in seconds of every action (computation or message) of the simulated step.
 
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
@@ -466,9 +466,10 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
         task_name: name of the task.
 
     Returns:
-        The keys ``format``, ``version``, ``task``, ``units``, ``machine`` (its name), ``basis`` (such as
-        ``measured``), ``rests_on`` and ``guesses`` (lists of lines in words), and ``steps``, a list with one object for
-        each prediction, whose keys are the attributes of ``StepPrediction``.
+        The keys ``format`` and ``version`` (of the file), ``task``, ``units`` (unit by name of a quantity), ``machine``
+        (its name), ``basis`` (such as ``measured``), ``rests_on`` and ``guesses`` (lists of lines in words), and
+        ``steps``, a list with one object for each prediction: ``strategy``, ``devices``, ``batch``, ``seconds``,
+        ``band``, ``shares``, ``memory`` and the further attributes of ``StepPrediction``.
     """
     units = {"seconds": "s", "memory": "byte", "bytes": "byte"}
     steps = [asdict(each) for each in found]
