@@ -562,7 +562,9 @@ CONVERSION = "_apply"
 
 
 def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Convert a module's tensors as its class does, even where an attribute of the instance replaces ``CONVERSION``.
+    """Convert a module's tensors by ``_apply`` of its class, as ``module.to(…)`` and ``module.half()`` do.
+
+    ``nn.Module._apply`` is private. The class's method is called even if an attribute of the instance replaces it.
 
     Args:
         module: the module, which is changed in place.

@@ -115,12 +115,16 @@ class ShardSpec:
     def regions(self, local: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return the position in the global tensor of each contiguous part of this rank's local tensor.
 
+        This spec states which slice the local tensor holds. A local tensor consists of several parts if the global
+        tensor has several equal ``blocks`` along its first dimension that are split alike, such as packed queries, keys
+        and values.
+
         Args:
             local: shape of the local tensor that has this spec.
 
         Returns:
-            (offset, shape) of each part, in the order of the local rows: one for each of ``blocks`` that the rows
-            touch.
+            A list of pairs (offset in the global tensor, shape), one for each part, in the order of the local rows: a
+            part for each of ``blocks`` of which the local tensor holds rows.
 
         >>> ShardSpec((12, 5), (2, 0), blocks=3).regions((6, 5))
         [((2, 0), (2, 5)), ((6, 0), (2, 5)), ((10, 0), (2, 5))]
@@ -506,7 +510,7 @@ class ReplicaRunner(Protocol):
     split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Register a receiver of the gradients of the model's parameters on this rank.
+        """Register an object that is told of each gradient of the model's parameters on this rank.
 
         Args:
             grad_hook: receiver, whose ``gradient_ready(parameter)`` is called each time that a backward has accumulated
@@ -540,14 +544,15 @@ class ReplicaRunner(Protocol):
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which this rank's modules hold the given values and are in eval mode, without autograd.
+        """Return a context manager for evaluating this rank's part of the model with other weights, as an average.
 
-        On exit the modules get their former values and modes back.
+        Within the block, this rank's modules hold the tensors of ``values`` as parameters and buffers, are in eval
+        mode, and autograd is off (``torch.no_grad``). On exit the modules get their own tensors and their training
+        modes back.
 
         Args:
-            values: values of parameters and buffers by their name in the unsplit model; the values of all other
-                parameters
-                and buffers stay.
+            values: tensors by the name that the parameter or buffer has in the model before it is split over ranks; a
+                tensor that is split is this rank's slice. Parameters and buffers that are not named keep their tensors.
         """
 
 
@@ -564,7 +569,7 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         The seed is ``micro_batch.key``, so that draws such as dropout do not depend on the rank.
 
         Args:
-            micro_batch: the micro-batch that follows.
+            micro_batch: the micro-batch on which the script's loop body runs next.
         """
 
     def backward(
@@ -740,7 +745,7 @@ class GradientSync(Protocol):
 
         Args:
             worker: index of the logical worker, one of those of this rank.
-            step_context: facts of the step.
+            step_context: facts of the step, such as its number and loss scale.
         """
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
@@ -830,9 +835,10 @@ class GradientSync(Protocol):
         """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
 
         Returns:
-            An ``OwnGradients``: the trained parameters in whose ``.grad`` backward leaves this rank's gradients; where
-            backward itself reduces gradients (FSDP2) a function that returns the sum of their squares; and the
-            optimizers that have state of these parameters on this rank.
+            An ``OwnGradients``: ``parameters``, the trained parameters in whose ``.grad`` backward leaves this rank's
+            gradients; ``take_squares``, where backward itself reduces gradients (FSDP2) a function that returns and
+            resets the sum of their squares, else None; and ``optimizers``, which have the state of these parameters on
+            this rank.
 
         Raises:
             UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no
@@ -895,14 +901,15 @@ class CustomLoopSync(GradientSync, Protocol):
 
         A custom training loop is the script's own loop with forward, backward and update. Collective; called once,
         before the first step. Complete gradients are those of the mean loss over the global batch; where ranks hold
-        shards of them, ``.grad`` stays the shard (see ``gradient_at``).
+        shards of them, ``.grad`` is the shard of the complete gradient.
         """
 
     def leave_custom_loop(self) -> None:
-        """End a script's own loop over an epoch: buffers that it writes later are set for all of a rank's workers.
+        """Note that the script has left its own loop over an epoch: buffers that it writes now are for all its workers.
 
-        A worker is a logical worker, a fixed share of the global batch with buffers of its own. Within the loop, after
-        an update, such a write counts for the last worker of this rank alone. Called after each epoch, and where the
+        A logical worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm
+        statistics. A value that the script writes into a buffer after this call is set for all workers of this rank;
+        within the loop, after an update, for the rank's last worker alone. Called after each epoch, and where the
         script leaves the loop by ``break``. Not collective.
         """
 
@@ -982,24 +989,26 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def apply_clearing(self) -> None:
-        """Clear the gradients of shards whose full parameters' ``.grad`` the script has cleared since the last step.
+        """Clear the gradients of parameter shards where the script has cleared the full parameters' ``.grad``.
 
-        For FSDP2, where shard and full parameter are different objects; other strategies do nothing. Called after a
-        forward.
+        For FSDP2, where the script sees the full, gathered parameters during a forward and the optimizer has shards. A
+        shard's gradient becomes None or zeros, as the script has left the placeholder that ``show_gradients`` put into
+        ``.grad`` of the full parameter. Called after a forward; other strategies do nothing.
         """
 
     def show_gradients(self) -> None:
-        """Set ``.grad`` of full parameters, so that ``apply_clearing`` can tell whether the script clears it.
+        """Set ``.grad`` of full parameters to placeholders, so that a script's clearing of them is noticed.
 
-        For FSDP2 alone, where gradients are in shards and the script sees the full parameters during a forward; other
-        strategies do nothing.
+        For FSDP2, where the script sees the full, gathered parameters during a forward and gradients of earlier
+        backward passes are in shards. A placeholder raises UsageError when it is read; ``apply_clearing`` finds out
+        whether the script has cleared it. Other strategies do nothing.
         """
 
     def apply_edits(self) -> None:
         """Make the coming update use what the script has written into ``.grad``, such as clipped gradients.
 
-        Called before ``optimizer_step``. Where the optimizer's gradients are other tensors (FSDP2), they are set to
-        the script's.
+        Called before ``optimizer_step``. If the optimizer updates other tensors than the script's parameters (shards),
+        the gradients of these tensors are set to the script's.
         """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:

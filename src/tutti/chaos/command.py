@@ -42,7 +42,7 @@ class Command:
 
     @property
     def devices(self) -> int:
-        """Number of processes that the ``tutti train`` command starts, one for each device."""
+        """Number of processes that this ``tutti train`` command line starts, one for each device."""
         return int(self.config.devices)
 
     def every(self) -> int | None:

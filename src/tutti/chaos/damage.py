@@ -31,7 +31,9 @@ class Damage:
     missed: list[str] = field(default_factory=list)
 
     def judge(self, damaged: Path, where: str) -> None:
-        """Verify a damaged checkpoint as a resuming run does, and count the copy as detected or missed.
+        """Verify a damaged copy of a checkpoint as a resuming run does, and count the copy as detected or missed.
+
+        Increments ``tried``, and ``detected`` if the loader refuses the copy.
 
         Args:
             damaged: directory of the damaged copy.
@@ -52,19 +54,23 @@ class Damage:
 def corrupt_copies(
     path: Path, *, flips: int = 1000, truncate: int = 16, drop: bool = True, seed: int = 0
 ) -> list[Damage]:
-    """Damage copies of a checkpoint, one place at a time, and count the copies that a resuming run would refuse.
+    """Test that damage to a checkpoint is noticed: damage copies of it, each in one place, and verify each copy.
+
+    A copy counts as detected if ``checkpoint.read.verify``, by which a resuming run checks a checkpoint, refuses it.
+    The checkpoint itself is only read; two copies of it are made in a temporary folder.
 
     Args:
-        path: a checkpoint, or a run directory, whose newest checkpoint is taken; never written to.
-        flips: number of single bits to flip, each in a copy that is intact otherwise, drawn over all bits of all files.
-        truncate: number of lengths to which each file is truncated, the longest one byte short.
-        drop: whether to remove each file in turn, too.
+        path: a checkpoint, or a run directory, whose newest checkpoint is taken.
+        flips: number of copies in which a single bit is flipped; the bits are drawn over all bits of all files.
+        truncate: number of lengths to which each file is truncated in turn, the longest one byte short.
+        drop: whether to try copies in which one file is missing, for each file.
         seed: seed of the bits that are flipped.
 
     Returns:
-        One entry for each kind of damage that was tried: flipped bits, truncated files, missing files, and files
-        replaced by the same file of another step, if the run has another checkpoint. Each has ``name``, ``tried`` and
-        ``detected`` (numbers of copies) and ``missed`` (places, in words, whose damage the loader did not detect).
+        A list with one ``Damage`` for each kind of damage that was tried: flipped bits, truncated files, missing files,
+        and files replaced by the same file of another step, if the run has another checkpoint. Its attributes are
+        ``name`` (the kind), ``tried`` and ``detected`` (numbers of damaged copies) and ``missed`` (places, in words, of
+        the damage that was not detected).
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged already.

@@ -44,7 +44,7 @@ class Fault:
         return f"{self.kind} {'the launcher' if self.rank == LAUNCHER else f'rank {self.rank}'}"
 
     def ends(self) -> frozenset[int]:
-        """Return the exit codes other than 0 with which this fault may end a run without breaking a promise of tutti.
+        """Return the non-zero exit codes with which this fault, such as ``kill``, may end a run as tutti promises.
 
         A run that ends with one of them can be started again with ``--resume``.
 

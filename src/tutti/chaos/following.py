@@ -47,7 +47,7 @@ class Follower:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """The followed run's progress as two numbers: resumes from a checkpoint so far, and the last step.
+        """Progress of the followed training run: (number of resumes from a checkpoint so far, last step).
 
         The pair changes with every step and every resume; two equal pairs mean that the run made no progress between
         them.

@@ -48,7 +48,7 @@ class Rules:
     seed: int = 0
 
     def most_lost(self, fault: Fault, since_full: int | None = None) -> int | None:
-        """Return the largest number of training steps that a run may repeat after a fault; None if nothing is promised.
+        """Return the largest number of training steps that a run may have to repeat after an injected fault.
 
         A killed run loses up to two checkpoint intervals, because a checkpoint may still be being written while
         training goes on up to the next; a corrupted checkpoint costs one interval more.
@@ -56,7 +56,12 @@ class Rules:
         Args:
             fault: the fault, of which only the kind counts.
             since_full: number of checkpoints finished since the disk was last full; None: it never was. Saves that
-                failed on the full disk leave a gap, and nothing is promised of a fault that falls back over it.
+                failed on the full disk leave a gap between checkpoints, and nothing is promised if the run falls back
+                over it.
+
+        Returns:
+            Number of steps: 0 after the faults ``slow`` and ``terminate``; None if nothing is promised, as after
+            ``fill``, or if the checkpoint interval is unknown.
         """
         if fault.kind in ("slow", "terminate"):
             return 0
@@ -96,11 +101,13 @@ class Play:
         self.exit_code: int | None = None
 
     def play(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
-        """Inject faults into the run in order, resuming it each time a fault ends it, and record ``outcomes``.
+        """Inject faults into a training run in order, resume the run each time one ends it, and record ``outcomes``.
 
         To resume is to start the run again with ``tutti train --resume``. Blocks until a run that this process started
         has ended; a run of another process is left running after the last fault, and is never resumed. Faults that are
-        left when the run ends are not injected. A stopped process is continued, and a filled disk emptied, in any case.
+        left when the run ends are not injected. At the end, also after an exception, a stopped process is continued and
+        a filled disk emptied. Sets ``outcomes`` (a ``FaultOutcome`` for each injected fault) and ``exit_code`` of the
+        run.
 
         Args:
             faults: faults sorted by step.

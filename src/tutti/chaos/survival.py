@@ -28,19 +28,22 @@ def survive(
 ) -> Report:
     """Start a training run, inject faults into it, resume it each time a fault ends it, and compare its weights.
 
-    To resume is to start the run again with ``tutti train --resume``. Blocks until the run has ended.
+    A fault is, for example, SIGKILL to a rank, a stopped process or a full disk. To resume is to start the run again
+    with ``tutti train --resume``. Blocks until the run has ended.
 
     Args:
-        command: ``tutti train`` command line of the run.
-        plan: called once as ``plan(processes, steps)``; returns the faults. ``steps`` is None if unknown.
+        command: the run's ``tutti train`` command line.
+        plan: function that chooses the faults; called once as ``plan(processes, steps)`` with the number of the run's
+            processes and of its training steps (None if unknown), and returns ``Fault``s in increasing order of steps.
         rules: options of injecting the faults, such as the number of devices after a resume.
         output: file for the run's standard output and standard error.
-        known: run directory of the same run without faults, to compare weights with; None: do not compare.
+        known: run directory of the same run without faults, whose final weights are compared; None: do not compare.
         tell: called after each fault with its number, from 1, and its outcome; None: not called.
 
     Returns:
-        Outcome of each fault (``outcomes``) and of the run: exit code, steps, steps executed, seconds, the SHA-256
-        hashes of both runs' weights, and names of files of unfinished saves (``left``).
+        A ``Report``: the outcome of each fault (``outcomes``), and of the run ``exit_code``, ``steps``, ``executed``
+        (steps, repeated ones included), ``seconds``, the SHA-256 hashes of both runs' weights, and ``left``, names of
+        files of unfinished saves.
 
     Raises:
         UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
@@ -68,21 +71,24 @@ def survive(
 
 
 def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
-    """Inject faults into a run that another process started, and report whether it goes on or ends as permitted.
+    """Inject faults, such as SIGKILL to a rank, into a running training run of another process, and report the outcome.
 
-    Blocks until the last fault is over or the run has ended. The run is never resumed, and no weights are compared.
+    The function watches the run's directory and its processes on this machine. Blocks until the last fault is over or
+    the run has ended. A run that a fault has ended is not resumed, and no weights are compared.
 
     Args:
-        directory: run directory of the run, on this machine.
-        plan: called once as ``plan(processes, None)``, because the number of steps is unknown; returns the faults.
-        rules: options of injecting the faults.
+        directory: directory of the run, on this machine.
+        plan: function that chooses the faults; called once as ``plan(processes, None)`` with the number of the run's
+            processes (its number of steps is unknown), and returns ``Fault``s in increasing order of steps.
+        rules: options of injecting the faults, such as the bytes that a full disk leaves free.
 
     Returns:
-        Outcome of each fault (``outcomes``) and of the run so far: exit code (None while it goes on), steps, steps
-        executed and seconds.
+        A ``Report``: ``outcomes``, with a ``FaultOutcome`` for each fault that was injected; and of the run so far
+        ``exit_code`` (None while it goes on), ``steps``, ``executed`` (steps, repeated ones included) and ``seconds``.
+        ``report.problems()`` is empty if the run went on, or ended, as tutti promises for these faults.
 
     Raises:
-        UsageError: no process writes to ``directory``.
+        UsageError: no process of a run in ``directory`` was found.
     """
     begun = time.monotonic()
     run = Running(directory)
@@ -104,14 +110,16 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 
 
 def uninterrupted(command: Command, output: IO[str]) -> Path:
-    """Run ``command`` without faults in a new directory, and return this directory.
+    """Run a training command without faults in a new directory, to get the weights that a run with faults must reach.
 
-    The directory is ``RUN-reference``, beside the command's run directory ``RUN``. Blocks until the run has ended. Its
-    final weights are what `survive` compares with.
+    The directory is ``RUN-reference``, beside the command's run directory ``RUN``. Blocks until the run has ended.
 
     Args:
         command: the ``tutti train`` command line to repeat.
         output: file for the run's standard output and standard error.
+
+    Returns:
+        The new run directory, which ``survive`` takes as ``known``.
 
     Raises:
         UsageError: the directory exists already.

@@ -35,8 +35,9 @@ class CheckpointReader:
         """Return the names of the checkpoint's tensors in a group, a kind of state.
 
         Args:
-            group: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``; a group that was not saved
-                has no names.
+            group: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer state) or
+                ``workers`` (state of each logical worker, a fixed share of the global batch); a group that was not
+                saved has no names.
         """
         return self._manifest.tensors.get(group, {}).keys()
 
@@ -44,7 +45,8 @@ class CheckpointReader:
         """Read one whole tensor from the checkpoint's files, on the CPU and in the saved dtype.
 
         Args:
-            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
+            group: kind of state: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer
+                state) or ``workers`` (state of each logical worker, a fixed share of the global batch).
             name: the tensor's name within the group.
 
         Raises:
@@ -56,7 +58,8 @@ class CheckpointReader:
         """Return the shape of one whole tensor of the checkpoint, from the manifest; no tensor file is read.
 
         Args:
-            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
+            group: kind of state: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer
+                state) or ``workers`` (state of each logical worker, a fixed share of the global batch).
             name: the tensor's name within the group.
 
         Raises:
@@ -68,7 +71,8 @@ class CheckpointReader:
         """Read a region of one tensor of the checkpoint, and no other bytes where its files allow it.
 
         Args:
-            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
+            group: kind of state: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer
+                state) or ``workers`` (state of each logical worker, a fixed share of the global batch).
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.
@@ -100,17 +104,19 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the model's tensors: those in the weights file, and those that keep initial values.
+        """Return the names of the model's tensors that this reader of a weights file gives.
 
-        The constructor gets the latter, which the file lacks, as ``kept``.
+        They are the names in the file, and those of the tensors that the constructor was given as ``kept``, which keep
+        their initial values because the file lacks them or has them in another shape.
 
         Args:
-            group: part of a checkpoint; a weights file has only ``model``. Another group gives an empty collection.
+            group: kind of state, as in a checkpoint: a weights file has only ``model``; any other group gives an empty
+                collection.
         """
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one whole tensor: given to the constructor in place of the file's, else the file's, read to the CPU.
+        """Return one whole tensor of a weights file, read to the CPU, or the constructor's tensor in its place.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
@@ -122,7 +128,9 @@ class WeightsReader:
         return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one whole tensor, from the file's header or of the tensor that replaces the file's.
+        """Return the shape of one whole tensor of a weights file, or of the constructor's tensor in its place.
+
+        The shape of a tensor in the file comes from the file's header.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
@@ -142,7 +150,7 @@ class WeightsReader:
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name.
+            name: the tensor's name in the model; the file may have it under a tied name instead.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.
 
@@ -154,7 +162,7 @@ class WeightsReader:
 
 
 def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec]:
-    """Return shape and tied names of every tensor of the whole model, by name, on every rank.
+    """Return shape and tied names of every tensor of the unsplit model, by name, on every rank.
 
     Collective: one broadcast from each rank of ``comm``; blocks until all have called it.
 
@@ -231,7 +239,8 @@ def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, na
     Args:
         manifest: the checkpoint's manifest, for the error.
         load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
-        saved: the value from the manifest's ``facts``, the run's state beside its tensors.
+        saved: the value, taken from the manifest's ``facts`` (the run's state beside its tensors) and passed to
+            ``load``.
         name: name of the value, for the error.
 
     Raises:

@@ -26,7 +26,7 @@ def export_weights(
         overwrite: whether an existing file may be replaced.
 
     Returns:
-        The SHA-256 of the weights in hexadecimal (as ``weights_hash``), and the file's size in bytes.
+        A pair: the SHA-256 of the weights in hexadecimal (as ``weights_hash``), and the file's size in bytes.
 
     Raises:
         UsageError: ``output`` is a directory, or exists and ``overwrite`` is off.

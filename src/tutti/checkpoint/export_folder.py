@@ -29,12 +29,13 @@ def export_hf_folder(
     Args:
         weights: the weights to write.
         output: the folder, which is made if it does not exist.
-        metadata: entries of each file's ``__metadata__``.
+        metadata: entries of each file's ``__metadata__``, beside ``format`` and the hash of its weights.
         overwrite: whether weights in the folder may be replaced.
         most: bytes of the largest shard.
 
     Returns:
-        The SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all files in bytes.
+        A pair: the SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all safetensors files
+        in bytes.
 
     Raises:
         UsageError: ``output`` is a file, or holds weights and ``overwrite`` is off.
@@ -99,7 +100,7 @@ def export_dcp_folder(weights: Weights, output: Path) -> tuple[str, int]:
         output: the new folder.
 
     Returns:
-        The SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all files in bytes.
+        A pair: the SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all files in bytes.
 
     Raises:
         UsageError: ``output`` exists.

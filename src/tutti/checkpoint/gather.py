@@ -191,6 +191,10 @@ def gathered_model(
         merged: this rank's tensors and slices of the model merged over replicas, or of its average (EMA), by name.
         at_first_shard: whether this rank is the first on the mesh axis ``shard``; only that rank gives tensors that are
             not sharded by rows, which the ranks of the axis hold alike.
+
+    Returns:
+        A ``GatheredModel``: ``mapping[name]`` gathers and returns the whole tensor, a tied tensor under each of its
+        names; ``all()`` returns all tensors as a dict.
     """
     if replica.sharded and comms.model.size == 1:
         return GatheredRows(merged, replica.sharded, replica.specs, comms.axis("shard"))

@@ -83,9 +83,9 @@ class CheckpointManager:
         self._opened = False
 
     def open(self) -> None:
-        """Create the checkpoint folder and check that all ranks share it, once; the first save calls it too.
+        """Create the run's checkpoint folder and check that all ranks share it; later calls do nothing.
 
-        Collective: a broadcast and an all-gather over all ranks.
+        The first save calls this method, too. Collective: a broadcast and an all-gather over all ranks.
 
         Raises:
             CheckpointError: some ranks cannot see rank 0's folder; the text names them.
@@ -122,7 +122,7 @@ class CheckpointManager:
 
         Args:
             step: optimizer steps taken.
-            state: this rank's tensors and slices by name, by group (``model``, ``optim``, …).
+            state: this rank's tensors and slices by name, in a dict for each group (``model``, ``optim``, …).
             facts: the run's further state for the manifest, as JSON values; only rank 0's are written.
         """
         with heartbeat.training.during(Phase.SAVE):
@@ -187,12 +187,13 @@ class CheckpointManager:
             )
 
     def best_kept(self) -> dict[str, Any] | None:
-        """Return step and held-out values of the best checkpoint; None where none was evaluated or no criterion is set.
+        """Return step and held-out values of the best checkpoint in the run's folder.
 
         Reads the folder on this rank, without a collective; take rank 0's answer.
 
         Returns:
-            ``{"step": N, "loss": …}`` with the held-out loss and each metric by name.
+            ``{"step": N, "loss": …}`` with the held-out loss and each metric by name; None if no criterion (``best``)
+            is set or no checkpoint was evaluated.
         """
         found = ranked(scan(self.folder), self.best.score) if self.best is not None else []
         return {"step": found[0].step, **found[0].facts["eval"]} if found else None
@@ -311,15 +312,11 @@ class CheckpointManager:
 def share_folder(comm: Communicator, folder: Path) -> None:
     """Create ``folder`` on rank 0 and check that every rank sees a file that rank 0 creates there.
 
-    Collective: a broadcast and an all-gather over ``comm``; blocks.
+    Collective: a broadcast and an all-gather over ``comm``; blocks. The file is deleted at the end.
 
     Args:
         comm: the ranks that share the folder, such as all ranks of the job.
         folder: folder of the run's checkpoints; the same path on all ranks.
-
-    Args:
-        comm: all ranks.
-        folder: the folder of the checkpoints, on rank 0; all ranks look there for the file.
 
     Raises:
         CheckpointError: some ranks cannot see rank 0's folder; the text names them.

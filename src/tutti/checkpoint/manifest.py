@@ -58,7 +58,10 @@ class FileRecord:
 
     @property
     def name(self) -> str:
-        """Name of the tensor file that rank N wrote, ``rank{N}.safetensors``, in the directory of its kind of state."""
+        """Name of this tensor file of a checkpoint, which rank N wrote: ``rank{N}.safetensors``, without its directory.
+
+        The directory is named like the file's kind of state, such as ``model``.
+        """
         return f"rank{self.rank}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
@@ -139,7 +142,7 @@ class Manifest:
         object.__setattr__(self, "tensors", _tensors(self.files))
 
     def encode(self) -> bytes:
-        """Return the bytes of the checkpoint's manifest file: a JSON object that ends with a hash of itself.
+        """Return the bytes of a checkpoint's manifest file: a JSON object that ends with a hash of itself.
 
         The last member, ``sha256``, is the SHA-256 of all bytes before it.
 

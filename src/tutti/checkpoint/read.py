@@ -91,8 +91,9 @@ class TensorReader:
         """Yield tensors of one group of a checkpoint as (name, whole tensor), one at a time, on the CPU.
 
         Args:
-            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``; a group
-                that was not saved has no tensors.
+            group: kind of state: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer
+                state) or ``workers`` (state of each logical worker, a fixed share of the global batch); a group that
+                was not saved has no tensors.
             names: the tensors to read, in this order; None for all.
 
         Raises:
@@ -109,7 +110,8 @@ class TensorReader:
         Only files that hold a part of the region are opened.
 
         Args:
-            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
+            group: kind of state: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer
+                state) or ``workers`` (state of each logical worker, a fixed share of the global batch).
             name: the tensor's name.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.
@@ -128,7 +130,8 @@ class TensorReader:
         tensor, a dtype that NumPy lacks, becomes uint16. Files that hold no part of the region are not opened.
 
         Args:
-            group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
+            group: kind of state: ``model`` (parameters and buffers), ``ema`` (averaged weights), ``optim`` (optimizer
+                state) or ``workers`` (state of each logical worker, a fixed share of the global batch).
             name: the tensor's name.
             offset: index of the region's first element, one number a dimension.
             shape: shape of the region, one number a dimension.

@@ -57,8 +57,8 @@ def load_optimizer(
     Args:
         optimizer: the optimizer over this rank's parameters.
         named: (name, parameter) pairs of this rank.
-        saved: the checkpoint.
-        group: the checkpoint's group, such as ``optim``.
+        saved: the tensors of the checkpoint.
+        group: the checkpoint's group of tensors, such as ``optim``.
         prefix: beginning of the tensors' names before ``{parameter}/{key}``.
         specs: place of each parameter on this rank in the whole one, with its tied names; None if all are whole.
     """
@@ -101,7 +101,9 @@ def written(
         tensors: tensors by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
         replica: this rank's part of the model, which holds the tensors.
         comm: the ranks that hold the same tensors and share the writing.
-        shapes: local shapes of the parameters, for an optimizer's state; a state of another shape is no slice.
+        shapes: for an optimizer's state, this rank's local shape of each parameter by its name: a state tensor of this
+            shape is a slice like the parameter; another, such as a step counter, is whole. None: the tensors are
+            parameters and buffers.
 
     Returns:
         Tensors by name; a slice of a larger tensor as a ``TensorSlice`` with the whole shape and its offset.
@@ -124,8 +126,8 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
     """Read this rank's slice of one tensor from the checkpoint, on the CPU; the saved sharding may have been another.
 
     Args:
-        saved: the checkpoint.
-        group: the checkpoint's group, such as ``model``.
+        saved: the tensors of the checkpoint.
+        group: the checkpoint's group of tensors, such as ``model``.
         name: the tensor's name, a key of ``replica.specs``; the checkpoint may have a tied name instead.
         replica: this rank's part of the model.
         local: shape of this rank's slice.
@@ -146,11 +148,13 @@ def _part(saved: SavedState, group: str, name: str, spec: ShardSpec, local: Sequ
 
 
 def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
-    """Cut optimizer state of whole-parameter shape, which a constructor has made (Adagrad), to this rank's slices.
+    """Cut optimizer state that has the shape of whole parameters to this rank's slices, in place.
+
+    Optimizers such as Adagrad make such state in their constructor.
 
     Args:
-        optimizer: its ``state`` is changed in place; state of other shapes, such as step counters, stays.
-        slices: place of each parameter's slice in the whole parameter.
+        optimizer: the optimizer, whose ``state`` is changed; tensors of other shapes, such as step counters, stay.
+        slices: for each parameter object of the optimizer the place of its slice in the whole parameter.
     """
     for parameter, spec in slices.items():
         for key, value in optimizer.state.get(parameter, {}).items():

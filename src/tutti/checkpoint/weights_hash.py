@@ -17,7 +17,7 @@ class WeightsHash:
         self._digest = hashlib.sha256()
 
     def add(self, name: str, dtype: str, shape: Sequence[int], data: Any) -> None:
-        """Hash the next tensor; the caller adds tensors in sorted order of their names.
+        """Add a model's next tensor to the hash; the caller adds tensors in sorted order of their names.
 
         Args:
             name: the tensor's name in the model's state dict.

@@ -105,12 +105,14 @@ def write_part(
 ) -> list[FileRecord]:
     """Write one rank's tensor slices of one group of state into the file ``GROUP/rank{N}.safetensors``, and fsync it.
 
-    The hash is of the bytes in memory, so that damage on the disk is noticed. Tensors must not change meanwhile: give
-    a snapshot. Empty slices of tensors that are not empty are left out.
+    The hash is of the bytes in memory, so that damage on the disk is noticed. Tensors must not change meanwhile: give a
+    snapshot. Empty slices of tensors that are not empty are left out.
 
     Args:
         temporary: the directory from ``begin``.
-        group: kind of state: ``model``, ``ema``, ``optim``, ``data``, ``rng``, ``workers`` or ``wire``.
+        group: kind of state, one of ``GROUPS``, such as ``model`` (parameters and buffers), ``ema`` (averaged weights),
+            ``optim`` (optimizer state) or ``workers`` (state of each logical worker, a fixed share of the global
+            batch).
         rank: this rank.
         slices: the slices to write.
         progress: called after every mebibyte.

@@ -64,8 +64,9 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
 def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
     """Return the options in which two runs differ, apart from scale (workers, batch size) and learning rate.
 
-    Options that have no effect at the reference's scale do not count: ``regime_batch`` and the base batch of
-    ``gradient_noise`` equal to its batch, and, if it has one worker, ``batch_norm=sync`` and ``identical_batches``.
+    Options that have no effect at the reference's scale do not count: ``regime_batch`` if it equals the reference's
+    batch, ``gradient_noise`` if its base batch does, and, if the reference has one worker, ``batch_norm=sync`` and
+    ``identical_batches``.
 
     Args:
         config: options of one run.

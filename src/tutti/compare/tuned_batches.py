@@ -78,7 +78,7 @@ def tuned_batches(
     pool: Path,
     watch: Callable[[Trial, Progress], None],
 ) -> Iterator[TunedBatch]:
-    """Train to the target at each batch size: first a grid of rates, then the best rate with several seeds.
+    """Train to a target (``--until``) at each batch size: a grid of learning rates, then the best with several seeds.
 
     The grid is centred on the optimizer's rate times √(batch ÷ configured batch size), a factor of 3 apart, and is
     widened twice at most while its best rate is at an edge. Finished runs are kept: the same call trains only the
@@ -86,7 +86,7 @@ def tuned_batches(
 
     Args:
         task: name of the task.
-        base: configuration of the runs, with a target.
+        base: configuration of the runs, with a target, and with an optimizer whose learning rate fits its batch size.
         batches: global batch sizes.
         seeds: number of runs with the best rate.
         pool: folder of the run directories.

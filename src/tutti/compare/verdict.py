@@ -89,7 +89,7 @@ class RungResult:
     def finite(self) -> bool:
         """Whether the held-out metric is finite at the end of the configuration's run with every seed.
 
-        A configuration of which it is not is named in the verdict, and not compared.
+        A configuration for which this is False is named in the verdict, and not compared.
         """
         return all(outcome.finite for outcome in self.outcomes)
 

@@ -28,7 +28,10 @@ class FittedWeights(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """Names of the model's tensors that a warm start leaves at their initial values: new and reshaped ones."""
+        """Names of the model's tensors that a warm start leaves at their initial values, in a list.
+
+        First those that the saved weights lack (``new``), then those whose shapes differ (``reshaped``).
+        """
         return [*self.new, *self.reshaped]
 
     def text(self) -> str:
@@ -117,7 +120,8 @@ class InitMap:
             saved: names of all tensors in the weights.
 
         Returns:
-            The name in the weights of each tensor, by its new name; without a matching item both are equal.
+            A dict with an entry for each saved tensor: its new name → its name in the weights. Both are equal if no
+            item matches the name.
 
         Raises:
             UsageError: no name begins with the ``OLD`` of an item, or two tensors get the same name.

@@ -70,7 +70,10 @@ class StagesConfig(StrategyOptions):
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Name of the first module of each virtual pipeline stage but the first; empty for an even partition."""
+        """Name of the first module of each virtual pipeline stage but the first, as the options state it.
+
+        From the option ``stages`` or ``cuts``; empty without these options: the partition is then even.
+        """
         return tuple(names[0] for names in self.modules[1:]) or self.cuts
 
     @property
@@ -206,8 +209,10 @@ class TensorConfig(StrategyOptions):
     def styles(self) -> Mapping[str, str]:
         """The tensor-parallel plan: name pattern of modules → how to split them; empty if it is found automatically.
 
-        Values are ``colwise``, ``rowwise``, ``heads``, ``gathered``, ``vocabulary`` and ``whole``. Raises ValueError
-        for an item of ``plan`` that is not ``pattern:style``, or has another style.
+        Values are ``colwise`` and ``rowwise`` (a linear layer by outputs or by inputs), ``heads`` (attention by heads),
+        ``vocabulary`` (an embedding by rows of its table), ``gathered`` (a layer by outputs, which are all-gathered)
+        and ``whole`` (not split). Raises ValueError for an item of ``plan`` that is not ``pattern:style``, or has
+        another style.
         """
         found = {}
         for item in self.plan:

@@ -252,14 +252,19 @@ class ConstantSchedule:
 
     @cached_property
     def warmup_length(self) -> Duration:
-        """The length of the learning rate's warm-up; zero steps without one. Raises UsageError if it is malformed."""
+        """Length of the learning rate's warm-up, from the option ``warmup`` of the schedule; zero steps without one.
+
+        A ``Duration`` has a ``value`` and a ``unit``: epochs, steps or samples. Raises UsageError if the option is
+        malformed.
+        """
         return Duration.parse(self.warmup, "warmup")
 
     @property
     def drops(self) -> tuple[Duration, ...]:
-        """Durations from the start of the run after which the learning rate drops at once; empty if it never does.
+        """Durations from the start of the run after which the schedule drops the learning rate at once; else empty.
 
-        A duration is a number of epochs, steps or samples. Only ``StepSchedule`` has any, its milestones.
+        A duration is a number of epochs, steps or samples. Empty for all schedules but ``StepSchedule``, where they are
+        the milestones.
         """
         return ()
 

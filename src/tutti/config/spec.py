@@ -158,7 +158,10 @@ class Spec:
 
         Args:
             config: the dataclass, whose fields are the possible keys.
-            option: the option, which errors name with this specification's name.
+            option: kind of the specification, such as ``strategy``; errors state it before this specification's name.
+
+        Returns:
+            The instance; fields without a key have their defaults.
 
         Raises:
             UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass
@@ -190,6 +193,9 @@ class StrategyOptions:
 
         Args:
             steps: maps a duration to its number of steps in this run.
+
+        Returns:
+            The options, of the same class.
         """
         return self
 
@@ -271,6 +277,9 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
         config: the dataclass.
         options: field values; text is converted to the field's type.
         where: text that says in error messages where the options were given, such as ``--slow``.
+
+    Returns:
+        The instance; fields that ``options`` does not name have their defaults.
 
     Raises:
         UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass refuses.

@@ -92,7 +92,7 @@ class RowsConfig(StrategyOptions):
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
-        """Return whether FSDP2 shards the parameters: in ZeRO stages 2 and 3, over several ranks of ``shard``.
+        """Return whether FSDP2 shards parameters: in ZeRO stages 2 and 3, if the mesh dimension ``shard`` is above 1.
 
         In stage 2, too, a rank holds only its rows between steps; parameters are whole from forward to backward.
 
@@ -102,9 +102,11 @@ class RowsConfig(StrategyOptions):
         return self.stage > 1 and shape["shard"] > 1
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect.
+        """Raise UsageError if the ZeRO options ``offload`` or ``param_dtype`` would have no effect.
 
-        That is, ``offload`` on CPUs, and ``offload=true`` or ``param_dtype`` where one device holds the whole state.
+        ``offload`` keeps shards and optimizer state in host memory (``true``), or the optimizer state alone
+        (``optimizer``); the error is raised for both on CPUs. ``param_dtype`` is the dtype in which parameters are
+        gathered; the error is raised for this option and for ``offload=true`` if the mesh dimension ``shard`` is 1.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -163,7 +165,8 @@ class SplitConfig(RowsConfig, AllReduceConfig):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if sharded parameters (ZeRO stages 2 and 3) are combined with pipeline stages.
 
-        Also if ``offload`` or ``param_dtype`` would have no effect on this device mesh.
+        Also if ``offload`` (training state in host memory) or ``param_dtype`` (dtype of gathered parameters) would have
+        no effect on this device mesh (``RowsConfig.check``).
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -264,8 +267,8 @@ class ParameterServerConfig(StrategyOptions):
 
     Attributes:
         mode: ``sync``: one update a step from the gradients of all logical workers (fixed shares of the global batch);
-            ``async``: one update from each
-            worker's gradient as it arrives; ``bounded``: asynchronous with bounded staleness.
+            ``async``: one update from each worker's gradient as it arrives; ``bounded``: asynchronous with bounded
+            staleness.
         servers: number of servers that the parameters are sharded over.
         staleness: steps that a worker may be ahead of the slowest, for ``bounded`` only.
         backup: number of stragglers that a step does not wait for, for ``sync`` only.
@@ -277,8 +280,8 @@ class ParameterServerConfig(StrategyOptions):
             since the worker fetched the parameters.
         snapshot: number of updates between two snapshots, from which a killed server restarts; 0 for none. Not for
             ``sync``.
-        lease: seconds of silence after which a worker is no longer waited for, for ``bounded`` only; default: the
-            run's timeout.
+        lease: seconds of silence after which a worker is no longer waited for, for ``bounded`` only; default: the run's
+            timeout.
         transport: ``shared_memory`` on one node, ``tcp`` anywhere; ``auto``: shared memory if it is available.
     """
 

@@ -293,7 +293,10 @@ class TrainConfig:
 
     @cached_property
     def compile_choice(self) -> CompileChoice | None:
-        """Mode and options of ``torch.compile``, from ``--compile``; None without it.
+        """Mode and options of ``torch.compile``, from ``--compile``; None without it, and for ``none``.
+
+        A ``CompileChoice``: ``mode``, such as ``default``, and ``options``, whose attribute ``backend`` names the
+        compiler backend.
 
         Raises UsageError if the text is malformed, or combined with ``--reproducible``.
         """
@@ -322,8 +325,8 @@ class TrainConfig:
     def noise(self) -> Multiplicative | None:
         """The noise that is added to the gradient, from ``--gradient-noise``; None without it.
 
-        ``base_batch`` is the number of samples whose gradient is as noisy. Raises UsageError if the text is malformed,
-        or conflicts with the batch size or ``--lr-scale adascale``.
+        A ``Multiplicative`` object; its ``base_batch`` is the number of samples whose gradient is as noisy. Raises
+        UsageError if the text is malformed, or conflicts with the batch size or ``--lr-scale adascale``.
         """
         return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
 
@@ -349,7 +352,8 @@ class TrainConfig:
     def length(self) -> Duration:
         """The length of training, from ``--duration``, ``--steps``, ``--samples`` or ``--epochs``.
 
-        Default: 3 epochs. Raises UsageError if more than one of them is given, or it is malformed.
+        A ``Duration`` with ``value`` (a number) and ``unit`` (``ep`` epochs, ``st`` steps or ``sa`` samples); default:
+        3 epochs. Raises UsageError if more than one of them is given, or it is malformed.
         """
         given = [name for name in ("epochs", "steps", "samples", "duration") if getattr(self, name) is not None]
         if len(given) > 1:
@@ -366,13 +370,13 @@ class TrainConfig:
         return Duration(self.epochs if self.epochs is not None else 3.0, "ep")
 
     def window(self, name: str) -> tuple[int, int] | None:
-        """Parse ``--profile`` or ``--trace``: the window of steps to record.
+        """Parse the value ``FIRST:STEPS`` of ``--profile`` or ``--trace``, the range of training steps to record.
 
         Args:
             name: ``profile`` or ``trace``.
 
         Returns:
-            The window's first step, from 1, and its number of steps; None if the option is not given.
+            The first step to record, counted from 1, and the number of steps; None if the option is not given.
 
         Raises:
             UsageError: the text is malformed.
@@ -421,14 +425,17 @@ class TrainConfig:
     def averaging(self) -> Averaging | None:
         """Decay and warm-up of the weights' moving average, from ``--ema``; None without it or for ``none``.
 
-        ``decay`` is between 0 and 1; ``warmup`` says whether it rises from a smaller value at first. Raises UsageError
-        if the text is malformed.
+        An ``Averaging``: ``decay`` is between 0 and 1; ``warmup`` says whether the decay rises from a smaller value at
+        first. Raises UsageError if the text is malformed.
         """
         return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
 
     @cached_property
     def initial_map(self) -> InitMap | None:
         """Renames and allowed differences of initial weights of another model, from ``--init-map``; None without it.
+
+        An ``InitMap`` with tuples of texts: ``rename`` (items ``OLD:NEW``, beginnings of names), and patterns of names
+        of tensors that may be ``new``, ``unused`` or ``reshaped``.
 
         Raises UsageError if they are malformed, or there is no ``--init-from``.
         """
@@ -453,7 +460,8 @@ class TrainConfig:
     def growth(self) -> BatchGrowth | None:
         """The schedule by which the global batch grows, from ``--batch-growth``; None without it.
 
-        It has the epochs at whose start the batch grows (``milestones``), the ``factor``, and the ``largest`` batch.
+        A ``BatchGrowth`` has the epochs at whose start the batch grows (``milestones``), the ``factor`` by which it is
+        multiplied, and the ``largest`` batch in samples.
 
         Raises:
             UsageError: they are malformed, or conflict with the batch size, ``--lr-scale``, ``--gradient-noise``,
@@ -484,7 +492,8 @@ class TrainConfig:
         """The simulated delays of ranks or logical workers, from ``--slow``; empty without it.
 
         A logical worker is a fixed share of the global batch. Each ``Slowness`` has the numbers of the delayed ranks
-        or workers, and their delay. Raises UsageError if the text is malformed.
+        (``rank``) or logical workers (``worker``), ``factor`` (how many times as long they compute) and ``ms``
+        (milliseconds added in each step). Raises UsageError if the text is malformed.
         """
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
 

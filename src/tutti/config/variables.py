@@ -43,7 +43,10 @@ def _or_none(values: Values) -> Values:
 
 
 def choice(*names: str) -> Values:
-    """Return the description and check of the values of an environment variable that must be one of ``names``."""
+    """Return a ``Values`` for an environment variable of which the value must be one of ``names``.
+
+    Its ``words`` describe the permitted values for error messages, ``name or name``; its ``valid`` checks a text.
+    """
     return Values(" or ".join(names), lambda text: text in names)
 
 
@@ -145,7 +148,10 @@ def is_off(name: str, environ: Mapping[str, str]) -> bool:
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of the environment without the variables that stand for options of ``tutti train``.
 
-    A run whose configuration is complete in a file starts with it, so that no variable changes an option.
+    Used to start a run whose configuration is complete in a file, so that no ``TUTTI_*`` variable changes an option.
+
+    Args:
+        environ: environment variables, such as ``os.environ``; not changed.
     """
     return {name: value for name, value in environ.items() if name not in SETTINGS}
 

@@ -86,7 +86,7 @@ def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 
 
 def network(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the network interface by which Gloo connects hosts: it must exist and be no loopback.
+    """Check the network interface by which Gloo connects hosts.
 
     Gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, else the interface with the host name's address.
 
@@ -94,7 +94,9 @@ def network(environ: Mapping[str, str]) -> Iterator[Finding]:
         environ: environment variables.
 
     Yields:
-        One line of the report of ``tutti doctor``, with the interfaces of this host.
+        One line of the report of ``tutti doctor``, a ``Finding``, with the interfaces of this host: a problem if
+        ``GLOO_SOCKET_IFNAME`` names an interface that this host lacks; without the variable a note if the host name's
+        address is unknown, a loopback address or of no interface.
     """
     interfaces = _addresses()
     choices = ", ".join(interfaces) or "none"

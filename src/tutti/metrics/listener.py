@@ -115,7 +115,7 @@ class Listener(Protocol):
     """
 
     def started(self, header: RunHeader) -> None:
-        """Receive title, derived settings and number of steps of the run, before its first step.
+        """Receive title, derived settings and number of steps of a run, before its first step; called on rank 0.
 
         Args:
             header: title, settings and length of the run.
@@ -140,7 +140,7 @@ class Listener(Protocol):
         """Receive the text of a warning of the run; may be called at any time before ``close``, also before a step."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Receive the results of the run, the content of ``summary.json``, after the last step."""
+        """Receive the results of a run, the content of ``summary.json``, after the last step; called on rank 0."""
 
     def close(self) -> None:
         """Release files and the terminal that this listener uses; the last call of a run, made after errors, too."""
@@ -158,7 +158,7 @@ class EarlyWarnings:
         self._warned(text)
 
     def pass_to(self, warned: Callable[[str], None]) -> None:
-        """Call ``warned`` with the texts of the warnings kept so far, in order, and from now on with every later one.
+        """Pass all warnings that this object has collected, in order, and from now on every later one, to ``warned``.
 
         Args:
             warned: function that is called with the text of one warning.

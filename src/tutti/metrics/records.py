@@ -428,8 +428,10 @@ def _environment_of(path: Path) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """Return a JSON object of this process's software and hardware, for ``env.json`` of a run.
 
-    The object holds ``versions``, platform and host, usable CPU cores, torch threads, ``kernels`` (whether loops are
-    compiled), toolkit versions and the accelerators' names.
+    Returns:
+        A dict with ``versions`` (of tutti, torch, numpy and Python, by name), ``platform``, ``machine`` (processor
+        type), ``host``, ``cpu_count`` (usable cores), ``torch_threads``, ``kernels`` (whether loops are compiled),
+        ``cuda`` (version, or None) and ``devices`` (names of the accelerators).
     """
     import torch
 

@@ -41,13 +41,15 @@ def total_staleness(servers: Sequence[Mapping[str, Any]]) -> Counter[int]:
 
 
 def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Divide updates into bars of a histogram over staleness: at most 32, the last for the tail above 99 %.
+    """Divide updates of parameter servers into at most 32 bars of a histogram over staleness.
 
     Args:
-        seen: number of updates by staleness, the number of other updates between a worker's read and its own update.
+        seen: number of updates by their staleness, which is the number of other updates between a worker's read of the
+            parameters and its own update.
 
     Returns:
-        Label and number of updates of each bar, by growing staleness.
+        A pair for each bar, by growing staleness: its label, the least staleness in the bar as text, and its number of
+        updates. The last bar holds the tail above the 99 % quantile, too; its label then ends in ``+``.
 
     >>> staleness_bars({0: 600, 1: 400, 2: 3, 700: 1})
     [('0', 600), ('1', 400), ('2+', 4)]

@@ -56,5 +56,9 @@ def device_rates(factors: Mapping[str, float], samples_per_second: float) -> dic
     Args:
         factors: a multiplier of ``samples_per_second`` for each figure, from ``DeviceThroughput.factors``.
         samples_per_second: throughput of all devices together.
+
+    Returns:
+        Python floats by the keys of ``factors``, such as ``throughput/device/samples_per_sec``: each factor times
+        ``samples_per_second``.
     """
     return {name: factor * samples_per_second for name, factor in factors.items()}

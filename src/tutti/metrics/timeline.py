@@ -53,7 +53,8 @@ def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
     unknown, and the whole wait of the other ranks counts as idle.
 
     Args:
-        rows: the segments of each rank, by rank, on one clock.
+        rows: for each rank in order its ``TimelineSegment``s, on one clock: intervals of time in one phase of training,
+            such as ``forward`` or ``waiting`` (for a collective).
 
     Returns:
         The segments of each rank, none of which has the phase ``waiting``.
@@ -105,7 +106,7 @@ def span(rows: Sequence[Row]) -> tuple[float, float]:
     """Return the start of the first and the end of the last segment of a timeline, in seconds.
 
     Args:
-        rows: the segments of each device, on one clock.
+        rows: for each device its ``TimelineSegment``s (intervals of time in one phase of training), on one clock.
 
     Returns:
         (start, end), on the clock of the segments.
@@ -123,10 +124,12 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
     """Return each device's time by phase, as fractions of the time from the first to the last segment of all devices.
 
     Args:
-        rows: the segments of each device.
+        rows: for each device its ``TimelineSegment``s (intervals of time in one phase of training, such as
+            ``forward``).
 
     Returns:
-        For each device a fraction for each of its phases, and ``other``, the time outside all segments.
+        A dict for each device: the fraction of each of its phases by name, and ``other``, that of the time outside all
+        segments.
 
     >>> shares([[TimelineSegment("forward", 0, 1)], [TimelineSegment("forward", 0, 4)]])
     [{'forward': 0.25, 'other': 0.75}, {'forward': 1.0, 'other': 0.0}]
@@ -147,7 +150,7 @@ def table(rows: Sequence[Row]) -> str:
     The last line is the mean share of time that devices spend outside forward and backward.
 
     Args:
-        rows: the segments of each device, by rank.
+        rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
     """
     begin, end = span(rows)
     parts = shares(rows)
@@ -166,10 +169,11 @@ def chrome(rows: Sequence[Row]) -> dict[str, Any]:
     Times are microseconds; the trace begins at the first segment.
 
     Args:
-        rows: the segments of each device, by rank.
+        rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
 
     Returns:
-        A JSON object with the keys ``traceEvents`` and ``displayTimeUnit``.
+        A JSON object with the keys ``traceEvents`` (a list with an event for each segment, and one with each device's
+        name) and ``displayTimeUnit``.
     """
     begin, _ = span(rows)
     events: list[dict[str, Any]] = [
@@ -191,8 +195,11 @@ def timeline_svg(rows: Sequence[Row], title: str) -> str:
     """Draw a timeline as an SVG document: one row a device, time to the right, phases by colour.
 
     Args:
-        rows: the segments of each device, by rank.
+        rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
         title: text above the rows.
+
+    Returns:
+        The document as text.
     """
     begin, end = span(rows)
     scale = (_WIDTH - _LEFT - _RIGHT) / (end - begin)

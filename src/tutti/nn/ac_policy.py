@@ -42,8 +42,8 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
     Args:
         model: the whole model, before it is divided over ranks.
-        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes; None for none, which is
-            right.
+        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes; None for no activation
+            checkpointing, which passes.
 
     Raises:
         UsageError: ``choice`` names a module that the model lacks, or nothing would be recomputed.
@@ -75,8 +75,9 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
             ignored; None for none.
 
     Returns:
-        A ``CheckpointUnits``: ``whole``, modules to recompute; ``runs``, for each sequence of layers the names of the
-        consecutive children that are recomputed together; and the options ``every`` and ``selective``.
+        A ``CheckpointUnits``: ``whole``, modules to recompute; ``runs``, a dict from each sequence of layers to a list
+        of tuples, each with the names of consecutive children that are recomputed together; and the options ``every``
+        (only the first of so many neighbouring runs is recomputed) and ``selective``.
     """
     units = CheckpointUnits()
     if choice is None:

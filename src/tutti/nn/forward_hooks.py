@@ -50,9 +50,10 @@ class KeptGraphs:
         self._seen: list[tuple[str, str, ReferenceType[_Mark]]] = []
 
     def begin(self) -> None:
-        """Begin to watch the script's forward hooks that the modules have now for tensors that they keep.
+        """Begin to watch whether the script's forward hooks keep tensors with their autograd graph after the forward.
 
-        Wraps each hook, which then gets views of the tensors in the coming forwards with gradients; ``kept`` reports.
+        Wraps each hook that the modules have now, which in later forwards with gradients gets views of the module's
+        inputs and outputs. ``kept`` returns what has been found.
         """
         for name, module in self._model.named_modules():
             if forward_hooks(module):
@@ -63,12 +64,12 @@ class KeptGraphs:
         return hook if watched else _WatchedHook(hook, name, self._seen)
 
     def kept(self, results: Iterable[Any]) -> tuple[str, str] | None:
-        """Return the first forward hook that has kept a tensor with its autograd graph since the last call, or None.
+        """Return the first forward hook that has kept a tensor with its autograd graph since the last call of ``kept``.
 
         A tensor that is part of the graph of ``results`` does not count.
 
         Args:
-            results: what the forward has computed; values that are no tensors are ignored.
+            results: results of the forward, whose graphs may stay alive; values that are no tensors are ignored.
 
         Returns:
             The name of the hook's module, and ``FILE:LINE`` of the hook's definition or its type; None if no hook has

@@ -27,6 +27,9 @@ def add_accumulation_hook(parameter: Tensor, method: Callable[[Tensor], None]) -
     Args:
         parameter: a trainable leaf.
         method: bound method, called with the parameter after its gradient was accumulated.
+
+    Returns:
+        The handle of PyTorch, whose ``remove()`` takes the hook off the parameter.
     """
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(partial(_call, WeakMethod(method)))
     return handle

@@ -39,7 +39,7 @@ class TakenOver(BatchNormBase):
         _hand_over(plain, self)
 
     def forward(self, input: Tensor) -> Any:
-        """Run the forward of the batch norm that this layer replaces, but normalise by ``normalised``.
+        """Run the forward of the batch norm that this layer replaces, but normalise by ``normalised`` of this layer.
 
         Hooks of that batch norm, or an activation in a forward of its own, still run.
 
@@ -47,7 +47,8 @@ class TakenOver(BatchNormBase):
             input: (samples, channels, …).
 
         Returns:
-            The normalised input in its shape, or what a forward of the batch norm's own class returns.
+            The normalised input in its shape; if the plain batch norm's class has a forward of its own, the result of
+            that.
 
         Raises:
             UsageError: the forward of the plain batch norm's class does not normalise by one call of

@@ -68,13 +68,16 @@ class RngStreams:
             found[name].register_forward_pre_hook(self._hook(name))
 
     def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
-        """Seed the device's generator for a micro-batch, and restart the counts of calls of modules that draw.
+        """Seed the random number streams of a model, which this object holds, for a micro-batch.
+
+        Seeds the device's default generator with ``key``, and sets the numbers of calls of the modules that draw from a
+        stream of their own, such as dropout, to ``before``.
 
         Args:
             key: the micro-batch's key, a hash of seed, step, logical worker (share of the global batch) and
                 micro-batch.
-            before: number of calls of each drawing module in this micro-batch so far on other ranks, by the module's
-                name; None for none.
+            before: number of calls that each drawing module has had in this micro-batch on other ranks, by the module's
+                name; None for 0 calls.
         """
         self._key = key
         if self._keyed:

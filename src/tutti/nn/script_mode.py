@@ -55,11 +55,13 @@ class ScriptMode:
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Return a context around the script's code, in which this object's function mode sees each call of PyTorch.
+        """Return a context manager around the script's code, in which this object's torch function mode is active.
 
-        Within such a context that is already open it does nothing, unless ``model_code`` has been entered since. It may
-        stay open over the body of a custom training loop, between two calls of a generator, or as long as the run
-        exists.
+        The mode sees each call of PyTorch there, for example to check reads and writes of parameters.
+
+        If such a context is already open, and ``model_code`` has not been entered since, the new one does nothing. The
+        context may stay open over the body of a custom training loop, between two calls of a generator, or as long as
+        the run exists.
         """
         if self._watching and not self._paused:
             yield
@@ -75,10 +77,10 @@ class ScriptMode:
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
-        """Return a context, to be entered within ``script_code``, in which this object's function mode is inactive.
+        """Return a context manager within which this object's torch function mode is off, inside of ``script_code``.
 
-        The mode sees calls again after the context. For code that handles slices and shards correctly: the model's
-        forward, a backward, an optimizer's update.
+        After the context the mode sees calls of PyTorch again. Used around code that handles slices and shards of
+        tensors correctly: the model's forward, a backward, an optimizer's update.
         """
         self._paused += 1
         self._pop()

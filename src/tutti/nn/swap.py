@@ -26,7 +26,7 @@ class BufferRef:
     key: str
 
     def get(self) -> Tensor:
-        """Return the tensor that the module now has as the buffer that this object refers to, not a copy.
+        """Return the tensor, not a copy, that a module now has as the buffer to which this object refers.
 
         Raises:
             KeyError: the buffer is None.
@@ -37,15 +37,18 @@ class BufferRef:
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Let the module have ``tensor`` as the buffer that this object refers to, without a copy."""
+        """Replace the buffer of a module to which this object refers by ``tensor``, without a copy."""
         module_buffers(self.owner)[self.key] = tensor
 
 
 def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of all modules in ``parts``, in the model's order; tied ones once, by the first name.
+    """Return a list of (name, parameter) pairs of all modules in ``parts``, in the model's order.
 
     Args:
         parts: modules whose parameter names are those of the whole model.
+
+    Returns:
+        The pairs; a tied parameter occurs once, under the first of its names.
     """
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for part in parts:
@@ -55,7 +58,7 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 
 
 def registered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and submodule of each registration directly in a module, in order.
+    """Return a (name, submodule) pair for each registration directly in a module, in order.
 
     Unlike ``named_children``, a submodule with two names is returned twice: ``nn.Sequential(a, act, b, act)`` calls
     ``act`` under both.

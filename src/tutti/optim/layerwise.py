@@ -93,9 +93,9 @@ class RowGroup:
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradients of this group's parameters, which a layer-wise optimizer updates together, as in ``params``.
+        """The gradients of this group's parameters, which a layer-wise optimizer updates together.
 
-        They have their parameters' dtypes.
+        They have the order of ``params``, and their parameters' dtypes.
         """
         return [row.grad for row in self.rows]
 

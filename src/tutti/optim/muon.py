@@ -102,7 +102,10 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient: by AdamW in groups with ``adam`` True, else by orthogonal steps.
+        """Update all parameters that have a gradient: by AdamW in groups with ``adam`` True, else by Muon.
+
+        The steps are those of ``torch.optim.AdamW`` and ``torch.optim.Muon`` (a matrix moves by its orthogonalised
+        momentum).
 
         Collective where ranks hold slices of a matrix (the attribute ``wholes`` gathers such matrices): parameter,
         gradient and momentum are gathered from these ranks, the whole matrix is updated, and each rank keeps its slice.

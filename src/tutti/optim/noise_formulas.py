@@ -9,7 +9,7 @@ def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> 
     """Return ε (N/B - 1) / (1 - m), the noise scale of stochastic gradient descent.
 
     Smith, Kindermans, Ying, Le 2018, arXiv 1711.00489: dividing the rate by f and multiplying the batch by f have the
-    same effect on it.
+    same effect on this scale (for N/B in place of N/B - 1).
 
     Args:
         lr: ε, the learning rate.
@@ -89,7 +89,9 @@ class Averages:
         self.sums, self.weight = (0.0, 0.0), 0.0
 
     def add(self, first: float, second: float) -> None:
-        """Add a value of each of two estimates to their exponential averages, multiplying earlier weights by θ.
+        """Add a value of each of two quantities to their exponential averages.
+
+        The weights of earlier values are multiplied by the decay θ.
 
         Args:
             first, second: new values of the first and of the second estimate.

@@ -128,7 +128,8 @@ def stable_decay(progress: float, decay: float, final: float, root: bool) -> flo
         progress: fraction of the run, 0 to 1.
         decay: fraction of the run, at its end, in which the rate falls.
         final: factor at the end.
-        root: fall by the square root of the progress, and not in a line.
+        root: the factor is 1 + (final - 1) · √x, with x the fraction of the decay that has passed; False: 1 + (final -
+            1) · x.
 
     >>> stable_decay(0.5, 0.5, 0.0, False), stable_decay(0.75, 0.5, 0.0, False)
     (1.0, 0.5)

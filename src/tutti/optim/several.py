@@ -51,7 +51,7 @@ class SeveralOptimizers(Optimizer):
         return [member for member in self.members if member is not None]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step all optimizers that are combined here, in order, or only that of index ``active`` if it is not None.
+        """Step all optimizers that this object combines, in order, or only that of index ``active`` if it is not None.
 
         Args:
             closure: ignored.

@@ -24,13 +24,13 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     In a custom training loop a rank may run the loop's body for several micro-batches of a global batch: ``step()``
     makes the update in the last of them, and does nothing in the others. ``zero_grad`` clears the gradients that the
     script sees, too. ``state_dict``, ``load_state_dict`` and copies raise UsageError where this rank does not hold all
-    optimizer state, and so does ``state`` where the optimizer's updates are made elsewhere. The methods are wrapped on
-    the instance, as PyTorch's schedulers wrap ``step``; its class stays.
+    optimizer state, and so does ``state`` where another object or rank makes the optimizer's updates. The methods are
+    wrapped on the instance, as PyTorch's schedulers wrap ``step``; its class stays.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.
         run: the run, which synchronises gradients and makes the update.
-        choice: the strategy.
+        choice: the chosen parallel strategy; decides which methods this rank can offer.
         index: the optimizer's index among those of ``tutti.prepare``.
     """
     kind = type(optimizer)

@@ -23,9 +23,10 @@ class BestValue:
     stale: int = 0
 
     def add(self, value: float) -> bool:
-        """Record a value of the metric, and return True if it is better than all values before.
+        """Record a new value of a metric, and return True if it is better than all values recorded before.
 
-        The first finite value is better; NaN and infinity never are. A value that is not better increments ``stale``.
+        The first finite value is better; NaN and infinity never are. Updates ``best`` (the best value) and ``stale``
+        (number of values since the best one).
 
         >>> values = BestValue(Metric("loss", higher=False))
         >>> [values.add(value) for value in (2.0, 1.0, 1.0, float("nan"))], values.best, values.stale

@@ -54,14 +54,19 @@ class BodyComparison:
         self._hooked = False
 
     def begin_batch(self) -> None:
-        """Begin a global batch of the custom training loop: forget what the loop's body did in the last one."""
+        """Begin a global batch of a custom training loop: clear the calls recorded for the batch before.
+
+        This object compares the backward passes and optimizer steps that the loop's body makes for each micro-batch of
+        this rank with those for its first micro-batch of the global batch.
+        """
         self._first, self._settings = None, {}
 
     def begin_body(self, final: bool) -> None:
         """Clear the record of backward passes and optimizer steps before the script's loop body runs for a micro-batch.
 
-        With several micro-batches it also takes the parameters' versions (in the first two global batches also the sums
-        of their values), to find writes later.
+        This object checks that the body does the same for each micro-batch of a global batch. If the rank has several,
+        this method also records the parameters' version counters (in the first two global batches the sums of their
+        values, too), so that ``end_body`` finds parameters that the body has written.
 
         Args:
             final: whether this is the rank's last micro-batch in the global batch.
@@ -74,8 +79,8 @@ class BodyComparison:
     def end_body(self) -> None:
         """Check that the loop body has made as many backward passes and optimizer steps as for the first micro-batch.
 
-        It is called after each micro-batch, compares with the rank's first in this global batch, and does nothing where
-        the rank has only one.
+        Called after each micro-batch in a custom training loop. The calls are compared with those for the rank's first
+        micro-batch of this global batch; nothing is checked if the rank has only one.
 
         Raises:
             UsageError: the numbers differ; or, before the rank's last micro-batch, the loop body has written
@@ -105,7 +110,10 @@ class BodyComparison:
         self._batches += 1
 
     def note(self, kind: str, index: int) -> None:
-        """Record that the script's loop body has computed gradients or stepped an optimizer for a micro-batch.
+        """Record that the body of a custom training loop has computed gradients or made an optimizer step.
+
+        The record is compared with that of the rank's first micro-batch of the global batch. Nothing is recorded if the
+        rank has only one micro-batch in a global batch.
 
         Args:
             kind: "backward", "gradients" (computed without ``run.backward``) or "step".
@@ -197,11 +205,12 @@ class BodyComparison:
     def retrained(self) -> None:
         """Accept that the script's loop body has changed ``requires_grad`` of parameters during a micro-batch.
 
-        The versions and values of the trainable parameters are recorded anew, so that the check of writes by the loop
-        body compares with these.
+        The parameters' version counters (in the first two global batches also the sums of their values) are recorded
+        anew; ``end_body`` compares with these to find parameters that the loop body has written.
 
         Raises:
-            UsageError: the micro-batch's forward had begun before, and the rank has several micro-batches.
+            UsageError: ``requires_grad`` changed after the micro-batch's forward had begun, and the rank has several
+                micro-batches.
         """
         if self.several and self._at_forward is not None and self._at_forward != self._trained():
             self.refuse_different()

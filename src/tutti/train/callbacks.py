@@ -57,7 +57,8 @@ class Callbacks:
         """Return a text for each callback of the run, which must be equal on all ranks.
 
         Returns:
-            A list of ``NAME on RANKS``, in the order of the callbacks; RANKS is ``first`` (rank 0 alone) or ``all``.
+            A list of ``NAME on RANKS``, in the order of the callbacks; NAME is the qualified name of the function or
+            class, RANKS is ``first`` (called on rank 0 alone) or ``all``.
         """
         return [f"{_name(each)} on {_ranks(each)}" for each in self.own]
 
@@ -327,7 +328,7 @@ class EarlyStopping(_Follower):
         self.patience = patience
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Compare the evaluation's metric with the best value so far, and stop the run if it has not improved for long.
+        """Compare an evaluation's metric, named in the callback's constructor, with its best value so far.
 
         The run stops after ``patience`` evaluations in a row without a better value.
 
@@ -361,9 +362,10 @@ class BestModel(_Follower):
         self.path: Path | None = None
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Save a checkpoint if the evaluation's metric is the best so far, and delete that of the best one before.
+        """Save a checkpoint of the run if an evaluation's metric is the best so far.
 
-        The save is collective over all ranks.
+        The metric is named in the callback's constructor. The checkpoint goes to the callback's folder, from which the
+        earlier one is deleted. The save is collective over all ranks.
 
         Args:
             run: the training run, which is saved; called after each of its evaluations.

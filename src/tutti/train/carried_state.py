@@ -37,13 +37,14 @@ class CarriedState:
         self._watching = False
 
     def begin_body(self, micro_batch: MicroBatch, several: bool) -> None:
-        """Begin a pass through the body of the script's loop, in which inputs of the model are checked.
+        """Set the micro-batch that the body of a custom training loop trains next, for the check of the model's inputs.
 
-        An input that is the model's output for another micro-batch raises UsageError in the model's forward. The first
-        pass that is checked registers forward hooks on the model's modules.
+        The check finds recurrent state that a script carries from one micro-batch to another: a forward pre-hook on the
+        model raises UsageError if an input has the storage of an output that the model returned for another
+        micro-batch. The first call with ``several`` registers the hooks.
 
         Args:
-            micro_batch: the micro-batch of this pass.
+            micro_batch: the micro-batch that the body trains next.
             several: whether this rank runs the body several times for a global batch; if not, nothing is checked.
         """
         self._here = (micro_batch.worker, micro_batch.micro) if several else None

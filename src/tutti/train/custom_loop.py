@@ -90,8 +90,8 @@ class CustomLoop:
     def within_batch(self) -> bool:
         """Whether the custom training loop is in the middle of a global batch.
 
-        True from the first micro-batch of a global batch on, until its update or the end of its last micro-batch. The
-        run cannot be saved meanwhile.
+        True from the start of this rank's first micro-batch of a global batch until the update of the parameters, or
+        until the end of the rank's last micro-batch. While it is True, the run cannot be saved.
         """
         return self._begun
 

@@ -54,9 +54,10 @@ def engine_rank(directory: Path) -> int:
 
 
 def exit_as_rank() -> None:
-    """Run this process as a rank that an engine has started (``engine_rank``), and end it at once after a failure.
+    """Run this process as a rank that an engine such as Slurm or Ray has started; the run directory is ``sys.argv[1]``.
 
-    It returns only for the exit code 0: an orderly exit after a failure may wait for peers that are gone.
+    Trains by ``engine_rank``. Returns if the exit code is 0. Otherwise the process is ended at once by ``os._exit``
+    with the exit code, because an orderly exit after a failure may wait for ranks that are gone.
     """
     code = engine_rank(Path(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):

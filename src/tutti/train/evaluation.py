@@ -130,11 +130,12 @@ def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank:
         rank: this rank, for messages of loader processes.
 
     Returns:
-        A ``HeldOut``: the samples and the sample numbers of each block. For a stream, a ``HeldOutStream``, whose
-        blocks are known once it has been read.
+        A ``HeldOut``: the samples and the sample numbers of each block. For a stream, a ``HeldOutStream``, whose blocks
+        are known once it has been read.
 
     Raises:
-        UsageError: as ``tutti.prepare`` for a ``DataLoader``; or the samples are a stream that shards itself.
+        UsageError: ``tutti.prepare`` would refuse the ``DataLoader`` too, because of a feature that cannot be
+            reproduced; or the samples are a stream that shards itself over ranks.
     """
     if not isinstance(source, DataLoader):
         data = _held_out(source, collate)
@@ -172,14 +173,14 @@ def described(held_out: Blocks) -> str:
 
 
 def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:
-    """Yield the blocks of held-out samples that this data rank evaluates, as (block number, micro-batch on the device).
+    """Yield the held-out samples that this data rank evaluates, as tuples (block number, micro-batch on the device).
 
     A block is a list of samples that is evaluated as one batch. Collective over all ranks for a stream, whose samples
     are compared.
 
     Args:
         run: the training run whose model is evaluated.
-        held_out: the samples, divided into blocks.
+        held_out: the samples, divided into blocks: the result of ``in_blocks``.
         ranks: number of data ranks.
         rank: index of this data rank.
         even: give every rank equally many blocks, padded with dummy micro-batches, which have no samples.

@@ -95,11 +95,11 @@ class GradientOrigin:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Register hooks on the trained parameters that record gradients of a plain ``loss.backward()`` as local.
+        """Register hooks on the script's parameters that record gradients of a plain ``loss.backward()`` as local.
 
         A local gradient is of one micro-batch, not reduced over ranks. A parameter that has such a hook already gets no
         second one, and a frozen parameter none. No hooks are registered where local gradients cannot be told apart
-        (FSDP2), or where they are complete because this rank computes the whole global batch.
+        (FSDP2), or where they are complete because this rank computes the whole global batch in one micro-batch.
         """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
@@ -114,7 +114,8 @@ class GradientOrigin:
     def own_backward(self) -> Iterator[None]:
         """Return a context manager within which gradients are not recorded as those of a plain ``loss.backward()``.
 
-        ``run.backward`` computes its gradients within such a context.
+        ``run.backward``, which reduces gradients over ranks, calls autograd within it. Gradients that autograd computes
+        outside are recorded as local: those of one micro-batch.
         """
         self._in_own_backward = True
         try:
@@ -132,7 +133,7 @@ class GradientOrigin:
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
-        """Record the present ``.grad`` of each trained parameter as reduced over the global batch and not edited.
+        """Record that the present ``.grad`` of each trained parameter is reduced and has not been edited by the script.
 
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
@@ -141,7 +142,10 @@ class GradientOrigin:
         self._made.clear()
 
     def cleared(self, members: Sequence[nn.Parameter]) -> None:
-        """Record that the script has cleared the gradients of these parameters, to None or zeros.
+        """Record that the script has cleared the ``.grad`` of these parameters, by setting them to None or to zeros.
+
+        The origin recorded for an earlier gradient (local to a micro-batch, or reduced over the global batch) is
+        deleted. Zeros count as reduced, because they are the same on every rank.
 
         Args:
             members: the parameters, as the script's model has them.
@@ -163,10 +167,13 @@ class GradientOrigin:
             means: gradients that the script assigned to ``.grad`` are means over the micro-batch's samples, as
                 ``run.reduce_gradients`` declares.
 
+        Returns:
+            A list in the order of ``members``; empty if none of them has a local gradient.
+
         Raises:
             UsageError: the script has edited a local gradient (a mean over micro-batches of clipped gradients is not
-                the clipped mean), or assigned one without ``means``, or a gradient is the sum of a complete and a
-                local one.
+                the clipped mean), or assigned one without ``means``, or a gradient is the sum of a complete and a local
+                one.
         """
         found = [p for p in members if p.grad is not None and self._is_local(p)]
         for parameter in found:
@@ -228,7 +235,7 @@ class GradientOrigin:
     def check_shards(self) -> None:
         """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``.
 
-        Other gradients that are all zeros are set to None.
+        A ``.grad`` from elsewhere (plain ``loss.backward()``, assignment) is set to None if all its values are zero.
 
         Raises:
             UsageError: a plain ``loss.backward()`` or an assignment has made a gradient that is not zero.

@@ -47,7 +47,7 @@ class HookWatch:
 
     @property
     def originals(self) -> list[Tensor]:
-        """The parameter objects that the script's model had before the strategy replaced any of them, in a list.
+        """A list of the parameter objects that the script's model had before the strategy replaced any of them.
 
         Sharding replaces parameters by other objects; the script may still hold the earlier ones. Objects that have
         been deleted since are left out.
@@ -141,10 +141,11 @@ class HookWatch:
         self._hooked = f"the hook on the gradients of {name}"
 
     def check_part(self, part: LossSums) -> None:
-        """Check, before a worker's own update, that no gradient hook of the script saw gradients of another scale.
+        """Check, before a logical worker's own update, that no gradient hook saw gradients of another scale.
 
-        Hooks see gradients that are divided by samples; where the loss counts another unit, such as tokens, the update
-        divides by that. For strategies whose workers make updates of their own. Not collective.
+        The script's hooks see gradients that are divided by samples; where the loss counts another unit, such as
+        tokens, the update divides by that. Used by strategies whose logical data-parallel workers each update their own
+        parameters, such as local SGD. Not collective.
 
         Args:
             part: sums of loss, count and samples over a logical data-parallel worker's share of the batch.
@@ -157,11 +158,11 @@ class HookWatch:
             self._refuse(float(part.sums[1]), part.samples)
 
     def check_sum(self, stats: StepStats, step_context: StepContext) -> None:
-        """Check, before the update, that no gradient hook of the script saw gradients of another scale.
+        """Check, before the update of a global batch, that no gradient hook saw gradients of another scale.
 
-        Hooks see gradients that are divided by the global batch's samples; where the loss counts another unit, such as
-        tokens, the update divides by that. Collective under pipeline stages, if the loss counts another unit: an
-        all-gather of the hooks' names, as a stage sees only its own, and all must raise.
+        The script's hooks see gradients that are divided by the global batch's samples; where the loss counts another
+        unit, such as tokens, the update divides by that. Collective under pipeline stages, if the loss counts another
+        unit: an all-gather of the hooks' names, as a stage sees only its own, and all must raise.
 
         Args:
             stats: the step's results reduced over ranks, with the count of the global batch.

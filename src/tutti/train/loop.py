@@ -46,7 +46,7 @@ class Means:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, loss: float, count: float, metrics: Mapping[str, float]) -> None:
-        """Add the mean loss and metrics of one step to the epoch's means.
+        """Add the mean loss and metrics of one step, times its count, to the sums from which an epoch's means follow.
 
         Args:
             loss: mean loss of the step.
@@ -70,7 +70,7 @@ class Means:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Means:
-        """Return the means of an epoch under way, restored from a checkpoint.
+        """Return a ``Means`` (sums for the means of loss and metrics over an epoch), restored from a checkpoint.
 
         Args:
             facts: the checkpoint's facts; ``facts["means"]`` is the result of ``facts()``, in which null stands for
@@ -128,7 +128,8 @@ class Speed:
     def worth(self, throughput: DeviceThroughput) -> None:
         """Set the tokens and FLOP of one sample, so that ``mark`` and ``overall`` report tokens/s, MFU and HFU.
 
-        These are figures of one device. Figures that cannot be computed from the known numbers are left out.
+        This object measures the speed of training. Tokens/s and FLOP utilisation (MFU, HFU) are per device; those that
+        cannot be computed from the numbers given are left out.
 
         Args:
             throughput: tokens and FLOP of one sample, and number and peak FLOP/s of the devices.
@@ -136,7 +137,7 @@ class Speed:
         self._factors = throughput.factors()
 
     def mark(self, samples: int) -> Pace:
-        """Record the end of a training step, and return the present speed.
+        """Record the end of a training step in this meter of training speed, and return the present speed.
 
         Args:
             samples: samples that the run has consumed so far.
@@ -178,7 +179,7 @@ class Speed:
         return self._spent + time.perf_counter() - self._paused - self._start
 
     def pause(self, since: float) -> None:
-        """Exclude the time from ``since`` until now from the time of training.
+        """Exclude the time from ``since`` until now from the training time, on which samples per second are based.
 
         Args:
             since: a value of ``time.perf_counter()``.
@@ -187,7 +188,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager whose time does not count as training time, such as that of callbacks."""
+        """Return a context manager; the time within, such as that of callbacks, does not count as training time."""
         begin = time.perf_counter()
         try:
             yield

@@ -60,7 +60,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     Args:
         task: name of a built-in task, or ``file.py:function``.
         config: the resolved configuration.
-        directory: the run directory, of which rank 0's value counts; None to write no files.
+        directory: the run directory; rank 0's value is used on all ranks. None to write no files.
 
     Returns:
         0, the exit code of the process.

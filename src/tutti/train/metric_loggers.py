@@ -35,7 +35,10 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def open(self) -> str | None:
-        """Start a run at the logger's service or open its file, or continue the run ``self.identity`` of a checkpoint.
+        """Start a run at the logger's service or open its file, or continue a saved run.
+
+        This object is a callback that writes metrics on rank 0; subclasses implement the method. ``self.identity`` is
+        the name of the run to continue, from a checkpoint; None for a new run.
 
         Called once on rank 0, before the first step.
 
@@ -45,7 +48,9 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write the values of one training step or evaluation to the logger's service or file.
+        """Write the values of one training step or evaluation to the metric logger's service or file.
+
+        Subclasses implement the method; it is called on rank 0 alone.
 
         Args:
             values: values by name, such as ``train/loss`` or ``eval/accuracy``.
@@ -54,7 +59,9 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Write values that are still in memory, and end the run at the logger's service, or close its file.
+        """Write values that are still in memory, and end the metric logger's run at its service, or close its file.
+
+        Subclasses implement the method; it is called on rank 0 alone.
 
         Args:
             failed: whether training ended without ``on_train_end``, such as by an exception.
@@ -98,7 +105,7 @@ class MetricLogger(ABC):
         self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
 
     def on_train_end(self, run: Run) -> None:
-        """Call ``close(failed=False)`` when training ends: the logger closes its file or ends its run at the service.
+        """Call ``close(failed=False)`` when training ends, so that the metric logger closes its file or ends its run.
 
         Args:
             run: the training run that has ended.
@@ -110,10 +117,10 @@ class MetricLogger(ABC):
         return {"identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the name of the saved logger's run from a checkpoint; ``open`` then continues that run.
+        """Restore ``self.identity``, the name of the metric logger's run, which ``open`` then continues.
 
         Args:
-            state: the result of ``state_dict``.
+            state: the result of ``state_dict``: ``{"identity": name or None}``.
         """
         self.identity = None if state["identity"] is None else str(state["identity"])
 
@@ -137,7 +144,11 @@ class JsonLinesLogger(MetricLogger):
         self._file: Any = None
 
     def open(self) -> None:
-        """Open the file for appending, and make its folder; return None. Raises DiskError if it cannot be written."""
+        """Open the metric logger's JSON Lines file (``self.path``) for appending, and make its folder; return None.
+
+        Raises:
+            DiskError: the folder or the file cannot be written.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
@@ -145,7 +156,7 @@ class JsonLinesLogger(MetricLogger):
             raise DiskError("the log cannot be written", where=str(self.path), why=str(error)) from error
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Append one line ``{"step": …, name: value, …}`` to the file, and flush it.
+        """Append one JSON line ``{"step": …, name: value, …}`` to the metric logger's file, and flush it.
 
         Args:
             values: values of a training step or evaluation by name, such as ``train/loss``.
@@ -155,7 +166,7 @@ class JsonLinesLogger(MetricLogger):
         self._file.flush()
 
     def close(self, failed: bool) -> None:
-        """Close the file; ``failed`` has no effect, as every line has been flushed."""
+        """Close the metric logger's JSON Lines file; ``failed`` has no effect, as every line has been flushed."""
         self._file.close()
 
 
@@ -212,7 +223,7 @@ class WandbLogger(MetricLogger):
         self._run.log({"step": step, **values})
 
     def close(self, failed: bool) -> None:
-        """Finish the run of Weights & Biases, with exit code 1 if training failed."""
+        """Finish the run of Weights & Biases, with exit code 1 if training failed, else 0."""
         self._run.finish(exit_code=int(failed))
 
 

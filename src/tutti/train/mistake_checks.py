@@ -104,15 +104,15 @@ class Checks:
     def look(self, batch: Batch, work: Work, loss: LossFn | None, given: bool) -> None:
         """Check batches, loss function and learning rate of the first steps for classic mistakes.
 
-        Mistakes are workers that train on the same samples, a loss that is a sum or mixes the samples of a batch,
-        embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of the model
-        that step once a micro-batch. Rank 0 reports findings as warnings. Call it before a step while ``looking`` is
-        True. Collective over the data ranks if the run has several logical data-parallel workers (fixed shares of the
-        global batch).
+        Mistakes are logical workers that train on the same samples, a loss that is a sum or mixes the samples of a
+        batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of
+        the model that step once a micro-batch. Rank 0 reports findings as warnings. Call it before a step while
+        ``looking`` is True. Collective over the data ranks if the run has several logical data-parallel workers (fixed
+        shares of the global batch).
 
         Args:
             batch: this rank's batch of the step that begins.
-            work: pairs (worker, micro-batches) of this rank's workers, by index.
+            work: pairs (index of a logical worker, its micro-batches), one for each logical worker of this rank.
             loss: the loss function; None in a custom loop.
             given: whether the script made the batch by itself, and not the run.
         """
@@ -407,10 +407,11 @@ class Checks:
         return look
 
     def planned(self, steps: int) -> None:
-        """Report a run with too few updates for its data, as with a very large batch, as a mistake.
+        """Warn, as of a mistake, if a run makes too few updates for its data because its batch is very large.
 
-        Too few are under 200 updates where a batch is a twentieth of an epoch's samples or more, and batches of one
-        data-parallel worker's share would give 100 updates or more (``too_few_updates``). Not collective.
+        The warning is reported if all of this holds: there are fewer than 200 updates; a batch has at least a twentieth
+        of an epoch's samples; and batches of the size of one logical worker's share would give 100 updates or more
+        (``too_few_updates``). Not collective.
 
         Args:
             steps: steps of the whole run.
@@ -452,9 +453,10 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context for evaluations by tutti itself, in which forwards in eval mode are not taken as mistakes.
+        """Return a context manager for tutti's own evaluations, within which a check of the script's forwards is off.
 
-        Outside such a context a forward of the model in eval mode counts as the script's own.
+        The check warns if a script itself runs the model in eval mode while logical workers (fixed shares of the global
+        batch) have different batch-norm statistics, of which the script would use one worker's alone.
         """
         before, self._aside = self._aside, True
         try:

@@ -41,12 +41,14 @@ def convert_model(
         batch_norm: options of batch norm: synchronised over ranks (``sync``), over groups of samples (``ghost``), or as
             PyTorch's.
         run_context: the run's communicators, grid of ranks and number of data-parallel workers.
-        precision: ``fp64``, or ``fp32``, ``bf16``, ``fp16`` and ``fp8`` for float32 parameters, as the narrow
-            precisions cast in the loss function (``cast_loss``); None leaves the dtype.
+        precision: ``fp64`` makes floating-point parameters and buffers float64; ``fp32``, ``bf16``, ``fp16`` and
+            ``fp8`` make them float32, because narrow precisions use autocast in the loss function (``cast_loss``);
+            ``fp8`` also replaces linear layers by layers that multiply in 8-bit floats. None leaves the dtype.
         channels_last: convert 4-d tensors to the channels-last memory format.
 
     Returns:
-        The model, and the dtype for floating-point inputs: that of its first floating-point parameter.
+        A pair: the model, and the dtype to which floating-point inputs are converted, that of the model's first
+        floating-point parameter.
 
     Raises:
         UsageError: the precision is unknown, or ``fp8`` where it cannot run or converts no layer.
@@ -122,7 +124,7 @@ def make_loss_scale(
 
     Args:
         given: options of the loss scale, or their text; None: dynamic for ``fp16``, none for other precisions.
-        precision: ``precision`` of the run; None where the script's own autocast decides.
+        precision: ``precision`` of the run; None: the script's own autocast, if any, sets the precision.
         loss_fn: the loss function; None for none.
 
     Returns:
@@ -130,8 +132,8 @@ def make_loss_scale(
         dynamic.
 
     Raises:
-        UsageError: the precision casts in a loss function and there is none; or the text is invalid, or given with a
-            precision other than ``fp16``.
+        UsageError: ``precision`` is a 16-bit one, which needs autocast around a loss function, and ``loss_fn`` is None;
+            or ``given`` is invalid, or given with a precision other than ``fp16``.
     """
     if loss_fn is None and precision in _CAST:
         raise UsageError(

@@ -130,9 +130,10 @@ class NoiseProbe:
         """Return the gradient noise figures of the last step; empty if the step was not measured.
 
         Returns:
-            Python floats by name: ``noise/trace`` and ``noise/square``, the step's own estimates of tr Σ and |G|²;
-            ``noise/scale``, the ratio of their averages in samples, and ``noise/low`` and ``noise/high``, its 90 %
-            band. ``noise/adam/…`` are the same with Adam's preconditioner, where it can be measured.
+            Python floats by name: ``noise/trace`` and ``noise/square``, the step's own estimates of tr Σ (trace of the
+            covariance of one sample's gradient) and |G|² (squared norm of the expected gradient); ``noise/scale``, the
+            ratio of their averages in samples, and ``noise/low`` and ``noise/high``, its 90 % confidence interval.
+            ``noise/adam/…`` are the same with Adam's preconditioner, where it can be measured.
         """
         return self._latest
 

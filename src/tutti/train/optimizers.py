@@ -28,7 +28,8 @@ from tutti.types import OptimizerFactory
 def factory(
     optimizer: Sequence[Optimizer] | OptimizerChoice, rule: NoRule, batch_size: int, sparse: Collection[str] = ()
 ) -> OptimizerFactory:
-    """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
+    """Return a function that builds the run's optimizer over named parameters, with the learning rate that ``rule``
+    gives.
 
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
@@ -150,14 +151,16 @@ def _trials(
 
 
 def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: object) -> list[str]:
-    """Return lines of text that state each optimizer's class and options, to be compared over ranks.
+    """Return texts that state class and options of the run's optimizers; ``tutti.prepare`` compares them over ranks.
 
     Args:
-        optimizer: options, or the script's optimizers.
-        lr_scale: the rule for the learning rate, which the line of options names.
+        optimizer: options of an optimizer that the run makes, or the script's optimizers.
+        lr_scale: the rule that scales the learning rate with the batch size, which the line for options states.
 
     Returns:
-        A single line for options; for the script's optimizers lines with the options of each parameter group.
+        For options a list of one text, ``optimizer {options}, lr_scale {lr_scale}``. For the script's optimizers a list
+        with, for each optimizer in order, a text with its class name and then one text for each parameter group: its
+        index, its number of parameters, and its options (all keys except ``params``) as a dict.
     """
     if isinstance(optimizer, OptimizerChoice):
         return [f"optimizer {optimizer.text}, lr_scale {lr_scale}"]
@@ -173,11 +176,14 @@ def _described(optimizer: Optimizer) -> list[str]:
 
 
 def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module) -> None:
-    """Raise UsageError if an optimizer has a parameter that the model does not have, or a name pattern that fits none.
+    """Raise UsageError if an optimizer does not fit the model, by its parameters or its patterns of parameter names.
+
+    Errors are a parameter that the model does not have, and a pattern that matches none of the model's parameter names.
 
     Args:
-        optimizer: options of an optimizer that the run makes, whose name patterns are checked; or the script's
-            optimizers, whose parameters are checked.
+        optimizer: options of an optimizer that the run makes, whose patterns (``exclude`` of LARS and LAMB, ``adam`` of
+            Muon) are matched with the model's parameter names; or the script's optimizers, whose parameters are looked
+            up in the model.
         model: the script's model.
     """
     if not isinstance(optimizer, OptimizerChoice):

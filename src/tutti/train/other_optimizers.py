@@ -39,8 +39,8 @@ def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -
 def refuse_steps(optimizers: Iterable[Optimizer]) -> None:
     """Make the given optimizers raise UsageError in ``step``, by a step pre-hook on each.
 
-    For optimizers whose model has been sharded over ranks since: they have the parameters from before, which are no
-    longer trained.
+    Called after the model has been sharded over ranks: these optimizers still hold the parameters from before, which
+    are no longer trained.
 
     Args:
         optimizers: optimizers that ``tutti.prepare`` was not given.

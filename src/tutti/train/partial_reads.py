@@ -46,8 +46,8 @@ class PartialReads:
     def refuse(self) -> None:
         """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError.
 
-        Where this rank holds only shards, tensor slices or pipeline stages of the model, such a copy would hold only
-        these. Does nothing where this rank holds the whole model.
+        The methods are replaced if this rank holds only shards, tensor slices or pipeline stages of the model, of which
+        alone a copy would consist. Does nothing if this rank holds the whole model.
         """
         for module in self._modules if self._partial else ():
             handle = module.register_state_dict_pre_hook(_refuse_state)

@@ -24,11 +24,11 @@ def predict_samples(
 ) -> Any:
     """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank. Collective.
 
-    Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank
-    computes a part of the samples; an all-gather of each tensor over the data ranks puts them together.
+    Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank computes
+    a part of the samples; an all-gather of each tensor over the data ranks puts them together.
 
     Args:
-        run: the run.
+        run: the training run, whose model is used in eval mode without autograd.
         source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
         function: ``function(model, batch)`` returns a tensor, or tuples, lists and dicts of them, with a row for each
             sample.
@@ -40,8 +40,8 @@ def predict_samples(
         The results for all samples in their order, on the CPU, in the structure that ``function`` returns.
 
     Raises:
-        UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a result has
-            other rows than samples.
+        UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a tensor of a
+            result does not have one row for each sample of its batch.
         DataError: results of two batches have different shapes.
         MismatchError: ranks make different calls, or have taken different numbers of steps.
     """

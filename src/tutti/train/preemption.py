@@ -32,11 +32,14 @@ class StopReason:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that a signal stopped, after its checkpoint: 130 after Ctrl-C, else 75 (resumable)."""
+        """Exit code for a process that a signal has asked to stop: 130 after Ctrl-C, else 75.
+
+        The process writes its checkpoint first. 75 says that the run can be resumed.
+        """
         return int(ExitCode.INTERRUPTED if self.interrupted else ExitCode.PREEMPTED)
 
     def error(self, stop: Preempted) -> Preempted | Interrupted:
-        """Return the exception that ends a stopped process with the right exit code.
+        """Return the exception that ends a process, asked to stop by a signal, with the exit code for that signal.
 
         Args:
             stop: the exception of a preempted run (exit code 75).
@@ -49,17 +52,18 @@ class StopReason:
 
 @contextmanager
 def stop_on_signals(run: Run) -> Iterator[StopReason]:
-    """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once.
+    """Return a context manager within which signals ask all ranks of a run to stop training after the next step.
 
-    All ranks stop after the next step, whose ``run.stats.stop`` is true. Outside of the main thread nothing is done.
-    In a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored: Slurm sends a signal to the ranks and to the
-    process that started them, which passes it on, and kills a job that does not end.
+    The signals are SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C. After the next step ``run.stats.stop`` is true on
+    all ranks. A second signal ends the process at once; in a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is
+    ignored, because Slurm sends a signal both to the ranks and to the process that started them, which passes it on,
+    and itself kills a job that does not end. Outside of the main thread no signal handler is installed.
 
     Args:
         run: the run to stop.
 
     Yields:
-        A ``StopReason``, which says after a signal whether it was Ctrl-C.
+        A ``StopReason``, whose ``interrupted`` says after a signal whether it was Ctrl-C.
     """
     reason = StopReason()
     if threading.current_thread() is not threading.main_thread():

@@ -87,10 +87,12 @@ class CheckedRun:
     optimizer_settings: list[dict[str, Any]]
 
     def settings(self, o: RunOptions) -> list[str]:
-        """Return a line of text for each setting that must be equal on all ranks, such as strategy and batch size.
+        """Return lines of text that state the settings that must be equal on all ranks, such as the strategy.
+
+        ``tutti.prepare`` compares the list over ranks. This object holds the checked arguments of ``tutti.prepare``.
 
         Args:
-            o: the options of ``tutti.prepare``.
+            o: the other options of ``tutti.prepare``, such as precision, clipping and seed.
         """
         contract, sampling = self.epochs.first, self.sampling
         collate = "default" if sampling.collate is None else "own"

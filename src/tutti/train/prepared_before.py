@@ -65,7 +65,7 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
 
 
 def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
-    """Record that a run has split its model, or its optimizers' state, over ranks, if it has.
+    """Record the model and optimizers of a run that has split parameters or optimizer state over ranks.
 
     ``check_earlier`` then refuses a later ``tutti.prepare`` of the same model or optimizers, of which this rank holds
     only a part. Does nothing where each rank holds the whole model and its optimizer state.

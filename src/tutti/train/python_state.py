@@ -22,11 +22,11 @@ _SMALL = 1024
 
 @contextmanager
 def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
-    """Return a context manager that restores, at its end, attributes of modules and what a function reads.
+    """Return a context manager that, at its end, restores attributes of modules and variables of a function.
 
-    What a function reads are its variables and their objects. Objects are restored as shallow copies: an attribute or
-    variable is bound again to the object that it had, and lists, dicts, sets and small tensors get the elements that
-    they had.
+    Restored are the Python attributes of the modules, and the variables that ``function`` reads with the objects in
+    them. Each attribute or variable is bound again to the object that it had, and lists, dicts, sets and small tensors
+    get back the elements that they had (a shallow copy).
 
     Args:
         parts: modules, whose submodules are included.

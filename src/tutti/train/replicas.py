@@ -90,7 +90,8 @@ def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
 def seldom(run: Run) -> bool:
     """Return whether at least 100 steps (``SELDOM``) have passed since copies of tensors were last compared over ranks.
 
-    The end of an epoch compares them again only then, because the comparison reads every tensor.
+    Copies are the same parameters on several data-parallel ranks. ``Run`` compares them at the end of an epoch only if
+    this is True, because the comparison reads every tensor.
 
     Args:
         run: the training run.

@@ -36,13 +36,14 @@ _FACTS = {
 
 
 def optimizer_settings(trainer: Sequence[Optimizer] | OptimizerChoice) -> list[dict[str, Any]]:
-    """Return the options of each parameter group as the run was given them, before any scheduler or step.
+    """Return the options of each of the optimizer's parameter groups, as a JSON value for comparisons on resuming.
 
     Args:
         trainer: the script's optimizers, or the optimizer options of the configuration.
 
     Returns:
-        A dict of values by option name, such as ``lr``, for each parameter group in order; a single one for options.
+        A list with a dict of values by option name, such as ``lr``, for each parameter group in order; for options of
+        the configuration a list of one dict. The values are those at the time of the call.
     """
     if isinstance(trainer, OptimizerChoice):
         chosen = trainer.options
@@ -76,7 +77,8 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
         run: the run, for the settings of its optimizer.
 
     Returns:
-        Name, saved value and present value of each; settings of the run first, then options of parameter groups.
+        A list of ``SettingDifference``s: ``name``, ``saved`` and ``now`` (the two values) of each; settings of the run
+        first, then options of parameter groups, each by name.
     """
     found = [
         SettingDifference(name, facts[key], run_facts[key])
@@ -97,7 +99,7 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
 
 
 def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges, where: str) -> None:
-    """Check that the user has named every setting that differs from the checkpoint's (``--change``).
+    """Check that the user has named, by ``--change``, every setting in which a resumed run differs from its checkpoint.
 
     Args:
         differences: all settings that differ.
@@ -164,15 +166,16 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
-    """Give a resumed run the batch size and number of samples of its earlier epochs, and record changed settings.
+    """Set what a resumed run must know of settings that were changed on resuming, now or earlier.
 
-    Earlier epochs differ if batch size or data were changed on resuming, so that the run counts their steps and samples
-    as they were. ``run.changes`` becomes the checkpoint's list of changes; if ``differences`` has any,
-    ``{"step": …, "changed": {name: [saved, now]}}`` is appended.
+    If batch size or data were changed, the run's batches get the batch size and the number of samples of the epochs
+    before each change, so that steps and samples of these epochs are counted as they were. ``run.changes`` becomes the
+    checkpoint's list of changes; if ``differences`` has any, ``{"step": …, "changed": {name: [saved, now]}}`` is
+    appended.
 
     Args:
-        manifest: the checkpoint.
-        differences: the settings that change, checked by ``check_changes``.
+        manifest: the checkpoint's manifest.
+        differences: the settings that change now, checked by ``check_changes``.
         run: the run, restored to the checkpoint's position.
     """
     facts = manifest.facts
@@ -191,11 +194,13 @@ def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def change_facts(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint records about the optimizer's settings and about settings changed on resuming.
+    """Return what a run's checkpoint records about the optimizer's settings and about settings changed on resuming.
 
     Returns:
-        JSON values by key: ``optimizer_settings``, the options of each parameter group; if there are any,
-        ``earlier_epochs``, epochs with another batch size or number of samples, and ``changes`` made so far.
+        JSON values by key: ``optimizer_settings``, a list with a dict of options for each parameter group; and, if
+        there are any, ``earlier_epochs`` (list of earlier epochs that had another batch size or number of samples) and
+        ``changes`` (list of ``{"step": …, "changed": {name: [saved, now]}}``, one for each resume that changed
+        settings).
     """
     earlier = run.feed.epochs.earlier
     return {

@@ -212,7 +212,7 @@ class Run:
         self._script_code = ExitStack()
 
     def begin_script(self) -> None:
-        """Begin to check the script's reads and writes of parameters that are split over ranks.
+        """Begin to check the reads and writes that the user's script makes of parameters that are split over ranks.
 
         A read or write that would give each rank another result then raises UsageError. The checks last until the run
         object is deleted. Does nothing for strategies that leave each rank whole parameters.
@@ -222,7 +222,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of global batches, and so of steps, in each epoch.
+        """Number of global batches, and so of steps, in each epoch of the training data.
 
         Raises UsageError for a stream of unknown length, and if the batch size grows (see ``steps_of``).
         """
@@ -254,15 +254,15 @@ class Run:
     def place(self) -> Position:
         """Position of the training run in its data after the steps so far: a ``Position`` with ``epoch`` and ``batch``.
 
-        ``epoch`` is the number of whole epochs consumed, ``batch`` that of global batches of the current epoch. With
-        asynchronous servers that count the steps of all workers, the position follows from this count.
+        ``epoch`` is the number of whole epochs consumed, ``batch`` that of global batches of the current epoch. If
+        asynchronous parameter servers count the steps of all workers together, the position follows from this count.
         """
         return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to stop after the next step, which sets ``stats.stop`` on all ranks; the loop must then end.
+        """Ask all ranks to stop training after the next step, which sets ``run.stats.stop`` to True on all ranks.
 
-        Returns at once, and may be called on any rank, also in a signal handler.
+        The loop over steps must then end. Returns at once, is not collective, and may be called in a signal handler.
         """
         self._stop = True
 
@@ -332,7 +332,7 @@ class Run:
             check_replicas(self, f"epoch {number + 2}")
 
     def end_step(self) -> None:
-        """Call the callbacks' ``on_step_end`` for the last step, unless that has been done.
+        """Call ``on_step_end`` of the run's callbacks for the last step; do nothing if that has been done.
 
         Collective over all ranks if there are callbacks. ``epoch`` calls this method after the body of the caller's
         loop. ``tutti train`` calls this and ``end_epoch`` within the body, because the checkpoint of a step holds the
@@ -343,9 +343,9 @@ class Run:
             self.callbacks.call("on_step_end", self)
 
     def end_epoch(self, number: int) -> None:
-        """Call the callbacks' ``on_epoch_end`` if the last batch of the epoch has been consumed, once an epoch.
+        """Call ``on_epoch_end`` of the run's callbacks if the epoch's last batch has been consumed.
 
-        Collective over all ranks if there are callbacks.
+        Later calls for the same epoch do nothing. Collective over all ranks if there are callbacks.
 
         Args:
             number: the epoch, from 0.
@@ -390,8 +390,8 @@ class Run:
             The loss, as the mean over the global batch (with asynchronous servers over this rank's workers).
 
         Raises:
-            UsageError: no loss function; the optimizer needs a closure; or this rank has no sample of a batch that the
-                caller made where every rank must take part.
+            UsageError: the run has no loss function; the optimizer needs a closure; or the caller made the batch, this
+                rank has no sample of it, and the strategy needs samples on every rank.
             NonFiniteError: too many steps in a row had a gradient that is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
@@ -690,7 +690,7 @@ class Run:
 
     @property
     def stepped(self) -> bool:
-        """Whether the last ``optimizer.step()`` of a custom training loop updated parameters.
+        """True if the last call of ``optimizer.step()`` in a custom training loop updated the parameters.
 
         ``step`` makes an update in the rank's last micro-batch of a global batch, and does nothing in earlier ones. A
         step that was skipped because a gradient is not finite counts as an update here.
@@ -705,7 +705,7 @@ class Run:
         gradients over ranks.
 
         Returns:
-            Whether this call made an update.
+            True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
             UsageError: outside of a loop over ``run.microbatches()``.
@@ -759,15 +759,16 @@ class Run:
     ) -> Evaluation:
         """Return mean loss and metrics of the model over all samples of ``source``, each counted once.
 
-        Collective: every rank evaluates its part of the samples. Where replicas of the model differ (local SGD), they
-        are merged. Calls the callbacks' ``on_evaluation``.
+        Collective: every rank evaluates its part of the samples. Where replicas of the model differ (local SGD), their
+        mean is evaluated. Calls the callbacks' ``on_evaluation``.
 
         Args:
             source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
                 then evaluated.
             batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
             loss: the loss function; default: that of ``tutti.prepare``.
-            averaged: whether to evaluate the average of the weights; default: if the run keeps one.
+            averaged: whether to evaluate the average of the weights over updates (EMA) in place of the weights;
+                default: True if the run keeps such an average.
             collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
 
         Returns:
@@ -801,14 +802,16 @@ class Run:
             source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
             function: returns a tensor, or tuples, lists and dicts of tensors, with a row for each sample.
             batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
-            averaged: whether to use the average of the weights; default: if the run keeps one.
+            averaged: whether to use the average of the weights over updates (EMA) in place of the weights; default:
+                True if the run keeps such an average.
             collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
 
         Returns:
             The structure that ``function`` returns, with tensors that have a row for each sample of ``source``.
 
         Raises:
-            UsageError: the model is split into stages or tensor slices, or a prediction has other rows than samples.
+            UsageError: the model is split into stages or tensor slices, or a prediction does not have one row for each
+                sample.
             DataError: predictions of two batches have different shapes.
             MismatchError: ranks make different calls, or have taken different numbers of steps.
         """
@@ -817,9 +820,10 @@ class Run:
 
     @contextmanager
     def profile(self, folder: str | Path) -> Iterator[None]:
-        """Profile the steps within the block on every rank with PyTorch's profiler.
+        """Return a context manager that profiles the steps within its block on every rank with PyTorch's profiler.
 
-        Every rank writes ``rank{N}.json`` for ui.perfetto.dev, and rank 0 ``operations.txt``, a table of operators.
+        At its end every rank writes ``rank{N}.json`` for ui.perfetto.dev, and rank 0 ``operations.txt``, a table of
+        operators.
 
         Args:
             folder: directory for the files, which is made.
@@ -832,9 +836,10 @@ class Run:
 
     @contextmanager
     def trace(self, folder: str | Path) -> Iterator[None]:
-        """Trace the phases of each step within the block on all ranks, and draw them as a timeline. Collective.
+        """Return a context manager that measures the phases of each step within its block on all ranks. Collective.
 
-        Rank 0 writes ``timeline.svg``, ``trace.json`` (for ui.perfetto.dev) and ``shares.txt`` (time in each phase).
+        At its end rank 0 writes ``timeline.svg`` (the phases over time), ``trace.json`` (for ui.perfetto.dev) and
+        ``shares.txt`` (time in each phase).
 
         Args:
             folder: directory for the files, which is made.
@@ -852,8 +857,7 @@ class Run:
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters, with
-                the
-                model's own buffers.
+                the model's own buffers.
 
         Returns:
             Whole tensors by name; they may be those of the model itself and not copies.
@@ -896,15 +900,16 @@ class Run:
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers, merged over logical data-parallel workers. Collective.
 
-        A logical worker is a fixed share of the global batch; under local SGD each has its own parameters, of which
-        the mean is returned.
+        A logical worker is a fixed share of the global batch; under local SGD each has its own parameters, of which the
+        mean is returned.
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters.
             as_trained: cast the average of the weights to the dtypes of the parameters.
 
         Returns:
-            Tensors by name; those that are split over ranks are this rank's slices.
+            A dict of tensors by their name in the script's model; of a tensor that is split over ranks this rank's
+            slice.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average.
@@ -1016,10 +1021,11 @@ class Run:
         Collective over all ranks.
 
         Args:
-            call: text of the call, compared over ranks and shown in the error.
+            call: description of the call about to be made, such as ``predictions for 100 samples``; compared over ranks
+                together with the step number, and shown in the error.
 
         Raises:
-            MismatchError: the calls differ.
+            MismatchError: calls or step numbers differ between ranks.
         """
         self.context.comms.world.agree(
             [f"{call} after step {self.clock}"],

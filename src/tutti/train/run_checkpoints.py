@@ -62,17 +62,17 @@ class Checkpoints(CheckpointManager):
         self._facts["tied"] = {other: name for name, spec in model.items() for other in spec.tied}
 
     def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint of the run, in the background where memory has room for a copy of this rank's state.
+        """Write a checkpoint of the run, in the background if memory has room for a copy of this rank's state.
 
         Every rank writes its own tensors. Collective; copies of a tensor on several ranks are compared first, by
         digest. Blocks until the previous save is complete.
 
         Args:
-            extra: facts to store in the manifest besides the run's own.
+            extra: further JSON values by key to store in the manifest, besides the run's own.
             evaluated: held-out loss and metrics of this very step; None where it was not evaluated.
 
         Raises:
-            DiskError: too many consecutive saves have failed.
+            DiskError: the number of consecutive failed saves has reached its limit; up to then a failure is a warning.
             PeerError: the previous save did not finish.
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
             CheckpointError: the ranks do not share the folder.
@@ -110,9 +110,9 @@ class Checkpoints(CheckpointManager):
             The checkpoint's facts by key, such as ``step`` and ``position``; None where the folder has no checkpoint.
 
         Raises:
-            CheckpointError: no checkpoint in the folder is intact, or the newest is of another run: another model,
-                optimizer, global batch size or seed that is not named, or another number of workers that the user did
-                not name; or a named setting cannot change at this position.
+            CheckpointError: no checkpoint in the folder is intact, or the newest is of another run: its model differs,
+                or its optimizer, global batch size, seed or number of workers differs and the user has not named this
+                setting; or a named setting cannot change at this position.
         """
         manifest = self.newest()
         if manifest is None:
@@ -244,8 +244,7 @@ def other_workers(manifest: Manifest, run: Run) -> str:
 def trained_alone(manifest: Manifest) -> bool:
     """Return whether each logical data-parallel worker of the checkpoint has its own parameters, as in local SGD.
 
-    A logical worker is a fixed share of the global batch. True if the checkpoint's group ``workers``
-    has parameters.
+    A logical worker is a fixed share of the global batch. True if the checkpoint's group ``workers`` has parameters.
 
     Args:
         manifest: the checkpoint's manifest.
@@ -260,8 +259,9 @@ def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
         manifest: the checkpoint's manifest.
 
     Returns:
-        Number of steps, number of updates, and a dict with ``epoch``, ``batch`` (global batches consumed in it),
-        ``samples`` (consumed in all) and ``state`` (of the data set's reader, or None), as of ``Run.position``.
+        A tuple: number of steps, number of updates, and a dict with ``epoch`` (whole epochs consumed), ``batch``
+        (global batches consumed of the next epoch), ``samples`` (consumed in all) and ``state`` (of the data set's
+        reader, or None), as of ``Run.position``.
 
     Raises:
         CheckpointError: a number is missing, or is no whole number of at least 0.

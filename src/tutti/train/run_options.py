@@ -75,7 +75,7 @@ class RunOptions:
 
     @cached_property
     def lr_rule(self) -> NoRule:
-        """The rule that scales the learning rate with the batch size, from ``lr_scale``, parsed if it is text.
+        """The rule that scales the learning rate with the batch size, from the argument ``lr_scale``.
 
         ``NoRule`` is the base class of all rules, and itself the rule ``none``; the rule's method ``factor`` returns
         the factor on the learning rate. Raises UsageError if the text is malformed.
@@ -84,7 +84,7 @@ class RunOptions:
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
-        """The samples over which batch norm takes its statistics, from ``batch_norm``, parsed if it is text.
+        """The samples over which batch norm takes its statistics, from the argument ``batch_norm``.
 
         A ``WorkerBatchNorm`` (one micro-batch), a ``Ghost`` (``size`` samples) or a ``Sync`` (the global batch). Raises
         UsageError if the text is malformed.
@@ -93,7 +93,11 @@ class RunOptions:
 
     @cached_property
     def compile_choice(self) -> CompileChoice | None:
-        """Mode and options of ``torch.compile``, from ``compile``; None without it. Raises UsageError if malformed."""
+        """Mode and options of ``torch.compile``, from the argument ``compile`` of ``tutti.prepare``; None without it.
+
+        A ``CompileChoice``: ``mode``, such as ``default``, and ``options``, whose attribute ``backend`` names the
+        compiler backend. Raises UsageError if the text is malformed.
+        """
         given = self.compile
         if given is None or isinstance(given, CompileChoice):
             return given
@@ -103,16 +107,18 @@ class RunOptions:
     def checkpointing(self) -> Checkpointing:
         """The modules whose activations are recomputed in backward, from ``activation_checkpointing``.
 
-        ``Blocks`` or its subclass ``Selective`` for a rule that was given as text, a sequence of names and classes of
-        modules as it was given, or None for none. Raises UsageError if the text is malformed.
+        If the argument of ``tutti.prepare`` is text, a ``Blocks`` (with ``every``, of how many neighbouring blocks the
+        first is recomputed) or its subclass ``Selective``, or None for ``none``; a sequence of names and classes of
+        modules is returned as it was given. Raises UsageError if the text is malformed.
         """
         return check_checkpointing(self.activation_checkpointing)
 
     @cached_property
     def averaging(self) -> Averaging | None:
-        """Decay and warm-up of the weights' moving average, from ``ema``; None without it.
+        """Decay and warm-up of the weights' moving average, from the argument ``ema``; None without it.
 
-        Raises UsageError if the text is malformed.
+        An ``Averaging``: ``decay`` is between 0 and 1; ``warmup`` says whether the decay rises from a smaller value at
+        first. Raises UsageError if the text is malformed.
         """
         given = self.ema
         return given if given is None or isinstance(given, Averaging) else Averaging.parse(str(given), "ema")
@@ -121,16 +127,19 @@ class RunOptions:
     def initial_map(self) -> InitMap | None:
         """Renames and allowed differences of tensors for a warm start from another model; None without ``init_map``.
 
+        An ``InitMap`` with tuples of texts: ``rename`` (items ``OLD:NEW``, beginnings of names), and patterns of names
+        of tensors that may be ``new``, ``unused`` or ``reshaped``.
+
         Raises UsageError if they are malformed, or ``init_from`` is missing.
         """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "init_map")
 
     @cached_property
     def growth(self) -> BatchGrowth | None:
-        """The schedule by which the batch size grows, from ``batch_growth``; None without it.
+        """The schedule by which the batch size grows, from the argument ``batch_growth``; None without it.
 
-        It has the epochs at whose start the batch grows (``milestones``), the ``factor``, and the ``largest`` batch.
-        Raises UsageError if the text is malformed.
+        A ``BatchGrowth`` has the epochs at whose start the batch grows (``milestones``), the ``factor`` by which it is
+        multiplied, and the ``largest`` batch in samples. Raises UsageError if the text is malformed.
         """
         text = self.batch_growth
         return BatchGrowth.parse(text, "batch_growth") if isinstance(text, str) else text

@@ -48,7 +48,7 @@ class MixingProbe:
         return self._outputs[-1]
 
     def close(self) -> None:
-        """End the probe: remove its forward hook from the model, and forget the outputs that the hook has recorded."""
+        """End the test whether a loss mixes samples: remove the model's forward hook, and drop the recorded outputs."""
         self._handle.remove()
         self._outputs = []
 
@@ -59,8 +59,7 @@ class MixingProbe:
 
         Args:
             loss: what the loss function returned, or what ``run.backward`` was given; if it is a tuple or list, its
-                first
-                element is tested.
+                first element is tested.
         """
         outputs = self._outputs
         self.close()

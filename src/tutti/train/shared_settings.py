@@ -28,10 +28,12 @@ class SharedSettings:
         self._text = ""
 
     def text(self) -> str:
-        """Return ``lr``, ``momentum``, ``betas`` and ``weight_decay`` of all parameter groups as one text.
+        """Return ``lr``, ``momentum``, ``betas`` and ``weight_decay`` of the script's optimizers as one text.
 
-        The text is ``lr {value} {value} …, momentum …``, with a value for each group that has the setting. A tensor on
-        an accelerator is written as None, so that the host does not wait for the device.
+        The text serves to compare these settings over ranks, and between calls.
+
+        The text is ``lr {value} {value} …, momentum …``, with a value for each parameter group that has the setting. A
+        tensor on an accelerator is written as None, so that the host does not wait for the device.
         """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         values = [(name, _plain(group[name])) for group in groups for name in _NAMES if name in group]

@@ -155,7 +155,9 @@ class GivenState:
         self._tensors, self._specs, self._optim = tensors, specs, optim or {}
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the full tensors in memory that belong to a group, a kind of state.
+        """Return the names of tensors in one group of this state.
+
+        This object gives a state dict of full tensors, which is in memory, the interface of a checkpoint.
 
         Args:
             group: ``model`` for parameters and buffers, or ``optim`` for optimizer state; other groups have no names.
@@ -163,7 +165,7 @@ class GivenState:
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one of the full tensors in memory, without a copy.
+        """Return one tensor of a state dict of full tensors, which is in memory; the result shares its storage.
 
         Args:
             group: ``model`` or ``optim``.
@@ -175,7 +177,7 @@ class GivenState:
         return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one of the full tensors in memory.
+        """Return the shape of one tensor of a state dict of full tensors, which is in memory.
 
         Args:
             group: ``model`` or ``optim``.
@@ -184,7 +186,7 @@ class GivenState:
         return tuple(self.get(group, name).shape)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a rectangular region of one of the full tensors in memory, as a view.
+        """Return a rectangular region of one tensor of a state dict of full tensors, which is in memory, as a view.
 
         Args:
             group: ``model`` or ``optim``.

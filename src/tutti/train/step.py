@@ -43,7 +43,8 @@ def train_step(
         replica: this rank's part of the model.
         sync: gradient synchronisation, which reduces gradients over ranks and makes the update.
         grad_hook: object that is told of each parameter when a backward pass has made its gradient.
-        work: pairs (worker, micro-batches) of this rank's workers, in order; no micro-batches where its share is empty.
+        work: pairs (index of a worker, its micro-batches) of this rank's workers, in order; an empty sequence of
+            micro-batches for a worker without samples in this batch.
         loss: the loss function.
         step_context: number of the step, samples of its global batch, factors on learning rate and loss.
         hooks: raises UsageError before the update if the script's gradient hooks saw gradients of another scale.

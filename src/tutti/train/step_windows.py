@@ -66,11 +66,13 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
 def phases(run: Run, region: Region = record_function) -> Iterator[None]:
     """Return a context manager within which each phase of a training step runs in a named region, for a profile.
 
-    The phases are ``data``, ``forward``, ``backward``, ``weight`` (zero bubble), ``exchange`` and ``update``.
+    The phases are ``data`` (waiting for a batch), ``forward``, ``backward``, ``weight`` (weight backward of a
+    zero-bubble pipeline), ``exchange`` (gradient reduction) and ``update``.
 
     Args:
         run: the run, whose methods are wrapped within the block.
-        region: makes the context manager of a region from the phase's name; by default a record of PyTorch's profiler.
+        region: function that returns the context manager of a region, given the phase's name; by default a record of
+            PyTorch's profiler.
     """
     forward = (run, "loss_fn") if run.loss_fn is not None else (run.model, "forward")
     named: list[tuple[Any, str, str]] = [
@@ -126,9 +128,10 @@ class Window:
         self._open = ExitStack()
 
     def look(self) -> None:
-        """Begin to profile or trace if the next step is the first of the range of steps to record; end after its last.
+        """Begin the profile or trace before the first training step to record; end it after the last.
 
-        Call it before the first step of the run and after each step. For a trace, both are collective.
+        Call the method before the first step of the run and after each step; in other steps it does nothing. For a
+        trace, beginning and end are collective.
         """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
@@ -136,14 +139,16 @@ class Window:
             self._open.close()
 
     def close(self) -> None:
-        """Stop profiling or tracing now, and write the files, if the run has ended within the window of steps.
+        """Stop a profile or trace that is running when training ends within the steps to record; write its files.
 
-        Does nothing outside of the window.
+        Does nothing otherwise.
         """
         self._open.close()
 
     def table(self) -> str:
-        """Return the text that rank 0 prints at the end of the run: the recorded table, and the folder of all files.
+        """Return the text that rank 0 prints at the end of a profiled or traced run: table of times, and files' folder.
+
+        The table is the content of ``operations.txt`` (profile) or ``shares.txt`` (trace).
 
         If the run ended before the first of the steps to record, the text says so in place of the table.
         """

@@ -94,14 +94,15 @@ class TargetProbe(TorchFunctionMode):
         return result
 
     def mixes(self, loss: Any) -> str:
-        """Return whether, and on what of the batch's other samples, a sample's gradient depends. Ends the probe.
+        """Return on what of other samples in the micro-batch the gradient of a sample depends. Ends the probe.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.
 
         Returns:
-            ``"targets of"`` for targets and other data, ``"model's outputs for"`` for a selection by the model's
-            outputs; empty if it depends on neither, or that cannot be told, such as after a random draw.
+            A phrase for messages: ``"targets of"`` if the gradient depends on targets or other data of other samples,
+            ``"model's outputs for"`` if the loss selects samples by the model's outputs. Empty if the gradient depends
+            on neither, or if that cannot be told, such as after a random draw.
         """
         calls, outputs = self._calls, list(self._outputs.values())
         self._calls = None
@@ -186,10 +187,10 @@ class TargetProbe(TorchFunctionMode):
         return objective.detach(), torch.cat([each.reshape(len(each), -1) for each in found if each is not None], 1)
 
     def close(self) -> None:
-        """End the probe: remove its hooks from the model, and pop it off PyTorch's stack of torch-function modes.
+        """End the test whether a loss mixes samples: remove its hooks from the model, and pop its torch-function mode.
 
-        Only modes that the script's loss function or loop body has entered may lie above it. A second call does
-        nothing.
+        On PyTorch's stack of torch-function modes only modes that the script's loss function or loop body has entered
+        may lie above this one. A second call does nothing.
         """
         self._calls = None
         for handle in self._handles:

@@ -125,7 +125,7 @@ class TargetWatch:
         }
 
     def load(self, saved: Mapping[str, Any]) -> bool:
-        """Continue to watch for target and early stopping from a checkpoint's state, if it is of the same metric.
+        """Restore the state of the watch for target and early stopping from a checkpoint, if it is of the same metric.
 
         A target of another value is judged by the evaluations from now on; the best value and the evaluations without a
         better one are kept.
@@ -134,7 +134,7 @@ class TargetWatch:
             saved: the result of ``state``.
 
         Returns:
-            Whether the state is of this metric; if not, nothing is loaded.
+            True if the state is of this run's metric and was loaded; False if nothing was loaded.
 
         Raises:
             CheckpointError: the state is malformed.
@@ -191,10 +191,10 @@ class TargetWatch:
 
 
 def wall_seconds(started: float | None) -> float | None:
-    """Return seconds of wall time since a run started.
+    """Return the seconds of wall time since a run started, until now; None if its start is unknown.
 
     Args:
-        started: Unix time in seconds; None if it is unknown, and so is the result.
+        started: Unix time of the start in seconds; None if unknown.
     """
     return None if started is None else time.time() - started
 

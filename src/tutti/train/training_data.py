@@ -27,17 +27,18 @@ from tutti.types import LossFn
 def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
     """Combine the data set, or ``DataLoader``, with the options into one description of its global batches.
 
-    The batch size is that of the options, else of the loader, else the default.
+    The batch size is that of the options, else of the loader, else 128.
 
     Args:
         dataset: the samples, or a ``DataLoader``.
-        o: the options of ``tutti.prepare``.
+        o: the options of ``tutti.prepare``, such as ``batch_size``, ``shuffle`` and ``collate``.
 
     Returns:
         A ``Sampling``: data set, batch size, order, collate function and number of loader processes.
 
     Raises:
-        UsageError: an option differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.
+        UsageError: an option differs from that of the ``DataLoader``, or the loader has a feature that tutti cannot
+            reproduce.
     """
     found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)
     return (
@@ -48,7 +49,7 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
 
 
 def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
-    """Wrap the data set for reading by index (``Source``) or in order (``Stream``), and check the options against it.
+    """Wrap the training data set for reading by index (``Source``) or in order (``Stream``), and check the options.
 
     Args:
         sampling: the data set, and how its samples become global batches.
@@ -167,9 +168,10 @@ def first_micro_batch_trial(
 
 
 def call_model(model: Any, batch: Any) -> Any:
-    """Call a model on a batch as scripts mostly do, and return its result; None if no way ends without an error.
+    """Call a model on a batch in the usual ways, and return the first result; None if all of them raise.
 
-    Mappings are keyword arguments. Of a tuple the model gets the first element, all of them, or all but the last.
+    A mapping is passed as keyword arguments. Of a tuple or list the model gets, tried in this order, the first element,
+    all elements, or all but the last. Any other batch is the only argument.
 
     Args:
         model: the model.

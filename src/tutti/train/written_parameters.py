@@ -58,7 +58,10 @@ class WrittenParameters:
         self.note()
 
     def note(self) -> None:
-        """Record the version counters of the watched parameters, after each update; later writes are the script's."""
+        """Record the version counters of the watched parameters.
+
+        Called after each update, so that later changes of a counter are writes by the script.
+        """
         self._versions = [tensor_version(p) for p in self._parameters]
 
     def digest(self) -> int:
@@ -98,7 +101,8 @@ class WrittenParameters:
 
         Args:
             loss: the loss function of ``run.step``.
-            work: pairs (worker, micro-batches) of this rank's logical workers (shares of the global batch).
+            work: pairs (index of a worker, its micro-batches) of this rank's logical workers (shares of the global
+                batch).
 
         Returns:
             The wrapped function in the first three calls of this method; ``loss`` itself afterwards, where this rank's
@@ -113,7 +117,7 @@ class WrittenParameters:
         return _Guard(loss, _plain_parameters(run.replica.parts), run)
 
     def compare(self) -> None:
-        """Raise UsageError, on every rank, if the script has written other values into a parameter on each rank.
+        """Raise UsageError, on every rank, if a parameter's copies differ because the script has written into them.
 
         Collective: two small all-gathers of digests of the copies.
         """

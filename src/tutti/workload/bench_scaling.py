@@ -35,8 +35,6 @@ _FIXED = ("--eval-every", "none", "--checkpoint-every", "none", "--quiet")
 def refuse_own_flags(words: Sequence[str]) -> None:
     """Raise UsageError if a flag for ``tutti train`` is one of those that ``bench_scaling`` sets itself.
 
-    Such flags are ``--devices``, the length of the run, its directory, ``--eval-every`` and ``--checkpoint-every``.
-
     Such flags are, among others, ``--devices``, ``--steps``, ``--epochs``, ``--out`` and ``--eval-every``.
 
     Args:

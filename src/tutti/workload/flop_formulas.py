@@ -127,8 +127,8 @@ def lacks_formula(func: Any) -> bool:
 def decoder_flop_per_token(parameters: float, layers: int, width: int, length: int) -> float:
     """Return the training FLOP (forward and backward) of a token of a decoder, 6N + 12·L·(H·Q)·T.
 
-    What causal masking saves is not subtracted. Chowdhery et al. 2022, arXiv 2204.02311, appendix B. A third of it is
-    the forward's.
+    A third of the FLOP is the forward's. What causal masking saves is not subtracted. Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B.
 
     Args:
         parameters: N, number of parameters without embeddings that are only looked up.

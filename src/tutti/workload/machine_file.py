@@ -79,10 +79,10 @@ class Curve:
     error: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of a call by the line fitted to the measurements, fixed + size / rate.
+        """Return the seconds of an operation's call by the line fitted to its measurements: fixed + size / rate.
 
         Args:
-            size: work or bytes of the call, in the curve's unit.
+            size: work of the call in the curve's unit: FLOP, bytes or parameters.
         """
         return self.fixed + size / self.rate
 

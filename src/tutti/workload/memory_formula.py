@@ -64,7 +64,10 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds on the device together: state, communication buffers, average, activations and buffers."""
+        """Bytes of all kinds that training takes on the device: state, messages, average, activations and buffers.
+
+        State is parameters, gradients and optimizer state; messages are communication buffers.
+        """
         return self.state + self.messages + self.average + self.activations + self.buffers
 
     @property

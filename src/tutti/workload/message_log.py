@@ -142,8 +142,10 @@ class MessageLog:
         is a module that is sharded as a unit, the rest of the model, or the loss.
 
         Returns:
-            For each kind of activation checkpointing, such as ``none``, the collectives of a micro-batch in the order
-            of the trace, each with module group, pass, kind and bytes.
+            For each kind of activation checkpointing, such as ``none``, a tuple of the collectives of a micro-batch in
+            the order of the trace, each a ``GroupMessage``: ``group`` (name of the module group), ``passed``
+            (``forward`` or ``backward``), ``kind`` and ``bytes`` of the whole tensor, as a linear function of the
+            samples.
 
         Raises:
             UsageError: the traces made different collectives, or the bytes of a further trace are not on the line.

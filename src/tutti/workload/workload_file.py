@@ -35,7 +35,7 @@ class Affine:
     per_sample: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the quantity, such as FLOP or bytes, for a micro-batch: ``fixed`` + ``per_sample`` · ``samples``."""
+        """Return this quantity, such as FLOP or bytes, for a micro-batch: ``fixed`` + ``per_sample`` · ``samples``."""
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: Affine) -> Affine:
@@ -134,7 +134,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters (elements of parameter tensors) of the traced model, trained or not."""
+        """Number of parameters (elements of parameter tensors) of the model that was traced, trained or not."""
         return sum(group.parameters for group in self.groups)
 
     def checkpointing(self) -> tuple[str, ...]:

@@ -125,7 +125,8 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
     A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Args:
-        subject: the model and its loss.
+        subject: the model and its loss: functions that build the model and compute the loss, a batch of one sample, and
+            the precision.
         real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
         choices: activation checkpointing to trace, some of ``none`` (needed), ``blocks`` and ``selective``; choices
             that find nothing to recompute are left out.

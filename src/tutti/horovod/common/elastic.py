@@ -59,7 +59,7 @@ class State:
         self.commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions that are called after each reset of the elastic job, before the state is synchronised.
+        """Register functions that are called after each reset of the elastic job, before its state is synchronised.
 
         A reset follows a failed collective or a change of hosts; a callback may adapt the learning rate to
         ``hvd.size()``.
@@ -70,10 +70,10 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Prepare the state for a new set of ranks: call ``reset``, then the registered reset callbacks in their order.
+        """Prepare this training state for a new set of ranks: call ``reset``, then the reset callbacks in order.
 
-        The function that ``run_fn`` returns calls this after the ranks have joined again. Earlier records of changed
-        hosts are dropped.
+        The function that ``run_fn`` returns calls this method after the ranks have joined again. Earlier records of
+        changed hosts are dropped.
         """
         self._host_messages = queue.Queue()
         self.reset()
@@ -92,10 +92,10 @@ class State:
         self._host_messages.put((timestamp, HostUpdateResult(update_res)))
 
     def commit(self) -> None:
-        """Save the state in memory on all ranks, then check for changed hosts. Collective over all ranks; blocks.
+        """Save an elastic job's training state in memory on all ranks, then check for changed hosts. Collective.
 
-        After a later failed collective the ranks restore this state. Every rank saves only after all ranks have called
-        ``commit``, so that all ranks hold the same saved state.
+        Blocks. After a later failed collective the ranks restore this state. Every rank saves only after all ranks have
+        called ``commit``, so that all ranks hold the same saved state.
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
@@ -108,7 +108,7 @@ class State:
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if rank 0 has recorded a change of hosts since the last check.
 
-        Collective over all ranks: broadcasts rank 0's records; blocks. An elastic job can so change its ranks without
+        Collective over all ranks: broadcasts rank 0's records; blocks. An elastic job thereby changes its ranks without
         going back to the last commit.
 
         Raises:
@@ -125,21 +125,21 @@ class State:
             raise HostsUpdatedInterrupt(flags == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keep a copy of the state in this rank's memory, for ``restore``.
+        """Keep a copy of the training state of an elastic job in this rank's memory, for ``restore``.
 
         To be implemented by subclasses; no communication. Raises NotImplementedError here.
         """
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Set the state back to the copy that ``save`` made last, on this rank.
+        """Set the training state of an elastic job back to the copy that ``save`` made last, on this rank.
 
         To be implemented by subclasses; no communication. Raises NotImplementedError here.
         """
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Replace the state of all ranks by rank 0's.
+        """Replace the training state of all ranks of an elastic job by rank 0's.
 
         To be implemented by subclasses; collective over all ranks. Raises NotImplementedError here.
         """
@@ -152,10 +152,10 @@ class State:
         """
 
     def skip_sync(self) -> None:
-        """Exchange only the parts of the state that differ between ranks.
+        """Exchange only the parts of an elastic job's training state that differ between ranks.
 
-        Called instead of ``sync`` after hosts were merely removed: the other parts are then equal on all ranks.
-        Does nothing by default; collective over all ranks where a subclass implements it.
+        Called instead of ``sync`` after hosts were merely removed: the other parts are then equal on all ranks. Does
+        nothing by default; collective over all ranks where a subclass implements it.
         """
 
 
@@ -186,16 +186,16 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._names}
 
     def save(self) -> None:
-        """Keep a deep copy of the state's attributes in memory, on this rank, for ``restore``; no communication."""
+        """Keep a deep copy of the attributes of this elastic state in memory, for ``restore``; no communication."""
         self._saved_state = copy.deepcopy(self._values())
 
     def restore(self) -> None:
-        """Set the state's attributes back to the copy of the last ``save``, on this rank; no communication."""
+        """Set this elastic state's attributes back to the copy of the last ``save``, on this rank; no communication."""
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Set all attributes to rank 0's values and save them. Collective over all ranks; blocks.
+        """Set all attributes of this elastic state to rank 0's values and save them. Collective over all ranks; blocks.
 
         Raises:
             ValueError: on rank 0, an attribute of a type that cannot be sent; the error names it.

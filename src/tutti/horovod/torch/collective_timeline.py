@@ -29,7 +29,7 @@ class CollectiveTimeline:
         self._file.write(json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": epoch}))
 
     def record(self, name: str, activity: str, began: float, ended: float) -> None:
-        """Add an activity of a collective to the trace; does nothing after ``close``.
+        """Add an activity of a collective to this trace of rank 0's collectives; does nothing after ``close``.
 
         Args:
             name: name of the collective; each has a lane of its own.

@@ -86,7 +86,8 @@ def broadcast_optimizer_state(
     Args:
         optimizer: optimizer over the same parameters on all ranks; ranks other than the root may have no state yet.
         root_rank: global rank of the source.
-        model: tells the parameters of sparse embeddings, whose zeros are sparse.
+        model: the module whose parameters are optimized; parameters of its sparse embeddings get sparse zeros as
+            gradients. None: all zeros are dense.
         process_set: ranks that take part; default: all ranks.
 
     Raises:

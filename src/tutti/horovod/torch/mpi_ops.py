@@ -54,6 +54,9 @@ def translated(function: T) -> T:
 
     ``PeerError`` (a failed collective, mismatched calls included) becomes HorovodInternalError, ``UsageError`` becomes
     ValueError; the cause is kept.
+
+    Returns:
+        A function with the arguments and result of ``function``.
     """
 
     @functools.wraps(function)

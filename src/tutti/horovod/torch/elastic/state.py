@@ -79,7 +79,7 @@ class ModelStateHandler(StateHandler):
     """Saves, restores and synchronises the parameters and buffers of a model in the state of an elastic job."""
 
     def sync(self) -> None:
-        """Broadcast the model's parameters and buffers in place from rank 0. Collective over all ranks; blocks."""
+        """Broadcast parameters and buffers of this handler's model from rank 0. Collective over all ranks; blocks."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -90,7 +90,7 @@ class OptimizerStateHandler(StateHandler):
     """
 
     def restore(self) -> None:
-        """Load the copy of the last ``save`` into the optimizer, and clear the gradients of the step that failed.
+        """Load the copy of the last ``save`` into this handler's optimizer, and clear the gradients of the failed step.
 
         Reductions of gradients that are under way are dropped.
         """
@@ -98,7 +98,7 @@ class OptimizerStateHandler(StateHandler):
         self.value.zero_grad()
 
     def sync(self) -> None:
-        """Broadcast the optimizer's state and options from rank 0. Collective over all ranks; blocks."""
+        """Broadcast state and options of this handler's optimizer from rank 0. Collective over all ranks; blocks."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
@@ -205,19 +205,19 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep a copy of the state's models, optimizers, samplers and other values in memory, on this rank."""
+        """Keep a copy of this elastic state's models, optimizers, samplers and other values in memory, on this rank."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Set the state's models, optimizers, samplers and other values back to the last ``save``, on this rank."""
+        """Set this elastic state's models, optimizers, samplers and other values back to this rank's last ``save``."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0, and samplers the records of all ranks; then save the whole state.
+        """Give all ranks of an elastic job rank 0's state, and samplers all ranks' records; then save the whole state.
 
         Collective over all ranks: broadcasts from rank 0; blocks. Samplers divide their remaining samples anew.
         """
@@ -237,7 +237,7 @@ class TorchState(ObjectState):
             handler.skip_sync()
 
     def commit(self) -> None:
-        """Save the whole state in memory on all ranks, or on none, then check for changed hosts.
+        """Save an elastic job's whole state in memory on all ranks, or on none, then check for changed hosts.
 
         After a later failed collective the ranks restore this state. Collective over all ranks; blocks.
 
