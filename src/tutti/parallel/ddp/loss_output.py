@@ -77,13 +77,16 @@ def _is_samples(count: Tensor, micro_batch: MicroBatch) -> bool:
 
 def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
     """Return the result of ``read_loss`` for a mean over ``count`` targets, which may be none."""
-    dtype, wide = _wide(objective), count.to(objective.device, widest_float(objective.device))
-    total = torch.where(wide > 0, objective.detach().to(dtype) * wide, 0.0)
+    # Few operators: on an accelerator each of them costs the host as much as a layer of a small model.
+    device, dtype = objective.device, _wide(objective)
+    same = count.dtype == dtype and count.device == device
+    wide = count.detach() if same else count.detach().to(device, widest_float(device))
+    total = (objective.detach().to(dtype) * wide).masked_fill_(wide == 0, 0.0)
     loss_sums = torch.stack([total.to(dtype), wide.to(dtype)])
     if micro_batch.whole:
         start = _start(micro_batch.share, objective)
     else:
-        start = wide.mul(micro_batch.weight).to(objective.dtype)
+        start = wide.to(widest_float(device)).mul(micro_batch.weight).to(objective.dtype)
     return objective, start, _totals(loss_sums, (), micro_batch)
 
 

@@ -483,7 +483,7 @@ def squares_of(tensors: Sequence[Tensor]) -> list[float]:
     Returns:
         Python floats in the order of ``tensors``, computed in float32 or wider; an empty list for no tensors.
     """
-    return _squares(tensors).tolist() if tensors else []
+    return [norm * norm for norm in _norms(tensors).tolist()] if tensors else []
 
 
 def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
@@ -501,16 +501,21 @@ def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[
     """
     if not tensors or any(t.device != numbers.device for t in tensors):
         return list(numbers.tolist()), squares_of(tensors)
-    both = torch.cat([numbers.to(widest_float(numbers.device)), _squares(tensors)]).tolist()
-    return both[: len(numbers)], both[len(numbers) :]
+    norms = _norms(tensors)
+    if norms.dtype != numbers.dtype:
+        wide = widest_float(numbers.device)
+        numbers, norms = numbers.to(wide), norms.to(wide)
+    both = torch.cat([numbers, norms]).tolist()
+    return both[: len(numbers)], [norm * norm for norm in both[len(numbers) :]]
 
 
-def _squares(tensors: Sequence[Tensor]) -> Tensor:
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norms of tensors, (n,), in float32 or wider. They are squared on the host, in float64."""
     tensors = [values_of(t) for t in tensors]
     norms = foreach_norm([t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors])
     wide = widest_float(norms[0].device)
     same = len({n.dtype for n in norms}) == 1
-    return torch.stack(norms if same else [n.to(wide) for n in norms]).to(wide).square_()
+    return torch.stack(norms if same else [n.to(wide) for n in norms])
 
 
 def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parameter] = ()) -> list[float]:
