@@ -113,7 +113,7 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
         remedy = f"Unset {' and '.join(many)}, or take cores ÷ processes: {usable_cores()} cores are usable."
         yield Finding("threads", "note", text, values, remedy)
     else:
-        default = "no OMP_NUM_THREADS, no pinning: tutti takes cores ÷ processes"
+        default = "no OMP_NUM_THREADS, no pinning: tutti takes cores ÷ processes, on accelerators half of that"
         yield Finding("threads", "ok", text or default, values)
 
 

@@ -21,6 +21,7 @@ from tutti.checkpoint.weights_source import FOLDER
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.epochs import Epochs
+from tutti.device import is_accelerator, usable_cores
 from tutti.errors import ExitCode, Preempted, UsageError
 from tutti.host_memory import free_memory
 from tutti.launcher import context, heartbeat
@@ -421,10 +422,11 @@ def prepare_process(config: TrainConfig, world: World) -> int:
 
     Returns:
         The number of threads: ``config.threads``, else one in reproducible mode, else this process's cores / ranks on
-        this node.
+        this node, and half of that on an accelerator: threads that issue kernels, copy and load need cores too, and an
+        update on the host waits for its slowest thread (docs/devices.md).
     """
     torch.manual_seed(config.seed)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or (1 if config.reproducible else max(1, cores // world.identity.local_size))
+    cores = usable_cores() // world.identity.local_size // (2 if is_accelerator(world.device) else 1)
+    threads = config.threads or (1 if config.reproducible else max(1, cores))
     torch.set_num_threads(threads)
     return threads
