@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_signals_go_over_standard_input_and_output_comes_back(supervisor: RankSu
     assert until(supervisor, b"out a mark\n")[0] is None
     supervisor.signal(signal.SIGTERM)
     assert until(supervisor, ended=True)[0] == 75
+
+
+def test_a_poll_waits_for_output_and_for_the_end(supervisor: RankSupervisor, tmp_path: Path) -> None:
+    start(supervisor, tmp_path, "import os, sys; os.write(1, b'out'); sys.stdin.read()")
+    assert supervisor.poll(1e6) == (None, b"out", b"")
+    assert supervisor.poll(0.01) == (None, b"", b"")
+    ending = threading.Timer(0.1, supervisor.signal, [signal.SIGKILL])
+    ending.start()
+    assert supervisor.poll(1e6) == (-signal.SIGKILL, b"", b"")
+    ending.join()
 
 
 def test_the_end_of_the_actor_is_that_of_the_process(supervisor: RankSupervisor, tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ _ANSWER = 30.0
 _HEAD = 30.0
 _RELEASE = 30.0
 _PACE = 0.25
+# How long an actor keeps a call while its rank is silent: each call takes processor time from the ranks of a full node.
+_QUIET = 2.0
 _AWAY = 5.0
 _REACH = 10.0
 _SERIALISERS = ("numpy", "pyarrow", "pydantic.main")
@@ -177,7 +179,7 @@ class RayEngine:
         if self._polled - self._answered > _HEAD:
             raise EngineGone(SILENT)
         for rank in running:
-            rank.asked = rank.asked or rank.actor.poll.remote()
+            rank.asked = rank.asked or rank.actor.poll.remote(_QUIET)
             rank.since = rank.since or self._polled
         asked = [rank.asked for rank in running]
         ready = ray.wait(asked, num_returns=len(asked), timeout=_PACE)[0] if asked else []
@@ -210,10 +212,14 @@ class RayEngine:
             self._await_release()
 
     def _make_actor(self, bundle: int) -> Any:
-        """Return a new actor on one bundle of the placement group."""
+        """Return a new actor on one bundle of the placement group, which takes a signal while it keeps a call."""
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options = ray.remote(RankSupervisor).options(
-            num_cpus=self._config.cpus, num_gpus=self._config.gpus, max_restarts=0, scheduling_strategy=where
+            num_cpus=self._config.cpus,
+            num_gpus=self._config.gpus,
+            max_restarts=0,
+            max_concurrency=2,
+            scheduling_strategy=where,
         )
         return options.remote()
 

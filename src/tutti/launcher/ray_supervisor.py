@@ -101,18 +101,25 @@ class RankSupervisor:
                 reader = threading.Thread(target=self._read, args=(pipe, held), daemon=True)
                 reader.start()
                 self._readers.append(reader)
-        threading.Thread(target=self._expire, daemon=True).start()
+        for work in (self._await_end, self._expire):
+            threading.Thread(target=work, daemon=True).start()
 
-    def poll(self) -> tuple[int | None, bytes, bytes]:
-        """Return the exit code and the new output of this actor's rank process, without waiting for its end.
+    def poll(self, seconds: float = 0.0) -> tuple[int | None, bytes, bytes]:
+        """Return the exit code and the new output of this actor's rank process; wait for either at most ``seconds``.
 
-        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched.
+        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched. Other methods
+        may be called in other threads meanwhile.
+
+        Args:
+            seconds: how long to wait while there is nothing to tell.
 
         Returns:
             Exit code (negative: number of the signal that ended the process; None while the process runs), and the
             bytes that the process has written to standard output and to standard error since the last call.
         """
         self._heard = time.monotonic()
+        with self._room:
+            self._room.wait_for(lambda: any(self._held) or self._has_ended(), seconds)
         code = None if self._process is None else self._process.poll()
         if code is not None:
             # Child processes of the rank may hold its output open.
@@ -149,6 +156,17 @@ class RankSupervisor:
             with self._room:
                 self._room.wait_for(lambda: sum(map(len, held)) < _MOST)
                 held.append(chunk)
+                self._room.notify_all()
+
+    def _has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def _await_end(self) -> None:
+        """Wake the thread that waits in ``poll`` when the process has ended."""
+        if self._process is not None:
+            self._process.wait()
+            with self._room:
+                self._room.notify_all()
 
     def _expire(self) -> None:
         while self._process is not None and self._process.poll() is None:
