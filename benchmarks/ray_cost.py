@@ -3,14 +3,17 @@
     python benchmarks/ray_cost.py                # some minutes on two idle cores
     python benchmarks/ray_cost.py --quick        # does it run? its times mean nothing
     python benchmarks/ray_cost.py --save         # keeps results/DATE-ray-cost.json
+    python benchmarks/ray_cost.py --save --ranks 1    # keeps results/DATE-ray-cost-1.json; Ray has the other core
 
-Both launchers start two ranks of the same script, one thread each, on one machine whose Ray cluster runs already. Both
-jobs exist at once and step in turn, in short blocks of random order, so that a drift of the machine cancels; each
-workload is launched several times, because a process's luck in placing its tensors does not average out. While one job
-steps, the processes of the other are stopped (SIGSTOP), and Ray's daemons are part of the Ray job. The start is the
-time from the command to the moment when every rank has joined; both are started in turn, after one start of each that
-does not count. Its first part ends where the script begins in the slower rank: the rest, most of it the import of
-PyTorch in each rank, is no cost of Ray. Exit code 9 where the 95 %
+Both launchers start ranks of the same script, one thread each, on one machine whose Ray cluster runs already. Both
+jobs exist at once and step in turn, in blocks of random order, so that a drift of the machine cancels; each workload is
+launched several times, because a process's luck in placing its tensors does not average out. While one job steps, the
+processes of the other are stopped (SIGSTOP). Ray's daemons run with the Ray job, and in every third block with the own
+launcher's job alone: what they cost there is no cost of tutti. Where two ranks fill two processors, the daemons take
+time from them. A block takes seconds: what a daemon does once in a second is due as soon as it goes on, so that shorter
+blocks count its work twice. The start is the time from the command to the moment when every rank has joined; both are
+started in turn, after one start of each that does not count. Its first part ends where the script begins in the slower
+rank: the rest, most of it the import of PyTorch in each rank, is no cost of Ray. Exit code 9 where the 95 %
 interval of the step's ratio lies wholly above the bar (1.05 where a step takes less than 5 ms, else 1.02), or the start
 takes more than 3 seconds longer.
 """
@@ -44,12 +47,13 @@ except ModuleNotFoundError:
     from paired import paired_ratio  # type: ignore[import-not-found, no-redef]
     from soak import hardware  # type: ignore[import-not-found, no-redef]
 
-RANKS = 2
 WARM_UP = 20
 LIMIT = 300.0
 HERE = "127.0.0.1"
-# Steps in a block: some tenths of a second. Actors kill the ranks of a launcher that is silent for half a minute.
-STEPS = {"mlp": 100, "gpt": 2}
+# Steps in a block: some seconds. Actors kill the ranks of a launcher that is silent for half a minute.
+STEPS = {"mlp": 4000, "gpt": 16}
+# The own launcher, the own launcher beside the daemons of an idle Ray cluster, and Ray.
+CASES = ("own", "beside", "ray")
 SHORT_STEP = 0.005
 SHORT_BAR, BAR, START_BAR = 1.05, 1.02, 3.0
 
@@ -113,13 +117,14 @@ class Job:
         on: address of a Ray cluster; empty for the own launcher.
         folder: a new folder of the job.
         workload: name of the workload; ``none`` to end when the ranks have joined.
+        ranks: number of ranks.
     """
 
-    def __init__(self, on: str, folder: Path, workload: str) -> None:
+    def __init__(self, on: str, folder: Path, workload: str, ranks: int) -> None:
         folder.mkdir()
-        self.folder, self._turn = folder, 0
+        self.folder, self.ranks, self._turn = folder, ranks, 0
         (folder / "script.py").write_text(SCRIPT)
-        words = [sys.executable, "-m", "tutti", "run", "-np", str(RANKS)]
+        words = [sys.executable, "-m", "tutti", "run", "-np", str(ranks)]
         words += ["--on", f"ray:address={on}"] if on else []
         with (folder / "log").open("wb") as log:
             self.begun = time.time()
@@ -133,7 +138,7 @@ class Job:
 
     def joined(self) -> float:
         """Wait until every rank has joined; return the seconds since the command."""
-        return max(float(self._read(f"joined-{rank}")) for rank in range(RANKS)) - self.begun
+        return max(float(self._read(f"joined-{rank}")) for rank in range(self.ranks)) - self.begun
 
     def steps(self, count: int) -> tuple[float, float]:
         """Let the job take ``count`` steps; return elapsed and CPU seconds a step, those of the slower rank."""
@@ -185,19 +190,32 @@ def stopped(pids: set[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def compare_steps(address: str, folder: Path, workload: str, rounds: int, draw: random.Random) -> np.ndarray[Any, Any]:
-    """Start both jobs; return elapsed and CPU seconds a step, [rounds, own launcher and Ray, 2]."""
-    jobs = [Job("", folder / "own", workload), Job(address, folder / "ray", workload)]
+def _actors() -> set[int]:
+    """Return the process ids of the Ray job's actors and of their ranks."""
+    found: set[int] = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::RankSupervisor"):
+                found |= _family(process.pid)
+    return found
+
+
+def compare_steps(
+    address: str, folder: Path, workload: str, ranks: int, rounds: int, draw: random.Random
+) -> np.ndarray[Any, Any]:
+    """Start both jobs; return elapsed and CPU seconds a step, [rounds, CASES, 2]."""
+    jobs = [Job("", folder / "own", workload, ranks), Job(address, folder / "ray", workload, ranks)]
     try:
         for job in jobs:
             job.joined()
             job.steps(WARM_UP)
-        times = np.zeros((rounds, 2, 2))
+        times = np.zeros((rounds, len(CASES), 2))
         for turn in range(rounds):
-            for index in draw.sample((0, 1), 2):
-                own = jobs[0].family()
-                with stopped(own if index else _family(os.getpid()) - own - {os.getpid()}):
-                    times[turn, index] = jobs[index].steps(STEPS[workload])
+            for case in draw.sample(CASES, len(CASES)):
+                own, ray = jobs[0].family(), jobs[1].family() | _actors()
+                all_of_ray = _family(os.getpid()) - own - {os.getpid()}
+                with stopped({"own": all_of_ray, "beside": ray, "ray": own}[case]):
+                    times[turn, CASES.index(case)] = jobs[case == "ray"].steps(STEPS[workload])
         for job in jobs:
             job.end()
         return times
@@ -208,12 +226,12 @@ def compare_steps(address: str, folder: Path, workload: str, rounds: int, draw: 
                 job.process.wait(LIMIT)
 
 
-def compare_starts(address: str, folder: Path, rounds: int, draw: random.Random) -> np.ndarray[Any, Any]:
+def compare_starts(address: str, folder: Path, ranks: int, rounds: int, draw: random.Random) -> np.ndarray[Any, Any]:
     """Return seconds from the command to the ranks' scripts, and to joined ranks, [rounds, own launcher and Ray, 2]."""
     times = np.zeros((rounds + 1, 2, 2))
     for turn in range(rounds + 1):
         for index in draw.sample((0, 1), 2):
-            job = Job(address if index else "", folder / f"start-{turn}-{index}", "none")
+            job = Job(address if index else "", folder / f"start-{turn}-{index}", "none", ranks)
             joined = job.joined()
             times[turn, index] = job.began(), joined
             job.end()
@@ -222,27 +240,29 @@ def compare_starts(address: str, folder: Path, rounds: int, draw: random.Random)
 
 
 def summed_up(times: np.ndarray[Any, Any], seed: int) -> dict[str, Any]:
-    """Return one workload's part of the report, from times [launches, rounds, own launcher and Ray, 2]."""
+    """Return one workload's part of the report, from times [launches, rounds, CASES, 2]."""
     found: dict[str, Any] = {"launches": len(times), "rounds": len(times[0])}
     for clock, name in enumerate(("elapsed", "cpu")):
-        ratio = paired_ratio(times[:, :, 1, clock], times[:, :, 0, clock], seed)
-        ms = [1e3 * float(np.median(times[:, :, index, clock])) for index in (0, 1)]
-        found[name] = {"own_ms": ms[0], "ray_ms": ms[1], "ratio": ratio.median, "low": ratio.low, "high": ratio.high}
+        by_case = dict(zip(CASES, np.moveaxis(times[..., clock], 2, 0), strict=True))
+        found[name] = {f"{case}_ms": 1e3 * float(np.median(taken)) for case, taken in by_case.items()}
+        for what, above, below in (("ray", "ray", "own"), ("daemons", "beside", "own"), ("engine", "ray", "beside")):
+            ratio = paired_ratio(by_case[above], by_case[below], seed)
+            found[name][what] = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
     found["bar"] = SHORT_BAR if found["elapsed"]["own_ms"] < 1e3 * SHORT_STEP else BAR
-    found["above_bar"] = bool(found["elapsed"]["low"] > found["bar"])
+    found["above_bar"] = bool(found["elapsed"]["ray"]["low"] > found["bar"])
     return found
 
 
 @contextmanager
-def cluster() -> Iterator[str]:
-    """Within the block, a Ray cluster of one node runs here; yields its address."""
+def cluster(ranks: int) -> Iterator[str]:
+    """Within the block, a Ray cluster of one node with a CPU for each rank runs here; yields its address."""
     # Without it Ray takes the machine's public address for 127.0.0.1; read when ray is imported.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     # By default Ray's workers give way to all other processes of a node.
     os.environ.setdefault("RAY_worker_niceness", "0")
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": RANKS, "include_dashboard": False, "node_ip_address": HERE, "object_store_memory": 100 << 20}
+    head = {"num_cpus": ranks, "include_dashboard": False, "node_ip_address": HERE, "object_store_memory": 100 << 20}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield str(made.address)
@@ -253,8 +273,9 @@ def cluster() -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return its exit code."""
     parser = argparse.ArgumentParser(description="What --on ray costs on one node, against tutti's own launcher.")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of a job, of one thread each")
     parser.add_argument("--launches", type=int, default=4, help="how often both jobs of a workload are started")
-    parser.add_argument("--rounds", type=int, default=15, help="blocks of steps of each job in a launch")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of steps of each job in a launch")
     parser.add_argument("--starts", type=int, default=8, help="starts by each launcher")
     parser.add_argument("--workloads", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--seed", type=int, default=0)
@@ -271,19 +292,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine["versions"]["ray"] = metadata.version("ray")
     report: dict[str, Any] = {
         "benchmark": "ray_cost", "date": now.isoformat(timespec="seconds"), "hardware": machine, "seed": given.seed,
-        "ranks": RANKS, "workloads": {},
+        "ranks": given.ranks, "workloads": {},
     }  # fmt: skip
-    with cluster() as address, tempfile.TemporaryDirectory() as folder:
+    with cluster(given.ranks) as address, tempfile.TemporaryDirectory() as folder:
         for workload in given.workloads:
             times = []
             for launch in range(launches):
                 place = Path(folder) / f"{workload}-{launch}"
                 place.mkdir()
-                times.append(compare_steps(address, place, workload, rounds, draw))
+                times.append(compare_steps(address, place, workload, given.ranks, rounds, draw))
             part = summed_up(np.stack(times), given.seed)
             report["workloads"][workload] = part
             print(workload, json.dumps(part), flush=True)
-        began = compare_starts(address, Path(folder), starts, draw)
+        began = compare_starts(address, Path(folder), given.ranks, starts, draw)
     longer = [float(each) for each in began[:, 1, 1] - began[:, 0, 1]]
     report["start"] = {
         "rounds": starts,
@@ -299,7 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine["load_average_at_the_end"] = os.getloadavg()[0]
     print("start", json.dumps(report["start"]))
     if given.save:
-        (benchmarks / "results" / f"{now.date()}-ray-cost.json").write_text(json.dumps(report, indent=1) + "\n")
+        name = "ray-cost" if given.ranks == 2 else f"ray-cost-{given.ranks}"
+        (benchmarks / "results" / f"{now.date()}-{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     slow = any(part["above_bar"] for part in report["workloads"].values())
     late = report["start"]["longer_seconds"] > START_BAR
     return 9 if (slow or late) and not given.quick else 0
