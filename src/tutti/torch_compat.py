@@ -888,7 +888,7 @@ def skip_graph_capture_checks() -> None:
     ``step`` asks also for parameters on the CPU, and a process that was forked from one that has used CUDA cannot: the
     driver's error would end it. Such a process records no graphs. There is no public switch.
     """
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = _check_nothing  # type: ignore[method-assign]
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = _check_nothing  # type: ignore[assignment, method-assign]
 
 
 def _check_nothing(optimizer: torch.optim.Optimizer) -> None:
