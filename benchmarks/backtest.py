@@ -134,7 +134,7 @@ make backtest DATA=path/to/folder
 
 A table is recognised by its columns, never by its name. A column that is missing is derived where other columns
 determine it; a guess is printed as `note` of the group (`JSON=1`), and a group or protocol that cannot be predicted is
-printed with the reason. A row that is left out is named by its line in the file.
+printed with the `reason`. A row that is left out is named by its line in the file, in a note on its table.
 
 Every figure comes from `{file}`. The sources of the measurements are in the
 `source` entries of `src/tutti/planning/published_hardware.json` and in the tables' own columns.
@@ -285,12 +285,22 @@ def page(stored: dict[str, Any], file: str) -> str:
         lines += [f"| {o['series']} | {o['predicted']:.4g} | {o['measured']:.4g} |" for o in stored["outliers"]]
     lines += [
         "",
-        "## Rows and groups without a prediction",
+        "## Tables and groups without a prediction",
         "",
         "| table | group | protocol | reason |",
         "|---|---|---|---|",
     ]
     lines += [f"| {r['table']} | {r['group']} | {r['protocol']} | {r['reason']} |" for r in stored["refused"]]
+    lines += [
+        "",
+        "## Guesses and rows that are left out",
+        "",
+        "These tables and groups have predictions.",
+        "",
+        "| table | group | protocol | note |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {n['table']} | {n['group']} | {n['protocol']} | {n['note']} |" for n in stored["notes"]]
     return "\n".join(lines) + "\n"
 
 
@@ -310,15 +320,18 @@ def source_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def json_lines(result: BacktestResult) -> list[str]:
-    """Return one line of JSON for each table, group and protocol; without predictions it has n = 0 and the reason."""
+    """Return one line of JSON for each table, group and protocol; without predictions it has n = 0 and the reason.
+
+    A table of which some rows are left out has a line without group and protocol, with a note.
+    """
     nothing = dict.fromkeys(("mean", "median", "worst", "coverage90", "median_band_width"))
-    done = {(row["table"], row["group"], row["protocol"]) for row in result.rows}
-    refused = [
-        {**{key: row[key] for key in ("table", "group", "protocol")}, "n": 0, **nothing, "reason": row["reason"]}
-        for row in result.refused
-        if (row["table"], row["group"], row["protocol"]) not in done
-    ]
-    return [json.dumps(row, ensure_ascii=False) for row in (*result.rows, *refused)]
+
+    def bare(row: dict[str, Any], key: str) -> dict[str, Any]:
+        return {**{name: row[name] for name in ("table", "group", "protocol")}, "n": 0, **nothing, key: row[key]}
+
+    refused = [bare(row, "reason") for row in result.refused]
+    tables = [bare(row, "note") for row in result.notes if not row["group"]]
+    return [json.dumps(row, ensure_ascii=False) for row in (*result.rows, *refused, *tables)]
 
 
 def main() -> int:
@@ -350,6 +363,7 @@ def main() -> int:
         "cells": result.cells,
         "rows": result.rows,
         "refused": result.refused,
+        "notes": result.notes,
         "outliers": outliers(result),
     }
     (ROOT / file).write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

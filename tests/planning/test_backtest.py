@@ -199,6 +199,18 @@ def test_no_table_makes_it_fail_and_each_has_a_reason(tmp_path: Path) -> None:
     assert all(np.isfinite([row["mean"], row["worst"]]).all() for row in result.rows)  # type: ignore[arg-type]
 
 
+def test_notes_on_predictions_are_no_refusals(tmp_path: Path) -> None:
+    rows = [["w", n, 8, 0.1 + 0.01 * n] for n in (1, 2, 3, 4, 8)] + [["w", 8, 8, "n/a"]]
+    write(tmp_path / "a.csv", ["workload", "replicas", "local_batch", "step_time_s"], rows)
+    result = backtest.run_backtest(tmp_path, {})
+    predicted = {(row["table"], row["group"], row["protocol"]) for row in result.rows}
+    refused = {(row["table"], row["group"], row["protocol"]) for row in result.refused}
+    assert predicted and refused and not predicted & refused
+    noted = {(str(row["table"]), str(row["protocol"])): str(row["note"]) for row in result.notes}
+    assert noted["a.csv", ""] == "1 of 6 rows lack a number: step_time in line 7"
+    assert "each replica counts as a node" in noted["small cluster", "anchored"]
+
+
 def test_a_folder_without_tables_says_so(tmp_path: Path) -> None:
     assert [row["reason"] for row in backtest.run_backtest(tmp_path).refused] == ["no CSV file"]
 

@@ -70,9 +70,10 @@ class BacktestResult:
             (number of published sources), ``coverage90``, and where the cell has enough series ``low`` and ``high``
             (95 % interval expected for the coverage), ``holds`` (whether the coverage lies in this interval) and
             ``median_band_width``.
-        refused: one dictionary for each group and protocol in which something was not predicted or was guessed, and
-            for each table of which all or some rows are unused, with the keys ``table``, ``group``, ``protocol`` and
-            ``reason``.
+        refused: one dictionary for each group and protocol without any prediction, and for each table of which no row
+            is used, with the keys ``table``, ``group``, ``protocol`` and ``reason``.
+        notes: one dictionary for each group and protocol whose predictions guess something or leave out rows, and for
+            each used table with unused rows, with the keys ``table``, ``group``, ``protocol`` and ``note``.
         checked: every prediction with its measurement, and the group and protocol that it belongs to.
         residuals: scores from which the bands are made, of this back-test and of the package, by cell and source.
     """
@@ -80,6 +81,7 @@ class BacktestResult:
     rows: list[JsonRow] = field(default_factory=list)
     cells: list[JsonRow] = field(default_factory=list)
     refused: list[JsonRow] = field(default_factory=list)
+    notes: list[JsonRow] = field(default_factory=list)
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
     residuals: Residuals = field(default_factory=dict)
 
@@ -151,9 +153,9 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
     Returns:
         The result, with the attributes ``checked`` (every prediction with its measurement), ``rows`` (errors by kind
         of table, group of its rows and protocol, and the fraction of measurements inside the 90 % bands), ``cells``
-        (that fraction by class of prediction), ``residuals`` (the scores behind the bands) and ``refused`` (reasons why
-        a table or a part of it is not used, or why a group and protocol has no or only guessed predictions). A table
-        that cannot be used raises nothing.
+        (that fraction by class of prediction), ``residuals`` (the scores behind the bands), ``refused`` (why a table is
+        not used, or a group and protocol has no predictions) and ``notes`` (which rows are left out, and what
+        predictions guess). A table that cannot be used raises nothing.
     """
     result = BacktestResult()
     tables = read_tables(folder)
@@ -162,7 +164,11 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
         if table.kind:
             by_kind.setdefault(table.kind, []).append(table)
         if table.reason:
-            result.refused.append({"table": table.name, "group": "", "protocol": "", "reason": table.reason})
+            head: JsonRow = {"table": table.name, "group": "", "protocol": ""}
+            if table.kind:
+                result.notes.append({**head, "note": table.reason})
+            else:
+                result.refused.append({**head, "reason": table.reason})
     if not tables:
         result.refused.append({"table": str(folder.name), "group": "", "protocol": "", "reason": "no CSV file"})
     asked: list[Asked] = []
@@ -192,17 +198,24 @@ def _finite(one: CheckedPrediction) -> bool:
     return bool(np.isfinite(one.sigma)) and sane and one.sigma < _WIDEST
 
 
+def _drop_overflows(asked: Asked) -> None:
+    """Leave out predictions that are not finite or implausible, and add their number to the reason."""
+    kept = [one for one in asked.predictions if _finite(one)]
+    if len(kept) < len(asked.predictions):
+        lost = f"{len(asked.predictions) - len(kept)} predictions overflow: numbers of their rows are implausible"
+        asked.reason = f"{asked.reason}; {lost}" if asked.reason else lost
+        asked.predictions = kept
+
+
 def _summarise(result: BacktestResult, asked: Sequence[Asked], shipped: Residuals) -> None:
     for each in asked:
+        _drop_overflows(each)
         if each.reason:
             head: JsonRow = {"table": each.table, "group": each.group, "protocol": each.protocol}
-            result.refused.append({**head, "reason": each.reason})
-        kept = [one for one in each.predictions if _finite(one)]
-        if len(kept) < len(each.predictions):
-            reason = f"{len(each.predictions) - len(kept)} predictions overflow: numbers of their rows are implausible"
-            lost: JsonRow = {"table": each.table, "group": each.group, "protocol": each.protocol, "reason": reason}
-            result.refused.append(lost)
-            each.predictions = kept
+            if each.predictions:
+                result.notes.append({**head, "note": each.reason})
+            else:
+                result.refused.append({**head, "reason": each.reason})
         result.checked += [(each, one) for one in each.predictions]
     residuals = result.residuals = _merged(result.scores(), shipped)
     factors: dict[tuple[str, str], float | None] = {}
