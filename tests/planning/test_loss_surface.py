@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tutti.comm.grid import Grid
 from tutti.data.adapt import TensorSource
 from tutti.errors import UsageError
 from tutti.launcher import context
+from tutti.planning.landscape_figure import write_landscape_figure
 from tutti.planning.loss_surface import LossSurface, for_landscape, sample_blocks
 
 
@@ -211,3 +213,10 @@ def test_products_are_those_of_curvlinops() -> None:
     vector = torch.linspace(-1, 1, len(found["hessian"]), dtype=torch.float64)
     expected = torch.as_tensor(operator @ vector)
     torch.testing.assert_close(torch.tensor(found["hessian"], dtype=torch.float64) @ vector, expected)
+
+
+def test_the_figure_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.planning.landscape_figure.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="matplotlib") as refused:
+        write_landscape_figure({"run": "r", "step": 1, "samples": {"training": 8}}, tmp_path / "landscape.svg")
+    assert "pip install" in str(refused.value) and "plot" in str(refused.value)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tutti.errors import DiskError
+from tutti.distribution import pip_install
+from tutti.errors import DiskError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +28,11 @@ def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
         path: the SVG to write.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        UsageError: matplotlib is not installed.
         DiskError: the file cannot be written.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("the figure of a landscape needs the package matplotlib", remedy=f"run {pip_install('plot')}")
     from matplotlib.figure import Figure as Canvas
 
     names = [name for name in ("density", "line", "plane", "between") if name in found]
