@@ -20,7 +20,7 @@ from tutti.tasks.text import next_character
 from tutti.workload.flop_formulas import decoder_flop_per_token
 from tutti.workload.tensor_memory import Tracker
 from tutti.workload.workload_file import LOSS, REST, Affine, Workload
-from tutti.workload.workload_trace import TracedModel, trace_workload
+from tutti.workload.workload_trace import TracedModel, trace_modules, trace_workload
 
 CONFIG = GptConfig(layers=2, width=32, heads=4, block=16, dropout=0.0)
 VOCABULARY = 11
@@ -74,6 +74,23 @@ def test_groups_and_gradients_are_those_of_the_model(decoder: Workload) -> None:
     assert second < first < rest
     assert decoder.groups[0].output_bytes == Affine(0.0, 4.0 * CONFIG.block * CONFIG.width)
     assert decoder.not_affine == () and decoder.without_formula == {}
+
+
+def test_one_trace_gives_the_work_of_any_groups() -> None:
+    def of(*names: str) -> TracedModel:
+        return TracedModel(
+            name="test",
+            build=lambda: gpt(CONFIG, VOCABULARY),
+            loss=next_character,
+            sample=text_sample(),
+            groups=lambda model: [model.get_submodule(name) for name in names],
+        )
+
+    traces = trace_modules(of())
+    for names in ((), ("block2", "block1"), ("block1.attention", "block1", "block2.feed_forward"), ("head",)):
+        apart = trace_workload(of(*names))
+        assert [group.name for group in apart.groups] == [*sorted(names), REST, LOSS]
+        assert traces.workload(names) == apart
 
 
 def test_backward_is_counted_at_the_module_that_made_it(decoder: Workload) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -41,7 +41,7 @@ from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
 from tutti.workload.message_log import GroupMessage, MessageLog
 from tutti.workload.workload_file import REST, Workload
-from tutti.workload.workload_trace import TracedModel, trace_workload
+from tutti.workload.workload_trace import ModuleTraces, TracedModel, trace_modules
 
 SIMULATED = "simulated step"
 
@@ -124,8 +124,10 @@ class TaskSizes:
         self._config = config
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._model = model_of(self._task, config)
+        self._traces: dict[int, ModuleTraces] = {}
         self._workloads: dict[tuple[tuple[str, ...], int], Workload] = {}
         self._messages: dict[int, Mapping[str, tuple[GroupMessage, ...]]] = {}
+        self._partitions: dict[tuple[Any, ...], StagePartition] = {}
         self._splits: dict[Hashable, TensorSplit] = {}
         self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
         self._memory: dict[str, Facts] = {}
@@ -225,7 +227,7 @@ class TaskSizes:
         layout = pipeline_layout(choice, shape)
         if layout is not None:
             closed = () if split is None else split.closed
-            partition = find_measured_partition(layout, model, shape["stage"], {}, closed)
+            partition = self._partition(layout, shape["stage"], closed)
             calls = [str(node.target) for node in body(partition.graph) if node.op == "call_module"]
             modules = list(dict.fromkeys(calls))
         owners: dict[int, str] = {}
@@ -254,22 +256,32 @@ class TaskSizes:
             self._splits[key] = TensorSplit(self._task, self._sample, config, layout, ranks)
         return self._splits[key]
 
+    def _partition(self, layout: Any, ranks: int, closed: Collection[str]) -> StagePartition:
+        """Return the partition of the model into the virtual stages of so many pipeline ranks, found once."""
+        key = ranks * layout.chunks, layout.begins, layout.modules, frozenset(closed)
+        if key not in self._partitions:
+            self._partitions[key] = find_measured_partition(layout, self._model, ranks, {}, closed)
+        return self._partitions[key]
+
     def _workload(self, modules: tuple[str, ...], config: PlannedRun, split: TensorSplit | None = None) -> Workload:
-        key = modules, 0 if split is None else id(split)
-        if key not in self._workloads:
+        whose = 0 if split is None else id(split)
+        if whose not in self._traces:
             log = None if split is None else MessageLog(split.ranks)
             subject = TracedModel(
                 name=self._name,
                 build=self._task.model if split is None else partial(split.build, log),
                 loss=self._task.loss,
                 sample=self._sample,
-                groups=lambda built: [built.get_submodule(name) for name in modules],
+                groups=lambda built: [],
                 precision=config.precision,
                 log=log,
             )
             real = split is not None and split.parted
-            found = self._workloads[key] = trace_workload(subject, real=real, choices=self._choices)
-            self._messages[id(found)] = {} if log is None else log.lines()
+            self._traces[whose] = trace_modules(subject, real=real, choices=self._choices)
+        key = modules, whose
+        if key not in self._workloads:
+            found = self._workloads[key] = self._traces[whose].workload(modules)
+            self._messages[id(found)] = self._traces[whose].messages(modules)
         return self._workloads[key]
 
 

@@ -17,16 +17,14 @@ _TOLERANCE = 1e-6
 class LoggedCall(NamedTuple):
     """One collective that was recorded while a model was traced.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
-
     Attributes:
-        group: name of the module group within which the collective is made.
+        path: names of the modules within whose calls the collective is made, the outermost first.
         passed: pass in which it is made: ``forward`` or ``backward``, which includes recomputation.
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         bytes: bytes of the whole tensor.
     """
 
-    group: str
+    path: tuple[str, ...]
     passed: str
     kind: str
     bytes: int
@@ -62,14 +60,14 @@ class MessageLog:
 
     Attributes:
         rank, size: index of the traced rank, which is the first, and number of ranks.
-        place: returns module group and pass of the operator that is called now.
+        place: returns the modules (``LoggedCall.path``) and the pass of the operator that is called now.
     """
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.place: Callable[[], tuple[str, str]] = lambda: ("", "forward")
+        self.place: Callable[[], tuple[tuple[str, ...], str]] = lambda: ((), "forward")
         self._calls: list[LoggedCall] = []
         self._traces: dict[str, list[tuple[int, list[LoggedCall]]]] = {}
 
@@ -112,14 +110,12 @@ class MessageLog:
         self._note("reduce_scatter", whole.nbytes)
         mine.copy_(whole[: mine.numel()])
 
-    def begin(self, place: Callable[[], tuple[str, str]]) -> None:
+    def begin(self, place: Callable[[], tuple[tuple[str, ...], str]]) -> None:
         """Start recording the collectives of a new trace of a model; collectives not yet passed to ``keep`` are lost.
 
-        A module group is a module that is sharded as a unit, the rest of the model, or the loss.
-
         Args:
-            place: called at each collective; returns the name of the module group and the pass (``forward``,
-                ``backward`` or ``recompute``) in which it is made.
+            place: called at each collective; returns the names of the modules within whose calls it is made, the
+                outermost first, and the pass (``forward``, ``backward`` or ``recompute``).
         """
         self.place, self._calls = place, []
 
@@ -135,11 +131,14 @@ class MessageLog:
         """
         self._traces.setdefault(choice, []).append((samples, self._calls))
 
-    def lines(self) -> dict[str, tuple[GroupMessage, ...]]:
+    def lines(self, group: Callable[[tuple[str, ...]], str]) -> dict[str, tuple[GroupMessage, ...]]:
         """Return the recorded collectives of a micro-batch, with their bytes as linear functions of its samples.
 
         Each linear function goes through the first two traces, which have different numbers of samples. A module group
         is a module that is sharded as a unit, the rest of the model, or the loss.
+
+        Args:
+            group: returns the name of the module group that a path (``LoggedCall.path``) belongs to.
 
         Returns:
             For each kind of activation checkpointing, such as ``none``, a tuple of the collectives of a micro-batch in
@@ -150,14 +149,16 @@ class MessageLog:
         Raises:
             UsageError: the traces made different collectives, or the bytes of a further trace are not on the line.
         """
-        return {choice: _lines(traces) for choice, traces in self._traces.items()}
+        return {choice: _lines(traces, group) for choice, traces in self._traces.items()}
 
     def _note(self, kind: str, size: int) -> None:
-        group, passed = self.place()
-        self._calls.append(LoggedCall(group, "forward" if passed == "forward" else "backward", kind, size))
+        path, passed = self.place()
+        self._calls.append(LoggedCall(path, "forward" if passed == "forward" else "backward", kind, size))
 
 
-def _lines(traces: list[tuple[int, list[LoggedCall]]]) -> tuple[GroupMessage, ...]:
+def _lines(
+    traces: list[tuple[int, list[LoggedCall]]], group: Callable[[tuple[str, ...]], str]
+) -> tuple[GroupMessage, ...]:
     (few, low), (more, high), *others = traces
     found = []
     alike = all([c[:3] for c in calls] == [c[:3] for c in low] for _, calls in (traces[1], *others))
@@ -165,7 +166,7 @@ def _lines(traces: list[tuple[int, list[LoggedCall]]]) -> tuple[GroupMessage, ..
         slope = (second.bytes - first.bytes) / (more - few)
         line = Affine(first.bytes - slope * few, slope)
         alike = alike and all(abs(line.at(n) - calls[place].bytes) <= _TOLERANCE * line.at(n) for n, calls in others)
-        found.append(GroupMessage(*first[:3], line))
+        found.append(GroupMessage(group(first.path), first.passed, first.kind, line))
     if not alike:
         raise UsageError(
             "the messages between the tensor ranks are no line in samples",

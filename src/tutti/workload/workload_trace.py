@@ -44,7 +44,7 @@ from tutti.torch_compat import (
 )
 from tutti.types import Batch, LossFn
 from tutti.workload.flop_formulas import OperatorFlop, class_without_flop, count_flop, lacks_formula, operator_name
-from tutti.workload.message_log import MessageLog
+from tutti.workload.message_log import GroupMessage, MessageLog
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, PassWork, Workload
 
 FIT, CHECK = (2, 4), 7
@@ -89,34 +89,73 @@ class _Work:
     masked_flop: float = 0.0
 
 
-_Key = tuple[str, str, str]
-"""Group, pass and class of operator."""
+_Path = tuple[str, ...]
+"""Names of the watched modules whose forwards an operator runs in, the outermost first; "" is the whole model.
+
+Empty outside of the model; (``_ADDED``, NAME) where backward adds up the gradient of a parameter."""
+
+_ADDED = "(gradient)"
+
+_Key = tuple[_Path, str, str]
+"""Path, pass and class of operator."""
 
 
 @dataclass
 class _Counts:
-    """What one trace counts."""
+    """What one trace counts, by path; ``outputs`` by module."""
 
     work: dict[_Key, _Work] = field(default_factory=lambda: defaultdict(_Work))
-    activations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    activations: dict[_Path, float] = field(default_factory=lambda: defaultdict(float))
     outputs: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     order: list[str] = field(default_factory=list)
     unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     metrics: int = 0
 
-    def values(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield every counted quantity of a trace as a pair of key and number.
+    def sums(self, grouping: _Grouping) -> dict[tuple[str, ...], float]:
+        """Return every counted quantity of a trace, summed over each module group.
 
         Keys are (module group, pass, class of operator, quantity), (module group, ``kept activations``) and (module
         group, ``output``), the latter two in bytes.
         """
-        for key, work in self.work.items():
-            for name, value in vars(work).items():
-                yield (*key, name), value
-        for name, value in self.activations.items():
-            yield (name, "kept activations"), value
-        for name, value in self.outputs.items():
-            yield (name, "output"), value
+        found: dict[tuple[str, ...], float] = defaultdict(float)
+        for (path, part, kind), work in self.work.items():
+            name = grouping.group(path)
+            for quantity, value in vars(work).items():
+                found[name, part, kind, quantity] += value
+        for path, value in self.activations.items():
+            found[grouping.group(path), "kept activations"] += value
+        for module, value in self.outputs.items():
+            if module == "" or module in grouping.names:
+                found[module or REST, "output"] += value
+        return dict(found)
+
+
+class _Grouping:
+    """Says to which module group an operator belongs.
+
+    Args:
+        model: the model.
+        names: modules that are groups, the innermost first.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = frozenset(names)
+        self._known: dict[_Path, str] = {}
+        inner: dict[int, str] = {}
+        for name in names:
+            for parameter in model.get_submodule(name).parameters():
+                inner.setdefault(id(parameter), name)
+        self._owners = {name: inner.get(id(parameter), REST) for name, parameter in model.named_parameters()}
+
+    def group(self, path: _Path) -> str:
+        """Return the innermost group of a path; outside of all groups the rest of the model, or the loss."""
+        if path not in self._known:
+            if path[:1] == (_ADDED,):
+                self._known[path] = self._owners.get(path[1], REST)
+            else:
+                outside = REST if "" in path else LOSS
+                self._known[path] = next((name for name in reversed(path) if name in self.names), outside)
+        return self._known[path]
 
 
 def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequence[str] = CHOICES) -> Workload:
@@ -144,33 +183,105 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
         model = _build(subject)
     names = {id(module): name for name, module in model.named_modules()}
     found = [names[id(module)] for module in subject.groups(model)]
+    return trace_modules(subject, real=real, choices=choices, watched=found).workload(found)
+
+
+@dataclass(frozen=True)
+class ModuleTraces:
+    """Counts of a model's operators by module, from which a ``Workload`` is made for any choice of module groups.
+
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
+    Attributes:
+        subject: the model and its loss.
+        real: whether the traces were made on real tensors.
+    """
+
+    subject: TracedModel
+    real: bool
+    _counts: Mapping[str, Sequence[_Counts]]
+
+    def workload(self, groups: Sequence[str]) -> Workload:
+        """Return the FLOP, bytes and calls of each module group, as ``trace_workload`` does.
+
+        Args:
+            groups: names of the modules that are groups, the innermost first; the traces must have watched them.
+        """
+        model, grouping = self._grouped(groups)
+        lines, bent = {}, []
+        for choice, counts in self._counts.items():
+            lines[choice], wrong = _lines([each.sums(grouping) for each in counts])
+            bent += wrong if choice == "none" else []
+        ordered = [name for name, _ in model.named_modules() if name in groups]
+        first = self._counts["none"][0]
+        return Workload(
+            task=self.subject.name,
+            precision=self.subject.precision,
+            groups=tuple(_group(name, model, groups, lines, first.order) for name in (*ordered, REST, LOSS)),
+            gradient_order=tuple(first.order),
+            tokens_per_sample=tokens_of(self.subject.sample),
+            samples=(*FIT, CHECK),
+            basis=f"traced on {'real' if self.real else 'fake'} tensors",
+            not_affine=tuple(bent),
+            without_formula=dict(first.unknown),
+            versions={"tutti": VERSION, "torch": torch.__version__},
+            metrics=first.metrics,
+        )
+
+    def messages(self, groups: Sequence[str]) -> dict[str, tuple[GroupMessage, ...]]:
+        """Return the collectives over the tensor ranks that the traces recorded, as ``MessageLog.lines`` does.
+
+        Args:
+            groups: names of the modules that are groups, the innermost first; the traces must have watched them.
+
+        Returns:
+            The collectives of a micro-batch by choice of activation checkpointing; empty for a whole model.
+
+        Raises:
+            UsageError: the traces made different collectives, or their bytes are no line in samples.
+        """
+        log = self.subject.log
+        return {} if log is None else log.lines(self._grouped(groups)[1].group)
+
+    def _grouped(self, groups: Sequence[str]) -> tuple[nn.Module, _Grouping]:
+        with _mode(self.real):
+            model = _build(self.subject)
+        return model, _Grouping(model, groups)
+
+
+def trace_modules(
+    subject: TracedModel,
+    *,
+    real: bool = False,
+    choices: Sequence[str] = CHOICES,
+    watched: Sequence[str] | None = None,
+) -> ModuleTraces:
+    """Count the operators of a model and its loss by module, by tracing forward and backward of a few samples.
+
+    Args:
+        subject: the model and its loss; its ``groups`` are not read.
+        real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
+        choices: activation checkpointing to trace, some of ``none`` (needed), ``blocks`` and ``selective``; choices
+            that find nothing to recompute are left out.
+        watched: names of the modules that may be groups; None for all.
+
+    Returns:
+        The counts, of which ``workload`` makes FLOP, bytes and calls of each module group.
+
+    Raises:
+        UsageError: the model or its loss cannot be traced; the error names the line.
+    """
+    with _mode(real):
+        model = _build(subject)
+    names = [name for name, _ in model.named_modules() if name] if watched is None else watched
     possible = [choice for choice in choices if choice == "none" or find_units(model, check_checkpointing(choice))]
-    traces = {
+    counts = {
         choice: [
-            _trace(subject, found, samples, choice, real) for samples in ((*FIT, CHECK) if choice == "none" else FIT)
+            _trace(subject, names, samples, choice, real) for samples in ((*FIT, CHECK) if choice == "none" else FIT)
         ]
         for choice in possible
     }
-    lines, bent = {}, []
-    for choice, counts in traces.items():
-        lines[choice], wrong = _lines(counts)
-        bent += wrong if choice == "none" else []
-    ordered = [name for name in names.values() if name in found]
-    first = traces["none"][0]
-    groups = [_group(name, model, found, lines, first.order) for name in (*ordered, REST, LOSS)]
-    return Workload(
-        task=subject.name,
-        precision=subject.precision,
-        groups=tuple(groups),
-        gradient_order=tuple(first.order),
-        tokens_per_sample=tokens_of(subject.sample),
-        samples=(*FIT, CHECK),
-        basis=f"traced on {'real' if real else 'fake'} tensors",
-        not_affine=tuple(bent),
-        without_formula=dict(first.unknown),
-        versions={"tutti": VERSION, "torch": torch.__version__},
-        metrics=first.metrics,
-    )
+    return ModuleTraces(subject, real, counts)
 
 
 def one_sample(training: Any) -> Batch:
@@ -223,7 +334,7 @@ def _build(subject: TracedModel) -> nn.Module:
     return model.double() if subject.precision == "fp64" else model
 
 
-def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: str, real: bool) -> _Counts:
+def _trace(subject: TracedModel, watched: Sequence[str], samples: int, choice: str, real: bool) -> _Counts:
     """Trace forward and backward of ``samples`` samples."""
     fake = _mode(real)
     with fake:
@@ -231,7 +342,7 @@ def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: st
     model.train()
     modules = dict(model.named_modules())
     recompute(model, check_checkpointing(choice))
-    meter = _Meter(model, {name: modules[name] for name in groups})
+    meter = _Meter(model, {name: modules[name] for name in watched})
     wide = subject.precision == "fp64"
 
     def more(tensor: Tensor) -> Tensor:
@@ -284,35 +395,31 @@ def _untraceable(what: str, error: Exception) -> UsageError:
 
 
 class _Meter(TorchDispatchMode):
-    """Within the block, count the work of operators by module group and pass.
+    """Within the block, count the work of operators by path and pass.
 
     Args:
         model: the model, whose forward is called within the block.
-        groups: modules by name.
+        watched: modules by name, whose calls make the paths.
     """
 
-    def __init__(self, model: nn.Module, groups: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, watched: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = _Counts()
-        self._model, self._groups = model, groups
-        self._stack: list[str] = []
-        self._marks: list[tuple[int, str]] = [(0, LOSS)]
-        self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._model, self._watched = model, watched
+        self._path: _Path = ()
+        self._marks: list[tuple[int, _Path]] = [(0, ())]
+        self._made: dict[int, tuple[weakref.ref[Any], _Path]] = {}
         self._backward = False
-        inner: dict[int, str] = {}
-        for name, module in groups.items():
-            for parameter in module.parameters():
-                inner.setdefault(id(parameter), name)
-        self._owners = inner
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Return a context manager in whose block module calls are followed and the order of gradients is recorded.
 
-        Hooks on the modules say which module group an operator belongs to; they are removed at the end.
+        Hooks on the modules say in which of them an operator runs; they are removed at the end.
         """
         handles: list[Any] = []
-        for name, module in ((REST, self._model), *self._groups.items()):
+        for name, module in (("", self._model), *self._watched.items()):
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
             handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
         for name, parameter in self._model.named_parameters():
@@ -325,14 +432,14 @@ class _Meter(TorchDispatchMode):
                 handle.remove()
 
     def forward_ended(self) -> None:
-        """Mark the end of the traced forward: count the bytes of tensors that it keeps alive, by module group.
+        """Mark the end of the traced forward: count the bytes of tensors that it keeps alive, by path.
 
         All operators that follow count as backward or recomputation.
         """
-        for made, name in self._made.values():
+        for made, path in self._made.values():
             storage = made()
             if storage is not None:
-                self.counts.activations[name] += storage.nbytes()
+                self.counts.activations[path] += storage.nbytes()
         self._made.clear()
         self._backward = True
 
@@ -355,67 +462,70 @@ class _Meter(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         keys = {storage_key(tensor) for tensor in tensors}
-        name, part = self.place()
+        path, part = self.place()
         if not self._backward:
             for tensor in results:
                 key = storage_key(tensor)
                 if key not in keys and key not in self._made:
-                    self._made[key] = weakref.ref(tensor.untyped_storage(), partial(self._freed, key)), name
+                    self._made[key] = weakref.ref(tensor.untyped_storage(), partial(self._freed, key)), path
         moves = not results or any(storage_key(tensor) not in keys for tensor in results) or _writes(func)
         if moves:
-            self._count(func, args, given, result, name, part, sum(map(_bytes, (*tensors, *results))))
+            self._count(func, args, given, result, path, part, sum(map(_bytes, (*tensors, *results))))
         return result
 
     def _freed(self, key: int, _: Any) -> None:
         self._made.pop(key, None)
 
     def _count(
-        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, name: str, part: str, moved: float
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, path: _Path, part: str, moved: float
     ) -> None:
         flop = count_flop(func, args, kwargs, result)
         if flop is None:
             flop = OperatorFlop(class_without_flop(func), 0.0)
             if lacks_formula(func):
                 self.counts.unknown[operator_name(func)] += 1
-        entry = self.counts.work[name, part, flop.kind]
+        entry = self.counts.work[path, part, flop.kind]
         entry.flop += flop.flop
         entry.masked_flop += flop.masked
         entry.bytes += moved
         entry.calls += 1
         if flop.recomputed:
-            self.counts.work[name, "recompute", flop.kind].flop += flop.recomputed
+            self.counts.work[path, "recompute", flop.kind].flop += flop.recomputed
 
-    def place(self) -> tuple[str, str]:
-        """Return name of the module group, and pass, that the operator which is called now belongs to.
+    def place(self) -> tuple[_Path, str]:
+        """Return path and pass of the operator which is called now.
 
-        The pass is ``forward``, ``backward`` or ``recompute`` (a forward within backward).
+        The pass is ``forward``, ``backward`` or ``recompute`` (a forward within backward). A module that is recomputed
+        in parts is called without the modules around it: their names are those of the node that needs the result.
         """
-        node = current_autograd_node() if self._backward else None
         if not self._backward:
-            return (self._stack[-1] if self._stack else LOSS), "forward"
-        again = torch.is_grad_enabled()
-        if again and self._stack:
-            return self._stack[-1], "recompute"
-        name = LOSS
+            return self._path, "forward"
+        node, again = current_autograd_node(), torch.is_grad_enabled()
+        if again and "" in self._path:
+            return self._path, "recompute"
+        path: _Path = ()
         if node is not None:
             number = node_sequence(node)
             if number is None:
-                name = self._owners.get(id(getattr(node, "variable", None)), REST)
+                name = self._names.get(id(getattr(node, "variable", None)))
+                path = ("",) if name is None else (_ADDED, name)
             else:
-                name = self._marks[bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1][1]
-        return name, "recompute" if again and node is not None else "backward"
+                path = self._marks[bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1][1]
+        if again and self._path:
+            return (*path, *self._path), "recompute"
+        return path, "recompute" if again and node is not None else "backward"
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
-            self._stack.append(name)
-            self._marks.append((next_node_sequence(), name))
+            self._path = (*self._path, name)
+            self._marks.append((next_node_sequence(), self._path))
 
         return enter
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._stack.pop()
-            self._marks.append((next_node_sequence(), self._stack[-1] if self._stack else LOSS))
+            self._path = self._path[:-1]
+            self._marks.append((next_node_sequence(), self._path))
             if not self._backward:
                 # A tensor that is split over ranks counts with this rank's slice, and is not gathered for it.
                 with TorchFunctionDisabled():
@@ -444,9 +554,12 @@ def _writes(func: Any) -> bool:
     )
 
 
-def _lines(counts: Sequence[_Counts]) -> tuple[dict[tuple[str, ...], Affine], list[str]]:
+_Quantities = Mapping[tuple[str, ...], float]
+
+
+def _lines(counts: Sequence[_Quantities]) -> tuple[dict[tuple[str, ...], Affine], list[str]]:
     """Draw a line through the first two traces; return the lines, and text on each that a third trace is not on."""
-    low, high, *check = (dict(each.values()) for each in counts)
+    low, high, *check = counts
     lines, bent = {}, []
     for key in [key for values in (low, high, *check) for key in values]:
         first, second = low.get(key, 0.0), high.get(key, 0.0)
