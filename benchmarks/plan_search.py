@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/plan_search.py            # keeps results/DATE-plan-search.json
 
 The machine is published hardware, so that any computer can search; the limit of memory makes recomputation and
-micro-batches worth it. The first search traces the model on fake tensors, once for each number of pipeline stages and
-choice of recomputation; the second finds these traces. `reasons` say why each plan lost.
+micro-batches worth it. The first search traces the model on fake tensors, once for each number of tensor ranks and
+choice of recomputation, and cuts it into stages; the second finds all of that. `reasons` say why each plan lost.
 """
 
 from __future__ import annotations
