@@ -110,6 +110,11 @@ class Case:
         return self.nodes * self.each
 
     @property
+    def virtual(self) -> int:
+        """Number of virtual stages; 1 of a run without stages."""
+        return self.strategy.count("blocks.") + 1
+
+    @property
     def title(self) -> str:
         """The run in words."""
         parts = [f"{self.nodes} nodes" if self.nodes > 1 else "1 node", f"{self.each} ranks each" * (self.each > 1)]
@@ -134,7 +139,9 @@ class Case:
 
 def all_cases() -> list[Case]:
     """Return every run, calibrations first."""
-    cases = [calibration(slept, 1) for slept in (WIDE, NARROW)] + [calibration(STAGED, 2)]
+    cases = [Case("calibration", "single", "single", 1, slept=slept) for slept in (WIDE, NARROW)]
+    # The same layers in two and in four passes a micro-batch: what a pass costs, and what a layer.
+    cases += [pipeline("calibration", schedule, 2, 1) for schedule in ("gpipe", "interleaved")]
     shared = [("ring", "mirrored:algorithm=ring"), ("halving", "mirrored:algorithm=halving")]
     shared += [("backend", "mirrored:algorithm=native"), *((f"sharded {n}", f"sharded:stage={n}") for n in (1, 2, 3))]
     one = [("tree", "mirrored:algorithm=tree"), ("central", "mirrored:algorithm=central")]
@@ -157,13 +164,6 @@ def all_cases() -> list[Case]:
     # What was calibrated with is not predicted.
     known = {case.key for case in cases if case.protocol == "calibration"}
     return [case for case in cases if case.protocol == "calibration" or case.key not in known]
-
-
-def calibration(slept: Slept, stages: int) -> Case:
-    """Return the run of one device, or of stages at one micro-batch, that shows what a layer's call costs."""
-    if stages == 1:
-        return Case("calibration", "single", "single", 1, slept=slept)
-    return pipeline("calibration", "gpipe", stages, 1)
 
 
 def pipeline(protocol: str, schedule: str, stages: int, micro: int, slow: str | None = None) -> Case:
@@ -305,18 +305,29 @@ class Predictor:
         machine: as ``tutti bench`` measured it.
         spread: standard deviation of one device's steps over their mean: the jitter of slept computing.
         calls: by model, seconds of a layer's call beside its sleep.
+        passes: by model, seconds of a stage's forward or backward of a micro-batch beside its layers: the schedule, the
+            start of autograd's backward, and the hand-over of tensors.
     """
 
     machine: Machine
     spread: float = 0.0
     calls: dict[Slept, float] = field(default_factory=dict)
+    passes: dict[Slept, float] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
-    def calibrate(self, case: Case, seconds: Sequence[float]) -> None:
-        """Take the cost of a layer's call from a run in which all calls follow each other."""
-        self.calls[case.slept] = 0.0
-        more = statistics.median(seconds) - self.seconds(case)
-        self.calls[case.slept] = max(0.0, more / (2 * case.slept.layers))
+    def calibrate(self, slept: Slept, runs: Mapping[Case, Sequence[float]]) -> None:
+        """Take the cost of a layer's call, and of a pass, from runs in which all passes follow each other.
+
+        Args:
+            slept: the model.
+            runs: seconds of each step of one run, or of two that differ in the number of passes.
+        """
+        self.calls[slept] = self.passes[slept] = 0.0
+        more = [statistics.median(seconds) - self.seconds(case) for case, seconds in runs.items()]
+        passes = [2 * case.virtual for case in runs]
+        if len(runs) > 1:
+            self.passes[slept] = max(0.0, (more[1] - more[0]) / (passes[1] - passes[0]))
+        self.calls[slept] = max(0.0, (more[0] - passes[0] * self.passes[slept]) / (2 * slept.layers))
 
     def seconds(self, case: Case) -> float:
         """Return the predicted median of a step's seconds."""
@@ -338,7 +349,9 @@ class Predictor:
         costs = MeasuredCosts(self.machine, "fp32", network)
         costs.share_node(case.ranks)
         facts = self._facts(case, config)
-        prices = slept_prices(facts.workload, costs, case.slept, self.calls[case.slept])
+        # The program spreads what is in no stage evenly over the stages.
+        passes = self.passes[case.slept] * case.virtual
+        prices = slept_prices(facts.workload, costs, case.slept, self.calls[case.slept], passes)
         program, _ = build_step(facts, config, costs, prices)
         return float(np.median(evaluate_program(program, SAMPLES).seconds))
 
@@ -356,18 +369,29 @@ def slower(curve: Curve, share: float) -> Curve:
     return replace(curve, points=points, rate=curve.rate * share)
 
 
-def slept_prices(workload: Any, costs: Any, slept: Slept, call: float) -> Any:
-    """Return the prices of a slept model's passes: stated sleeps, and the cost of a call, of each layer of a group."""
+def slept_prices(workload: Any, costs: Any, slept: Slept, call: float, passes: float) -> Any:
+    """Return the prices of a slept model's passes.
+
+    Args:
+        workload: the model's work by group.
+        costs: of the machine.
+        slept: the stated sleeps of each layer.
+        call: seconds of a layer's call beside its sleep.
+        passes: seconds of a micro-batch's forward, or backward, that are no layer's.
+    """
     import numpy as np
 
     from tutti.planning.machine_costs import SAMPLES
     from tutti.planning.pass_prices import PassPrices
+    from tutti.workload.workload_file import REST
 
     class SleptPrices(PassPrices):
         """Sleeps in place of the machine's computing."""
 
         def group(self, group: Any, passed: Any, samples: int, checkpointing: str) -> Any:
             """As of ``PassPrices``."""
+            if group.name == REST:
+                return np.full(SAMPLES, passes)
             layer = group.name.startswith("blocks.")
             return np.full(SAMPLES, (slept.seconds(passed, samples) + call) * layer)
 
@@ -395,9 +419,9 @@ def predictor_of(record: Record, cases: Sequence[Case]) -> Predictor:
     figures |= {"jitter/time/1": Figure(0.0, "ratio", 1, None), "jitter/ranks/1": Figure(spread, "ratio", 1, None)}
     machine = Machine(content["host"], content["device"], tuple(content["parts"]), figures, curves)
     found = Predictor(machine, spread)
-    for case in cases:
-        if case.protocol == "calibration":
-            found.calibrate(case, record.seconds[case.key])
+    for slept in (WIDE, NARROW, STAGED):
+        same = [case for case in cases if case.protocol == "calibration" and case.slept == slept]
+        found.calibrate(slept, {case: record.seconds[case.key] for case in same})
     return found
 
 
@@ -458,10 +482,11 @@ idle machine, and goes on where it was stopped. Every figure comes from `{source
 
 Calibrated on at most four nodes are the link (`tutti bench links` between two namespaces), the backend's collectives
 (`tutti bench collectives` over four), copies and updates (`tutti bench`), and the cost of a layer's call beside its
-sleep, from steps of one device; for pipelines from two stages at one micro-batch. No constant is fitted to the runs
-that are predicted, but the simulator was mended with runs like these in sight. An error is (predicted − measured) in %
-of the measured median step. The median load average of two cores was {load} while the cases were measured, with the
-ranks of the runs in it.
+sleep, from steps of one device. Pipelines are calibrated on two nodes at one micro-batch: `gpipe` cuts the layers into
+two stages and `interleaved` into four, which tells the cost of a stage's pass from that of its layers. No constant is
+fitted to the runs that are predicted, but the simulator was mended with runs like these in sight. An error is
+(predicted − measured) in % of the measured median step. The median load average of two cores was {load} while the cases
+were measured, with the ranks of the runs in it.
 
 ## Bars
 
@@ -584,6 +609,7 @@ def calibration_json(predictor: Predictor) -> dict[str, Any]:
         "beta_bytes_per_second": link.rate,
         "spread": predictor.spread,
         "call_seconds": {str(slept): seconds for slept, seconds in predictor.calls.items()},
+        "pass_seconds": {str(slept): seconds for slept, seconds in predictor.passes.items()},
     }
 
 

@@ -97,6 +97,24 @@ def test_predictions_follow_from_a_link_and_one_step(script: Any, tmp_path: Path
     assert predictor.seconds(server) == pytest.approx(0.244 + 6 * size / 5e6, rel=0.02)
 
 
+def test_the_cost_of_a_pass_is_told_from_that_of_its_layers(script: Any, tmp_path: Path) -> None:
+    record, wanted = script.Record(tmp_path / "record.jsonl"), {}
+    record.keep({"machine": machine()})
+    cases = [case for case in script.all_cases() if case.protocol == "calibration"]
+    for case in cases:
+        # 1 ms for each of a layer's calls; in pipelines 3 ms for each pass of a stage, and messages.
+        sent = (2 * (case.virtual - 1) + 2) * (1e-3 + 4 * case.slept.width / 5e6) if case.virtual > 1 else 0.0
+        passes = 2 * case.virtual * 3e-3 if case.virtual > 1 else 0.0
+        wanted[case] = case.slept.layers * (3 * case.slept.ms + 2) / 1e3 + passes + sent
+        record.keep({"case": case.key, "seconds": [wanted[case]] * 2})
+    predictor = script.predictor_of(record, cases)
+    assert predictor.passes[script.WIDE] == 0
+    assert predictor.passes[script.STAGED] == pytest.approx(3e-3, rel=0.1)
+    assert predictor.calls[script.STAGED] == pytest.approx(1e-3, rel=0.2)
+    for case in cases:
+        assert predictor.seconds(case) == pytest.approx(wanted[case], rel=0.01)
+
+
 def test_stages_of_slept_layers_are_cut_where_the_strategy_says(script: Any, tmp_path: Path) -> None:
     record = script.Record(tmp_path / "record.jsonl")
     record.keep({"machine": machine()})
