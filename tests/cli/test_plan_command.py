@@ -12,6 +12,8 @@ from tests.faults.commands import tutti
 from tests.planning.test_run_evidence import write_run
 from tutti.config.settings import read_file, resolve_config
 
+A100 = ("--machine", "a100x8", "--precision", "bf16")
+
 
 def write_runs(folder: Path) -> Path:
     for batch, samples in ((32, 12800), (64, 13600), (128, 16000)):
@@ -104,8 +106,17 @@ def test_a_plan_that_fits_little_memory_is_one_that_train_takes(tmp_path: Path) 
         (("--runs", "runs", "--deadline", "soon"), "write 8h"),
         (("--runs", "runs", "--strategy", "local_sgd"), "--strategy local_sgd --workers n"),
         (("--runs", "runs", "--verify", "1"), "for another machine"),
+        (("--runs", "runs", *A100, "--devices-per-node", "0"), "at least 1"),
+        (("--runs", "runs", *A100, "--network", "alpha=nan,beta=1e9"), "cannot read the link"),
+        (("--recipe", "f1.json", *A100), "reports no held-out 'f1'"),
+        (
+            ("--runs", "runs", *A100, "--max-devices", "1", "--strategy", "mirrored", "--batch-size", "4000"),
+            "a batch of 4,000 is larger than the data set of",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_the_remedy(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    recipe = {"format": 1, "target": {"metric": "f1", "value": 0.9}, "samples_min": 9, "critical_batch": 9}
+    (tmp_path / "f1.json").write_text(json.dumps({**recipe, "draws": [], "basis": "stated"}), encoding="utf-8")
     refused = tutti(write_runs(tmp_path), "plan", "digits", *words)
     assert refused.code == 2 and message in refused.err.lower().replace("--Price", "--price"), refused.err

@@ -24,6 +24,8 @@ def test_a_recipe_is_read_as_written(tmp_path: Path) -> None:
         ({"format": 2}, "format 2"),
         ({"critical_batch": 0}, "critical_batch is 0"),
         ({"samples_min": None}, "invalid"),
+        ({"samples_min": 10**400}, "invalid"),
+        ({"critical_batch": 1e-300}, "no number of samples"),
         ({"draws": [[1.0]]}, "invalid"),
         ({"draws": [[1.0, -1.0]]}, "draws is -1"),
         ({"target": {"metric": "loss", "value": float("nan")}}, "target.value is nan"),

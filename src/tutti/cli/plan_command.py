@@ -162,7 +162,10 @@ def plan_devices(
     from tutti.planning.run_evidence import find_runs, read_evidence, usable_runs
 
     evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
+    stated = known is not None
     known, data = _to_target(evidence, recipe, known, task, notes)
+    if recipe is not None and not stated and not named.script and not user.is_own(task):
+        check_metric(known.metric.name, f"--recipe {recipe}", task_registry.held_out_values(task), averaged=True)
     loaded = named.load_script()
     base, near = _base(evidence, precision, None if loaded is None else loaded.options)
     batches = _batches(data, asked.batches)
@@ -184,7 +187,9 @@ def plan_devices(
         raise UsageError(
             "no choice of devices and batch can be planned",
             why=why or "no run has ten recorded steps",
-            remedy="give --machine, other --strategy or --batch-size",
+            remedy="give more --device-memory or --max-devices, or other --strategy or --batch-size"
+            if found.lacking
+            else "give --machine, other --strategy or --batch-size",
         )
     answer = _Answer(named, known, device_plans(found.steps, data, price), found, notes, data, asked)
     if verify:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -235,7 +236,7 @@ def parse_link(text: str | None) -> LinkCost | Path | None:
         which is not read. None for None.
 
     Raises:
-        UsageError: the text is malformed, or a number is not positive (``alpha`` may be 0).
+        UsageError: the text is malformed, or a number is not positive (``alpha`` may be 0) or not finite.
 
     >>> parse_link("alpha=3e-5,beta=1.25e9")
     LinkCost(alpha=3e-05, beta=1250000000.0)
@@ -246,7 +247,7 @@ def parse_link(text: str | None) -> LinkCost | Path | None:
         return Path(text)
     try:
         given = {key: float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
-        if given.keys() != {"alpha", "beta"} or given["alpha"] < 0 or given["beta"] <= 0:
+        if given.keys() != {"alpha", "beta"} or not (0 <= given["alpha"] < math.inf and 0 < given["beta"] < math.inf):
             raise ValueError
     except ValueError as error:
         remedy = "write alpha=30e-6,beta=1.25e9: seconds a message, and bytes a second; or give machine.json"

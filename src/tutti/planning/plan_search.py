@@ -227,6 +227,8 @@ class StepPricer:
         ).workload.checkpointing()
 
     def _open(self, step: PlannedStep) -> tuple[PlannedRun, StepFacts, PassPrices]:
+        if step.batch > self.sizes.samples:
+            raise UsageError(f"a batch of {step.batch:,} is larger than the data set of {self.sizes.samples:,} samples")
         key = step.strategy, step.devices
         if key not in self._checked:
             try:

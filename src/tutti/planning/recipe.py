@@ -11,6 +11,8 @@ from typing import Any
 from tutti.errors import DiskError, UsageError
 
 RECIPE_FORMAT = 1
+_MOST_SAMPLES = 1e30
+"""Beyond it a number of samples, or below its inverse, is a mistake; products of two such numbers stay finite."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def read_recipe(path: Path) -> TrainingRecipe:
         Target metric and value, medians of E_min and B_crit in samples, and draws of both from their posterior.
 
     Raises:
-        UsageError: the file is missing, of another version, or one of its numbers is missing or not above 0.
+        UsageError: the file is missing, of another version, or one of its numbers is missing, not above 0, or absurd.
     """
     remedy = "write it with tutti noise"
     try:
@@ -156,7 +158,7 @@ def read_recipe(path: Path) -> TrainingRecipe:
         )
     except KeyError as error:
         raise UsageError(f"the recipe has no {error}", where=str(path), remedy=remedy) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError("the recipe is invalid", where=str(path), why=str(error), remedy=remedy) from error
 
 
@@ -182,4 +184,6 @@ def _positive(value: Any, name: str) -> float:
     number = _finite_number(value, name)
     if number <= 0:
         raise ValueError(f"{name} is {value}, and not above 0")
+    if not 1 / _MOST_SAMPLES < number < _MOST_SAMPLES:
+        raise ValueError(f"{name} is {value}, and no number of samples")
     return number

@@ -13,6 +13,8 @@ from torch import nn
 
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
+from tutti.data.adapt import adapt_training
+from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
@@ -22,7 +24,6 @@ from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_
 from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
 from tutti.planning.memory_plan import (
     Facts,
-    first_sample,
     memory_rows,
     model_facts,
     model_of,
@@ -107,6 +108,9 @@ class TaskSizes:
         config: configuration of a run, for its data, model and precision.
         choices: activation checkpointing that plans may choose; a choice that finds nothing to recompute is left out.
 
+    Attributes:
+        samples: number of training samples of the task.
+
     Raises:
         UsageError: the task reads a stream.
     """
@@ -114,13 +118,14 @@ class TaskSizes:
     def __init__(self, task: str | Task, config: PlannedRun, choices: Sequence[str] = ()) -> None:
         self._task, self._choices = resolve_task(task, config), tuple(dict.fromkeys(("none", *choices)))
         self._name = task if isinstance(task, str) else task.name
-        self._sample = first_sample(self._task)
-        if self._sample is None:
+        data = adapt_training(self._task.train)
+        if isinstance(data, Stream):
             raise UsageError(
                 "the task reads a stream, whose samples are not known before it is read",
                 where=self._name,
                 remedy="simulate a task with a data set",
             )
+        self.samples, self._sample = len(data), data.fetch(np.arange(1), None)
         self._config = config
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._model = model_of(self._task, config)
