@@ -66,6 +66,11 @@ def changed(name: str, **values: object) -> dict[str, object]:
         (changed("device/copy", rate=0), "rate of device/copy is 0, no number above 0"),
         (changed("device/copy", fixed=-1e-6), "fixed of device/copy is -1e-06"),
         (changed("device/copy", points=[asdict(CurvePoint(8.0, 0.0, 0.0, 1))]), "seconds of device/copy is 0.0"),
+        ({**machine_json(MACHINE), "host": None}, "host is None, no object"),
+        ({**machine_json(MACHINE), "device": "cpu"}, "device is 'cpu', no object"),
+        ({**machine_json(MACHINE), "device": {"type": "cpu", "threads": "two"}}, "threads of device is 'two'"),
+        ({**machine_json(MACHINE), "parts": [None]}, "no names"),
+        ({**machine_json(MACHINE), "measured": None}, "measured is None, no date"),
     ],
 )
 def test_a_number_that_nothing_measures_is_refused(content: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -231,7 +231,22 @@ _RANKS |= {"scaling": r"[\w.:-]+/[1-9]\d*"}
 
 
 def _mistakes(machine: Machine) -> Iterator[str]:
-    """Yield what is wrong with the names and numbers of a machine, in words."""
+    """Yield what is wrong with the facts, names and numbers of a machine, in words."""
+    # Read from JSON, they may be anything.
+    host: Any = machine.host
+    device: Any = machine.device
+    parts: Any = machine.parts
+    measured: Any = machine.measured
+    for name, facts in (("host", host), ("device", device)):
+        if not isinstance(facts, Mapping):
+            yield f"{name} is {facts!r}, no object"
+    if not all(isinstance(part, str) for part in parts):
+        yield f"parts are {parts!r}, no names"
+    if not isinstance(measured, str):
+        yield f"measured is {measured!r}, no date"
+    threads = machine.device.get("threads")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        yield f"threads of device is {threads!r}, no whole number of at least 1"
     for name in (*machine.figures, *machine.curves):
         part, _, rest = name.partition("/")
         if part in _RANKS and not re.fullmatch(_RANKS[part], rest):
