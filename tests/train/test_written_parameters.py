@@ -156,3 +156,49 @@ def test_writes_between_backward_and_update_are_refused_where_they_would_be_lost
         for updates, said in worlds.run(2, decayed, strategy=strategy, how=how):
             assert updates == 0 and "outside of optimizer.step() (step 1)" in said
     worlds.forget(2)
+
+
+def assigned_between_steps(strategy: str, workers: int, how: str) -> Any:
+    """Assign ``.data`` after every update, or move a matrix's rows, which keeps its norm; evaluate other weights."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, mean, batch_size=4, strategy=strategy, workers=workers)
+    seen = 0.0
+    try:
+        for batch in run.epoch(0):
+            run.step(batch)
+            if how == "rolled":
+                net[0].weight.data.copy_(net[0].weight.data.roll(1, 0))
+            else:
+                for p in net.parameters():
+                    p.data = p.data * 0.9
+        if how == "swapped":
+            kept = [p.data for p in net.parameters()]
+            for p in net.parameters():
+                p.data = p.data * 0.5
+            seen = run.evaluate(DATA, loss=mean).loss
+            for p, data in zip(net.parameters(), kept, strict=True):
+                p.data = data
+    except UsageError as error:
+        return run.updates, str(error)
+    return seen, {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:period=1", "diloco:period=1,outer_lr=1,outer_momentum=0"])
+def test_workers_that_train_alone_go_on_from_assigned_data(strategy: str) -> None:
+    seen, want = worlds.alone(assigned_between_steps, strategy="mirrored", workers=1, how="swapped")
+    for workers in (2, 4):
+        for got in worlds.run(2, assigned_between_steps, strategy=strategy, workers=workers, how="swapped"):
+            if workers == 4:
+                assert got[0] == 1 and "has written the parameter 0.weight outside of optimizer.step()" in got[1]
+                continue
+            assert got[0] == pytest.approx(seen, rel=1e-12)
+            assert all(abs(got[1][name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def test_a_write_that_keeps_the_norm_is_refused_where_it_would_be_lost() -> None:
+    arguments = {"strategy": "parameter_server", "workers": 2, "how": "rolled"}
+    for updates, said in worlds.run(2, assigned_between_steps, **arguments):
+        assert updates == 1 and "has written the parameter 0.weight outside of optimizer.step() (step 2)" in said
+    worlds.forget(2)

@@ -8,18 +8,24 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_norm, tensor_version
 
 _BY_NORM = 2
 """Updates before which norms are compared, too, in a custom training loop."""
+_ALL = 4
+"""Notes up to this number have digests, later ones if their number is a power of two (a guess): a digest of parameters
+takes some 30 times as long as their norms.
+"""
 
 
 class WriteGuard:
     """Detects writes of parameters by the script between updates, by norms before a step and after the last update.
 
-    ``Tensor._version`` would cost less and miss ``parameter.data.mul_(…)``, the usual form of such writes.
+    ``Tensor._version`` would cost less and miss ``parameter.data.mul_(…)``, the usual form of such writes. Writes that
+    keep a norm, such as a permutation of rows, are found by digests of the values, in the first steps and some later.
 
     Args:
         why: the reason that the error gives: the effect of such a write under the run's strategy.
@@ -29,7 +35,8 @@ class WriteGuard:
         self._why = why
         self._norms: list[float] | None = None
         self._marks: list[tuple[int, int]] = []
-        self._updates = 0
+        self._digests: list[int] | None = None
+        self._updates = self._notes = 0
 
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Record norm, version counter and address of each parameter, for ``check`` to find later writes by the script.
@@ -40,14 +47,18 @@ class WriteGuard:
         Args:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
         """
+        self._notes += 1
+        digested = self._notes <= _ALL or not self._notes & (self._notes - 1)
         self._norms = _norms([p.data for _, p in named])
+        self._digests = _digests(named) if digested else None
         self._marks = _marks(named)
 
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
-        """Raise UsageError if the script has written a parameter since ``note``, that is if its norm has changed.
+        """Raise UsageError if a parameter's norm, or its digest, differs from the one that ``note`` recorded.
 
-        The error names the first such parameter. Before the first ``note`` nothing is checked. Also records the
-        parameters' version counters and addresses anew, for ``check_update``.
+        A difference means that the script has written the parameter; the error names the first such parameter.
+        Before the first ``note`` nothing is checked. Also records the parameters' version counters and addresses anew,
+        for ``check_update``.
 
         Args:
             named: (name, parameter) pairs, the same as for ``note``.
@@ -61,6 +72,10 @@ class WriteGuard:
         for (name, _), before, now in zip(named, self._norms, _norms([p.data for _, p in named]), strict=True):
             if before != now and not (before != before and now != now):
                 self._refuse(name, where)
+        if self._digests is not None:
+            for (name, _), then, now in zip(named, self._digests, _digests(named), strict=True):
+                if then != now:
+                    self._refuse(name, where)
         self._marks = _marks(named)
 
     def check_update(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
@@ -95,6 +110,13 @@ class WriteGuard:
 def _marks(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:
     """Return version and address of each parameter."""
     return [(tensor_version(p), p.data_ptr()) for _, p in named]
+
+
+def _digests(named: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    """Return a hash of the bytes of each parameter."""
+    found = [tensor_digest(p.data) for _, p in named]
+    values: list[int] = torch.stack(found).tolist() if found else []
+    return values
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[float]:

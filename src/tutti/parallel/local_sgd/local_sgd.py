@@ -151,8 +151,7 @@ class LocalSGDSync:
                 which would change one worker's copy only.
         """
         self._step_context = step_context
-        if len(self._run_context.mine) > 1:
-            self._guard.check(self._trained, f"step {step_context.global_step + 1}")
+        self._take_written(f"step {step_context.global_step + 1}")
         self._buffers.enter(worker)
         self._put(worker)
 
@@ -269,7 +268,11 @@ class LocalSGDSync:
 
         Returns:
             A dict from names of all parameters and buffers in the model to tensors, with the same bits on every rank.
+
+        Raises:
+            UsageError: the script has written parameters, and this rank has several workers.
         """
+        self._take_written("after the last step")
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
         return {**fixed, **averages, **self._buffers.merged()}
@@ -288,8 +291,7 @@ class LocalSGDSync:
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
-        if len(self._run_context.mine) > 1:
-            self._guard.check(self._trained, "after the last step")
+        self._take_written("after the last step")
         first = next(iter(self._copies.values()))
         trained = {name: copy for (name, _), copy in zip(self._trained, first, strict=True)} if self._equal else {}
         return {**{name: p.data for name, p in self._named if not p.requires_grad}, **trained}
@@ -308,6 +310,7 @@ class LocalSGDSync:
             ``"{worker}/optimizer/{name}/{state key}"`` and the buffers ``"{worker}/{buffer name}"``.
         """
         comm = self._run_context.comms.replica
+        self._take_written("after the last step")
         own: dict[str, Tensor] = dict(self._buffers.state())
         for worker, copies in self._copies.items():
             own |= {f"{worker}/parameter/{name}": c for (name, _), c in zip(self._trained, copies, strict=True)}
@@ -423,6 +426,20 @@ class LocalSGDSync:
         self._inside = worker
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
             parameter.data = copy
+
+    def _take_written(self, where: str) -> None:
+        """Let a rank's only worker go on from ``.data`` that the script has assigned; with several, refuse writes.
+
+        Args:
+            where: place in the run for the error message.
+        """
+        if len(self._run_context.mine) > 1:
+            self._guard.check(self._trained, where)
+            return
+        for worker, copies in self._copies.items():
+            for place, (_, parameter) in enumerate(self._trained):
+                if parameter.data_ptr() != copies[place].data_ptr():
+                    self._copies[worker][place] = parameter.data
 
     def _due(self, step_context: StepContext) -> bool:
         """Return whether the copies are averaged at the end of this step."""
