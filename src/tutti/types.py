@@ -487,6 +487,7 @@ class ReplicaRunner(Protocol):
             that these hooks do not know.
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
+        replaced_name: returns the name of a parameter in whose place the script has put another object (FSDP), or None.
         script_code: context manager around the script's own code, in which reads and writes of parameters that would
             give each rank another result raise UsageError.
         model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
@@ -505,6 +506,7 @@ class ReplicaRunner(Protocol):
     swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
     around_fsdp_hooks: Callable[[nn.Module], AbstractContextManager[None]]
     unify_flags: Callable[[], None]
+    replaced_name: Callable[[], str | None]
     script_code: Callable[[], AbstractContextManager[None]]
     model_code: Callable[[], AbstractContextManager[None]]
     split_backwards: Sequence[Any]

@@ -39,6 +39,7 @@ class HookWatch:
         self._stages, self._model_ranks = run_context.grid.stage > 1, run_context.comms.model
         self._originals = {name: ref(p) for name, p in parameters([model])}
         self._elsewhere: str | None = None
+        self._model = ref(model)
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
         self.watch([model])
         self(alone)
@@ -64,6 +65,27 @@ class HookWatch:
         """
         self._parameters = parameters(parts)
         self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
+        self._tree = self._tree_now()
+
+    def _tree_now(self) -> dict[str, nn.Module]:
+        """Return the modules of the script's model by name where pipeline stages call them; otherwise nothing."""
+        model = self._model() if self._stages else None
+        return {} if model is None else dict(model.named_modules(remove_duplicate=False))
+
+    def check_tree(self) -> None:
+        """Check that the script's model has the modules of which the pipeline's stages were cut. Not collective.
+
+        Raises:
+            UsageError: the script has replaced, added or removed a module since ``tutti.prepare``.
+        """
+        now = self._tree_now()
+        changed = [name for name in {**self._tree, **now} if self._tree.get(name) is not now.get(name)]
+        if changed and now:
+            raise UsageError(
+                f"the script has replaced, added or removed the module {changed[0]} of the model after tutti.prepare",
+                why="the pipeline goes on to call the modules of which its stages were cut",
+                remedy="change the model before tutti.prepare, or take --strategy mirrored",
+            )
 
     def __call__(self, alone: bool) -> None:
         """Check all gradient hooks of the model once, at the beginning of a step. Not collective.

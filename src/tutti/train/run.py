@@ -301,6 +301,7 @@ class Run:
             UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
         """
         self._trainability.check_replaced()
+        self.hooks.check_tree()
         start = self._start(number) if start is None else start
         self.callbacks.begin(self)
         if self.callbacks.ended():
@@ -889,6 +890,7 @@ class Run:
     def _read_whole(self, averaged: bool) -> None:
         """Compare over ranks this call and the copies of the model. Collective."""
         self._trainability.check_replaced()
+        self.hooks.check_tree()
         self.together("reading the whole state" + " with the average" * averaged)
         check_replicas(self, "reading the whole state")
 
@@ -976,6 +978,7 @@ class Run:
                 remedy="save where run.stepped is true after optimizer.step(), or after run.microbatches() has ended",
             )
         self._trainability.check_replaced()
+        self.hooks.check_tree()
         saver = run_state.saver(self, Path(folder), keep)
         saver.save(run_state.run_facts(self, extra or {}))
         saver.wait()

@@ -112,6 +112,8 @@ class TrainabilityWatch:
         if before.keys() - now.keys():
             name = next(name for key, name in before.items() if key not in now)
             self._refuse_new(f"the script has taken the parameter {name} out of the model")
+        if (replaced := self._replica.replaced_name()) is not None:
+            self._refuse_new(f"the script has made {replaced} a parameter of the model")
 
     def _objects(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str | int, str]:
         """Return the parameters' names by what tells parameters apart: their objects, or else their names."""

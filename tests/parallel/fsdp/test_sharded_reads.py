@@ -84,6 +84,22 @@ def row_between_epochs(model: nn.Sequential) -> None:
         model[0].weight[3] = 1.0
 
 
+def first_row_between_epochs(model: nn.Sequential) -> None:
+    model[0].weight.data[0].zero_()
+
+
+def flat_between_epochs(model: nn.Sequential) -> None:
+    model[0].weight.data.view(-1)[:3].mul_(2.0)
+
+
+def vector_between_epochs(model: nn.Sequential) -> None:
+    nn.utils.parameters_to_vector(model.parameters())
+
+
+def identity_between_epochs(model: nn.Sequential) -> None:
+    nn.init.eye_(model[0].weight)
+
+
 def halved_between_epochs(model: nn.Sequential) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -107,7 +123,18 @@ def between_epochs(strategy: str, change: Any) -> Any:
     return {name: value.numpy().copy() for name, value in run.state().items()}
 
 
-@pytest.mark.parametrize("change", [drawn_between_epochs, noise_between_epochs, row_between_epochs])
+@pytest.mark.parametrize(
+    "change",
+    [
+        drawn_between_epochs,
+        noise_between_epochs,
+        row_between_epochs,
+        first_row_between_epochs,
+        identity_between_epochs,
+        flat_between_epochs,
+        vector_between_epochs,
+    ],
+)
 def test_a_change_between_epochs_that_needs_the_whole_parameter_is_refused(change: Any) -> None:
     for devices in (2, 3):
         for said in worlds.run(devices, between_epochs, strategy="sharded", change=change):
@@ -120,6 +147,60 @@ def test_a_change_between_epochs_element_by_element_equals_one_device() -> None:
     for strategy in ("sharded", "sharded:stage=1"):
         for got in worlds.run(2, between_epochs, strategy=strategy, change=halved_between_epochs):
             assert largest_difference(got, want) <= 1e-10
+
+
+def late(strategy: str, change: Any) -> Any:
+    """Change the model in the body of a custom loop after the third update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(24, 4, dtype=torch.float64), strategy=strategy, batch_size=6)
+    try:
+        for x in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            if run.updates == 3:
+                change(model)
+    except tutti.errors.UsageError as error:
+        return run.updates, str(error)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("change", [drawn_between_epochs, first_row_between_epochs, row_between_epochs])
+def test_a_late_change_in_a_custom_loop_that_needs_the_whole_parameter_is_refused(change: Any) -> None:
+    for updates, said in worlds.run(2, late, strategy="sharded:stage=2", change=change):
+        assert updates == 3 and "test_sharded_reads.py:" in said and "model.load_state_dict" in said
+    worlds.forget(2)
+
+
+def columns(model: nn.Sequential) -> None:
+    model[0].weight.data[:, 1:3].mul_(0.5)
+    model[0].weight.data.t()[0].mul_(0.5)
+
+
+def test_late_changes_of_columns_in_a_custom_loop_equal_one_device() -> None:
+    want = worlds.alone(late, strategy="single", change=columns)
+    for got in worlds.run(2, late, strategy="sharded", change=columns):
+        assert largest_difference(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        ("sharded", "has made 2.weight a parameter of the model"),
+        ("sharded:stage=1", "has made 2.weight a parameter of the model"),
+        ("pipeline", "replaced, added or removed the module 2"),
+    ],
+)
+def test_a_layer_that_the_script_replaces_is_refused(strategy: str, says: str) -> None:
+    for said in worlds.run(2, between_epochs, strategy=strategy, change=replaced):
+        assert says in said and "after tutti.prepare" in said
+    worlds.forget(2)
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 1).double()
 
 
 def assigned_between_epochs(model: nn.Sequential) -> None:

@@ -33,6 +33,7 @@ class ReplicaPart:
         around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensors
             that these hooks do not know.
         unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
+        replaced_name: returns the name of a sharded parameter that the script has replaced by another object, or None.
         custom_loop: whether a custom training loop may call this object's forward and backward.
         split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
             empty for all other layouts.
@@ -80,6 +81,7 @@ class ReplicaPart:
         self.swap_values = lambda values: swapped(self.parts, values)
         self.around_fsdp_hooks: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext()
         self.unify_flags: Callable[[], None] = lambda: None
+        self.replaced_name: Callable[[], str | None] = lambda: None
         self.split_backwards: Sequence[Any] = ()
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}

@@ -193,6 +193,15 @@ class FullySharded:
                 for parameter in twins:
                     parameter.requires_grad_(not before)
 
+    def replaced_name(self) -> str | None:
+        """Return the name of a sharded parameter in whose place the script has put another object; None for none.
+
+        The model may have any of a parameter's own objects: the DTensor, or after the first forward the unsharded one.
+        Not collective.
+        """
+        here = ((name, p) for name, p in parameters([self._model]) if name in self._twins)
+        return next((name for name, p in here if all(p is not twin for twin in self._twins[name])), None)
+
     @staticmethod
     def _refuse_assigned(name: str) -> NoReturn:
         raise UsageError(

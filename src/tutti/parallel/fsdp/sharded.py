@@ -262,6 +262,10 @@ class ShardedSync:
             trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
             sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
             replica.replaced(sliced.replaced)
+            own = dict(zip((rows.name for rows in sliced.rows), sliced.script_parameters(), strict=True))
+            replica.replaced_name = lambda: next(
+                (name for name, p in parameters(replica.parts) if own.get(name, p) is not p), None
+            )
             return [sliced]
         from tutti.parallel.fsdp.fully_sharded import FullySharded
 
@@ -283,6 +287,7 @@ class ShardedSync:
         replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
         replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
         replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags
+        replica.replaced_name = engine.replaced_name
         if self._reads is not None:
             self._reads.guard(engine)
         rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
@@ -605,6 +610,10 @@ class ShardedSync:
         buffers after an update counts for the last logical worker (share of the global batch) of this rank alone.
         """
         self._buffers.begin_custom_loop()
+        if self._reads is not None:
+            from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules
+
+            self._reads.stay([root for part in self._replica.parts for root in root_modules(part)])
         for engine in self._engines:
             engine.begin_custom_loop()
 

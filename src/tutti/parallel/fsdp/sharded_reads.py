@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,7 +28,7 @@ from tutti.nn.written_tensors import DATA, may_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
 
-_WORDS = ("DTensor", "placement", "tensor subclasses")
+_WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
 _DRAWS = frozenset(
     (
@@ -47,6 +47,14 @@ _ELEMENTWISE = frozenset(
     )
 )
 """Functions, without the underscores around their names, that compute each element from elements at the same place."""
+_VIEWS = frozenset(
+    (
+        *("getitem", "chunk", "data", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape"),
+        *("select", "split", "squeeze", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
+        "view_as",
+    )
+)
+"""Functions, without the underscores around their names, whose result shares the memory of a plain tensor."""
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 """The function that ``tensor.data = other`` calls."""
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
@@ -73,7 +81,8 @@ class ShardedReads(ScriptMode):
     def __init__(self, distributed: bool) -> None:
         self._shards = _ShardMode(distributed)
         super().__init__(self._shards)
-        self._over = False
+        self._over = self._stays = False
+        self._forward = ExitStack()
 
     def guard(self, engine: FullySharded) -> None:
         """Let this function mode raise UsageError where the script writes a parameter that FSDP2 has unsharded.
@@ -121,9 +130,33 @@ class ShardedReads(ScriptMode):
         """Stop the checks of sharded parameters in the script's code; called when the first update is being made.
 
         Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of this
-        rank's rows or used their values.
+        rank's rows or used their values, or it has a custom training loop.
         """
         self._over = True
+
+    def stay(self, roots: Iterable[nn.Module]) -> None:
+        """Go on with the checks after the first update: the script has a custom training loop. Not collective.
+
+        Its body may write parameters at any time, such as a layer that begins anew. The model's forwards are checked up
+        to the first update alone.
+
+        Args:
+            roots: the modules that the script calls. A second call of this method does nothing.
+        """
+        if self._stays:
+            return
+        self._stays = True
+        for root in roots:
+            root.register_forward_pre_hook(self._begin_forward, prepend=True)
+            root.register_forward_hook(self._end_forward, always_call=True)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._forward.close()
+        if self._over and not self._shards.asked:
+            self._forward.enter_context(self.model_code())
+
+    def _end_forward(self, *_: Any) -> None:
+        self._forward.close()
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
@@ -139,7 +172,7 @@ class ShardedReads(ScriptMode):
                 rows), or writes a parameter that FSDP2 has unsharded for one forward.
         """
         # The script may ask after the first update in the same body.
-        if self._over and not self._shards.asked:
+        if self._over and not self._stays and not self._shards.asked:
             yield
             return
         with super().script_code():
@@ -168,6 +201,7 @@ class _ShardMode(QuietMode):
         self.asked = self.written = False
         # Weak: PyTorch's stack of modes holds this object, which must not keep the model in memory.
         self.engine: Callable[[], FullySharded | None] = _no_engine
+        self._lost: Any = WeakIdKeyDictionary()  # gathered copies of rows of a DTensor, into which writes would be lost
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,6 +218,15 @@ class _ShardMode(QuietMode):
         if func in SIZES and (shape := self.wholes.get(first)) is not None and asked_by_script(__name__):
             self.asked = True
             return size_of_whole(func, shape, args, kwargs)
+        if isinstance(kwargs.get("out"), DTensor):
+            _refuse_part("writes", f"{getattr(func, '__name__', '')}, out=")
+        if (
+            self._lost
+            and may_write(func)
+            and func != DATA
+            and any(each in self._lost for each in tensors_among((first,), {}))
+        ):
+            _refuse_part("writes", getattr(func, "__name__", "").strip("_"))
         if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
             _check(name, first)
         if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
@@ -191,7 +234,10 @@ class _ShardMode(QuietMode):
         if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):
             self._check_current()
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(first, DTensor):
+                self._note_view(func, first, args, result)
+            return result
         except TuttiError:
             raise
         except Exception as error:
@@ -206,6 +252,20 @@ class _ShardMode(QuietMode):
                 remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
                 f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
             ) from error
+
+    def _note_view(self, func: Any, source: DTensor, args: Any, result: Any) -> None:
+        """Record results that would be views of a plain tensor and are copies that all ranks have gathered."""
+        name = "data" if func == DATA else getattr(func, "__name__", "").strip("_")
+        if name not in _VIEWS or (
+            name == "getitem" and any(isinstance(each, Tensor | list | bool) for each in _indices(args))
+        ):
+            return
+        sharded = any(placement.is_shard() for placement in source.placements)
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, DTensor) and (
+                source in self._lost or (sharded and not any(place.is_shard() for place in each.placements))
+            ):
+                self._lost[each] = True
 
     def _written(self, func: Any, first: Any) -> str | None:
         """Return the name of the unsharded parameter that a function writes, or whose ``.data`` the script reads."""
@@ -268,6 +328,21 @@ class _ShardMode(QuietMode):
             if isinstance(new, Tensor) and old in self.wholes:
                 self.wholes[new] = self.wholes[old]
         return result
+
+
+def _refuse_part(verb: str, how: str) -> NoReturn:
+    raise UsageError(
+        f"the script {verb} some rows or another shape of a parameter of which each rank has some rows ({how})",
+        where=script_line(),
+        why="PyTorch gathers such a part of a DTensor into a copy, so that a write to the part would be lost",
+        remedy=_REMEDY,
+    )
+
+
+def _indices(args: Any) -> Sequence[Any]:
+    """Return the indices of a call of ``__getitem__`` in a sequence."""
+    index = args[1] if len(args) > 1 else ()
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _no_engine() -> None:
