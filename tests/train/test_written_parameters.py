@@ -38,6 +38,8 @@ def trained(strategy: str, loop: bool, change: str) -> Any:
                 if change == "clamped":
                     with torch.no_grad():
                         net[0].weight.clamp_(-0.3, 0.3)
+                if change == "noise" and run.updates == 2:
+                    net[1].weight.data.normal_()
             if change == "seeded":
                 torch.manual_seed(7)
             if change in ("drawn", "seeded"):
@@ -58,6 +60,12 @@ def test_other_draws_through_data_between_epochs_are_refused_before_they_are_use
     for updates, said in worlds.run(2, trained, strategy="mirrored", loop=loop, change="data"):
         assert updates == 4 and "written other values into '1.weight' on each rank, such as through .data" in said
         assert "before step 5" in said and "test_written_parameters.py:" in said
+
+
+def test_other_draws_through_data_within_an_epoch_are_refused_before_they_are_used() -> None:
+    for updates, said in worlds.run(2, trained, strategy="mirrored", loop=True, change="noise"):
+        assert updates == 2 and "written other values into '1.weight' on each rank, such as through .data" in said
+    worlds.forget(2)
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "sharded:stage=1"])

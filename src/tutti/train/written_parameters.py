@@ -34,8 +34,8 @@ class WrittenParameters:
     """Finds parameters that the script has written since the last update, where every data rank has all of them.
 
     The version counters of the tensors tell of such writes. A write through ``parameter.data`` does not change the
-    counter: at the beginning of an epoch, where scripts reset layers, ``digest`` therefore reads the values in any
-        case.
+    counter: at the beginning of an epoch, where scripts reset layers, and before the 2nd, 3rd, 5th, 9th step and so on,
+    ``digest`` therefore reads the values in any case.
 
     Args:
         run: the training run, whose parameters are watched.
@@ -67,16 +67,17 @@ class WrittenParameters:
     def digest(self) -> int:
         """Return a positive hash of the bytes of all parameters if the script may have written any of them; else 0.
 
-        The script may have written parameters if a version counter has changed since ``note``, or an epoch begins. Not
-        collective. To save time, as a hash reads every parameter, not every such call computes one: of the calls that
-        found a changed counter, the first four do and then the 8th, 16th, 32nd and so on; of the beginnings of epochs,
-        the first four do and then those at least 16 steps after the last hash at the beginning of an epoch.
+        The script may have written parameters if a version counter has changed since ``note``, an epoch begins, or the
+        number of steps so far is a power of two. Not collective. To save time, as a hash reads every parameter, not
+        every such call computes one: of the calls that found a changed counter, the first four do and then the 8th,
+        16th, 32nd and so on; of the beginnings of epochs, the first four do and then those at least 16 steps after the
+        last hash at the beginning of an epoch.
         """
         if self._seen():
             self._count += 1
             if self._count > _ALL and self._count & (self._count - 1):
                 return 0
-        elif not self._parameters or not self._epoch_begins():
+        elif not self._parameters or not (self._epoch_begins() or self._is_due()):
             return 0
         digests = torch.stack([tensor_digest(p.data) for p in self._parameters]).tolist()
         return (mix(*digests) >> 1) or 1
@@ -92,6 +93,11 @@ class WrittenParameters:
             return False
         self._epochs, self._digested = self._epochs + 1, run.taken
         return True
+
+    def _is_due(self) -> bool:
+        """Return whether the number of steps so far is a power of two: writes of every step are found early."""
+        taken = self._run.taken
+        return taken > 0 and not taken & (taken - 1)
 
     def guarded(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function wrapped to raise UsageError if its forward changes parameters in every micro-batch.
