@@ -30,6 +30,8 @@ REFUSALS = [
     ("train digits --data-workers -1", 2, "--data-workers is -1. Give a whole number of at least 0."),
     ("train digits --profile 3", 2, "--profile is '3'. Write FIRST:STEPS, such as 10:5"),
     ("train digits --steps 1.5", 2, "'1.5' is not a whole number"),
+    ("simulate digits --machine a100x8 --devices 1.5", 2, "--devices: '1.5' is not a whole number"),
+    ("run --max-restarts 1.5 gone.py", 2, "--max-restarts: '1.5' is not a whole number"),
     ("train digits --optimizer adam:lrr=1", 2, "Did you mean 'lr'?"),
     ("train digits --optimizer adm", 2, "Did you mean 'adam'?"),
     ("train digits --schedule cosin", 2, "Did you mean 'cosine'?"),

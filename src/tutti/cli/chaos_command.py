@@ -35,6 +35,7 @@ from tutti.cli.fault_arguments import (
     read_step,
 )
 from tutti.cli.help_pages import OneScreen
+from tutti.config.settings import WholeNumber
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 
@@ -69,8 +70,8 @@ class Options:
 
     run: Annotated[Path | None, Parameter(show_default=False)] = None
     at_step: str = "saved"
-    times: int = 1
-    seed: int = 0
+    times: WholeNumber = 1
+    seed: WholeNumber = 0
     verify: Switch = False
     reference: Annotated[Path | None, Parameter(show_default=False)] = None
     as_json: Json = False
@@ -219,10 +220,10 @@ def corrupt(
     checkpoint: Path,
     /,
     *,
-    flips: int = 1000,
-    truncate: int = 16,
+    flips: WholeNumber = 1000,
+    truncate: WholeNumber = 16,
     drop: bool = True,
-    seed: int = 0,
+    seed: WholeNumber = 0,
     as_json: Json = False,
 ) -> int:
     """Damage copies of a checkpoint, and count how many the loader refuses.
@@ -271,10 +272,10 @@ def corrupt(
 
 def soak(
     *command: Words,
-    faults: int = 100,
+    faults: WholeNumber = 100,
     kinds: Annotated[str | None, Parameter(show_default=False)] = None,
     devices: Annotated[str | None, Parameter(show_default=False)] = None,
-    seed: int = 0,
+    seed: WholeNumber = 0,
     reference: Annotated[Path | None, Parameter(show_default=False)] = None,
     as_json: Json = False,
 ) -> int:

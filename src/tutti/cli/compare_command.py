@@ -19,7 +19,7 @@ from tutti.compare import convergence_table, figure, ladder, runs, verdict
 from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board
 from tutti.config.metric_direction import Metric, higher_is_better
-from tutti.config.settings import flag_table
+from tutti.config.settings import WholeNumber, flag_table
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 from tutti.tasks import user
@@ -35,7 +35,7 @@ def compare(
     *,
     flags: Annotated[Flags, Parameter(name="*", show=False, show_env_var=False)] = {},  # type: ignore[valid-type]  # noqa: B006
     ladder_name: Annotated[str, Parameter(name="--ladder")] = "corrected",
-    seeds: int = 3,
+    seeds: WholeNumber = 3,
     metric: str | None = None,
     only: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     out: Path | None = None,

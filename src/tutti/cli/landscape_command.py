@@ -19,7 +19,7 @@ from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
 from tutti.checkpoint.weights_source import FOLDER
 from tutti.cli.console_tables import print_table
-from tutti.config.settings import resolve_config
+from tutti.config.settings import OptionalWholeNumber, WholeNumber, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.device import check_device
 from tutti.distribution import pip_install
@@ -43,20 +43,20 @@ def landscape(
     ema: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     parts: Annotated[str, Parameter(show_default=False)] = ",".join(PARTS),
     samples: str = "1024",
-    micro_batch: int = 128,
+    micro_batch: WholeNumber = 128,
     batch_norm: Literal["running", "batch"] = "running",
     precision: Annotated[Literal["fp32", "fp64"] | None, Parameter(show_default=False)] = None,
-    eigenvalues: int = 5,
+    eigenvalues: WholeNumber = 5,
     tolerance: float = 1e-3,
-    probes: int = 6,
-    lanczos: int = 24,
+    probes: WholeNumber = 6,
+    lanczos: WholeNumber = 24,
     epsilon: float = 1e-3,
     rho: float = 0.05,
-    points: int = 31,
-    grid: int = 15,
+    points: WholeNumber = 31,
+    grid: WholeNumber = 15,
     reach: float = 1.0,
-    seed: int = 0,
-    devices: Annotated[int | None, Parameter(show_default=False)] = None,
+    seed: WholeNumber = 0,
+    devices: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
     device: str = "auto",
     reproducible: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     out: Annotated[Path | None, Parameter(show_default=False)] = None,

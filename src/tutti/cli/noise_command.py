@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.cli.console_tables import print_table
-from tutti.config.settings import flag_table, resolve_config
+from tutti.config.settings import OptionalWholeNumber, WholeNumber, flag_table, resolve_config
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 from tutti.optim.noise_scale import NoiseBand
@@ -37,12 +37,12 @@ def noise(
     adam: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     last: float = 0.5,
     branch: Annotated[tuple[int, ...], _MANY] = (),
-    step: Annotated[int | None, _QUIET] = None,
-    window: int = 1,
+    step: Annotated[OptionalWholeNumber, _QUIET] = None,
+    window: WholeNumber = 1,
     rule: Annotated[Literal["sqrt", "linear", "none"] | None, _QUIET] = None,
     tolerance: float = 0.01,
     batches: Annotated[tuple[int, ...], _MANY] = (),
-    seeds: int = 3,
+    seeds: WholeNumber = 3,
     recipe: Annotated[Path | None, _QUIET] = None,
     svg: Annotated[Path | None, _QUIET] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,

@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
 from tutti.cli.simulate_command import parse_link
+from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
@@ -48,19 +49,19 @@ def plan_devices(
     recipe: Annotated[Path | None, Parameter(show_default=False)] = None,
     machine: Annotated[str | None, Parameter(show_default=False)] = None,
     target: Annotated[str | None, Parameter(show_default=False)] = None,
-    max_devices: int = 64,
+    max_devices: WholeNumber = 64,
     batch_size: Annotated[tuple[int, ...], _MANY] = (),
     strategy: Annotated[tuple[str, ...], _MANY] = (),
     deadline: Annotated[str | None, Parameter(show_default=False)] = None,
     budget: Annotated[float | None, Parameter(show_default=False)] = None,
     price: Annotated[float | None, Parameter(show_default=False)] = None,
     device_memory: Annotated[float | None, Parameter(show_default=False)] = None,
-    devices_per_node: Annotated[int | None, Parameter(show_default=False)] = None,
+    devices_per_node: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
     network: Annotated[str | None, Parameter(show_default=False)] = None,
     precision: Annotated[_Precision | None, Parameter(show_default=False)] = None,
     out: Annotated[Path | None, Parameter(show_default=False)] = None,
     figure: Annotated[Path | None, Parameter(show_default=False)] = None,
-    verify: Annotated[int, Parameter(show_default=False)] = 0,
+    verify: Annotated[WholeNumber, Parameter(show_default=False)] = 0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
     """Say how many devices are worth it to train to a target, and why not others.

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.config.engine_config import SlurmEngineConfig, SshEngineConfig, parse_device_range, parse_engine
+from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import ExitCode, UsageError
 from tutti.horovod.installing import run_horovod_script
@@ -75,14 +76,14 @@ def run(
     timeout: float = _TIMEOUT,
     start_timeout: Annotated[float | None, Parameter(env_var="TUTTI_START_TIMEOUT")] = None,
     step_timeout: Annotated[float | None, Parameter(env_var="TUTTI_STEP_TIMEOUT")] = None,
-    max_restarts: int = 0,
+    max_restarts: WholeNumber = 0,
     show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     horovod: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    min_np: int | None = None,
-    max_np: int | None = None,
+    min_np: OptionalWholeNumber = None,
+    max_np: OptionalWholeNumber = None,
     host_discovery_script: Path | None = None,
-    slots_per_host: int | None = None,
-    reset_limit: int | None = None,
+    slots_per_host: OptionalWholeNumber = None,
+    reset_limit: OptionalWholeNumber = None,
     elastic_timeout: float = 600,
     blacklist_cooldown_range: tuple[float, float] | None = None,
 ) -> int:

@@ -15,6 +15,7 @@ from tutti.cli.console_tables import print_table
 from tutti.cli.workload_command import quantity
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.optimizer_config import check_optimizer
+from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text
@@ -43,13 +44,13 @@ def simulate_step(
     *arguments: Annotated[str, Parameter(show=False)],
     machine: str,
     strategy: Annotated[str | None, Parameter(show_default=False)] = None,
-    devices: int = 1,
+    devices: WholeNumber = 1,
     sweep: Annotated[str | None, Parameter(show_default=False)] = None,
-    batch_size: Annotated[int | None, Parameter(show_default=False)] = None,
-    device_batch: Annotated[int | None, Parameter(show_default=False)] = None,
-    micro_batch: Annotated[int | None, Parameter(show_default=False)] = None,
-    workers: Annotated[int | None, Parameter(show_default=False)] = None,
-    devices_per_node: Annotated[int | None, Parameter(show_default=False)] = None,
+    batch_size: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
+    device_batch: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
+    micro_batch: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
+    workers: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
+    devices_per_node: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
     network: Annotated[str | None, Parameter(show_default=False)] = None,
     optimizer: Annotated[str | None, Parameter(show_default=False)] = None,
     precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"] | None, Parameter(show_default=False)] = None,

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypedDict, get_args, get_origin
 
 from cyclopts import Group, Parameter, Token
 
@@ -164,6 +164,12 @@ def _whole_number(optional: bool) -> Callable[[Any, Sequence[Token]], int | None
             raise ValueError(f"'{text}' is not a whole number") from None
 
     return convert
+
+
+WholeNumber: TypeAlias = Annotated[int, Parameter(converter=_whole_number(optional=False))]
+"""Type of a command's option that takes a whole number and refuses fractions."""
+OptionalWholeNumber: TypeAlias = Annotated[int | None, Parameter(converter=_whole_number(optional=True))]
+"""The same, or None."""
 
 
 def _parameter(field: dataclasses.Field[Any], group: Group, text: str, variables: str | None) -> Any:
