@@ -45,7 +45,9 @@ $(SITE): $(READY)
 endif
 
 # Four at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
+# What was edited since the environment was made is compiled once here, and not in every process of a test.
 test: $(READY)  ## every test and doctest; of large tables a pairwise part
+	$(BIN)/python -m compileall -q src tests
 	$(BIN)/pytest -q -n 4 --dist worksteal
 
 full: $(READY)  ## what `make test` leaves out of all tables but those of contract, scripts, fuzz and faults

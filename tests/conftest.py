@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Threads of OpenMP that wait for work spin, and with several pytest workers they take the cores from all that compute.
@@ -12,3 +17,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Beside other tests an example may take any time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let each worker of pytest-xdist begin with another part of the test modules, which all of them will import.
+
+    pytest rewrites the assertions of a module when it imports it, which takes half of the time of a collection, and
+    keeps the result in a file. All workers in one order would each rewrite all modules.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or not all(isinstance(arg, str) and Path(arg).is_dir() for arg in session.config.args):
+        return
+    sys.dont_write_bytecode = False
+    root = session.config.rootpath
+    modules = sorted(path.relative_to(root) for path in (root / "tests").rglob("test_*.py"))
+    for path in modules[int(worker["workerid"].removeprefix("gw")) :: int(worker["workercount"])]:
+        # What is wrong with it, or missing, collecting says.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.with_suffix("").parts))

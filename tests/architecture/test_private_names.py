@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@cache
 def own_attributes() -> set[str]:
     """Attributes that our own classes set or define, which they may have in common with PyTorch's."""
     found = set()
@@ -54,10 +56,7 @@ def own_attributes() -> set[str]:
 
 def of_self(node: ast.Attribute) -> bool:
     """Whether it is ``self._x``, ``cls._x`` or ``super()._x``."""
-    return ast.unparse(node.value) in ("self", "cls", "super()")
-
-
-OWN = own_attributes()
+    return isinstance(node.value, ast.Name | ast.Call) and ast.unparse(node.value) in ("self", "cls", "super()")
 
 
 def names_from_torch(node: ast.AST) -> Iterator[str]:
@@ -77,7 +76,7 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             holder = ast.unparse(node.value)
             of_torch = holder.split(".")[0] in roots
-            of_object = node.attr in OF_TORCH and not (of_self(node) and node.attr in OWN)
+            of_object = node.attr in OF_TORCH and not (of_self(node) and node.attr in own_attributes())
             if of_torch or of_object or node.attr in OF_PYTHON.get(holder, ()):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and node.value in OF_TORCH and id(node) not in in_texts:
