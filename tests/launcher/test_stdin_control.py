@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import in_turn
 from tests.faults.commands import write_task
 from tests.launching import SAFETY_NET, SOURCE, until
 
@@ -45,8 +46,7 @@ def tethered(folder: Path, *words: str, **environ: str) -> Iterator[subprocess.P
         process.communicate()
 
 
-@pytest.mark.parametrize("how", ["rank", "launcher"])
-@pytest.mark.parametrize("end", ["the supervisor dies", "SIGUSR2"])
+@pytest.mark.parametrize(("how", "end"), in_turn(["rank", "launcher"], ["SIGUSR2", "the supervisor dies"]))
 def test_train_saves_and_ends_with_its_supervisor(how: str, end: str, tmp_path: Path) -> None:
     own = write_task(tmp_path)
     devices, environ = ("1", RANK) if how == "rank" else ("2", {})
