@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import tomllib
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -23,9 +24,11 @@ from tests.contract.models import MODELS
 
 STEPS = 4
 BATCH = 25
+WORKERS = (1, 3, 4, 8)
 DEVICES = (1, 2, 3, 4, 8)
-_PREFERRED = {1: 0.8, 2: 1.0, 3: 1.0, 4: 0.7, 8: 0.3} | {"odd": 1.0, "digits": 0.7, "unet": 0.4, "gpt": 0.4}
-"""Weights of the choice among cases that hold as many missing pairs, by devices and model: what takes long is light."""
+_COST = {"odd": 1.0, "digits": 1.7, "unet": 2.0, "gpt": 2.5, "hybrid": 2.3, "tensor": 2.2, "sharded": 1.8}
+_COST |= {"pipeline": 1.6, "model_parallel": 1.6}
+"""What a case takes, by its model and the first word of its strategy's specification; others take 1."""
 
 STRATEGIES = {
     # name: (specification, reference on one device, whether it is bit-identical in reproducible mode)
@@ -139,6 +142,10 @@ class Refusal:
         """Whether it says that ``case`` is refused."""
         if case.strategy not in self.strategies or case.model not in self.models:
             return False
+        return self.applies(case)
+
+    def applies(self, case: Case) -> bool:
+        """Whether its condition holds for ``case``."""
         values = {"workers": case.workers, "devices": case.devices, "batch_norm": case.batch_norm}
         values |= {"optimizer": case.optimizer, "micro_batch": case.micro_batch}
         return bool(eval(_compiled(self.when), {"__builtins__": {}}, values))
@@ -188,66 +195,123 @@ HOST_ONLY = "mirrored, hierarchical"
 @cache
 def every() -> list[Case]:
     """Model × strategy × optimizer × workers × devices × variant, whether it runs or not."""
-    table = product(MODELS, STRATEGIES, OPTIMIZERS, (1, 3, 4, 8), DEVICES, VARIANTS)
+    table = product(MODELS, STRATEGIES, OPTIMIZERS, WORKERS, DEVICES, VARIANTS)
     return [Case(s, o, n, p, *rest, model=m) for m, s, o, n, p, rest in table]
 
 
 @cache
 def whole() -> list[Case]:
     """Every case but those that ``refused.toml`` lists."""
-    return [case for case in every() if not case.listed()]
+    return [case for case, runs in zip(every(), _runs().flat, strict=True) if runs]
 
 
+def running(model: str, workers: Set[int], devices: Set[int]) -> list[Case]:
+    """Those of ``whole`` with this model, and so many workers and devices."""
+    table = product(STRATEGIES, OPTIMIZERS, WORKERS, DEVICES, VARIANTS)
+    cases = zip(table, _runs()[list(MODELS).index(model)].flat, strict=True)
+    return [
+        Case(s, o, n, p, *rest, model=model)
+        for (s, o, n, p, rest), runs in cases
+        if runs and n in workers and p in devices
+    ]
+
+
+@cache
+def _runs() -> NDArray[np.bool_]:
+    """Whether each case of ``every`` runs, by model, strategy and all that ``refused.toml`` has conditions of."""
+    free = [Case("", o, n, p, *rest) for o, n, p, rest in product(OPTIMIZERS, WORKERS, DEVICES, VARIANTS)]
+    runs = np.ones((len(MODELS), len(STRATEGIES), len(free)), dtype=np.bool_)
+    for refusal in REFUSED:
+        models = [number for number, name in enumerate(MODELS) if name in refusal.models]
+        strategies = [number for number, name in enumerate(STRATEGIES) if name in refusal.strategies]
+        runs[np.ix_(models, strategies, [number for number, case in enumerate(free) if refusal.applies(case)])] = False
+    return runs.reshape(*runs.shape[:2], len(OPTIMIZERS), len(WORKERS), len(DEVICES), len(VARIANTS))
+
+
+@cache
 def pairwise() -> list[Case]:
-    """Few cases that together hold every pair of values of any two columns, by preference those that take little time.
+    """Few cases that together hold nearly every pair of values of any two columns, and take little time.
 
     Of strategies and optimizers they hold every strategy with each kind of optimizer; ``make contract`` has each with
     each. Whether a case runs in reproducible mode is a column of its own; ``make contract`` runs each in both modes. It
-    also has every strategy on 4 and 8 devices and with the digits' model, of which these few have some: each strategy
-    on 1, 2 and 3 devices, and on 4 where it does not run on 3, with every other model.
-    Greedy, among a few that hold the first pair that is missing (Cohen et al. 1997, AETG).
+    also has every strategy on 4 and 8 devices, with 8 workers and with the digits' model, of which these few have some:
+    each strategy on 1, 2 and 3 devices, and on 4 where it does not run on 3; with 1, 3 and 4 workers, and with 8 where
+    it runs with none of these; and with every other model.
+    Greedy, among the cases that hold that missing pair which fewest cases hold (Cohen et al. 1997, AETG).
     """
-    rows = [replace(case, reproducible=mode) for case in whole() for mode in case.modes]
-    random.Random(0).shuffle(rows)
-    holding: dict[tuple[Any, ...], list[Case]] = {}
-    for row in rows:
-        for pair in pairs(row):
-            holding.setdefault(pair, []).append(row)
-    three = {row.strategy for row in rows if row.devices == 3}
-    missing, chosen = dict.fromkeys(pair for pair in sorted(holding, key=str) if not _only_whole(pair, three)), []
-    while missing:
-        candidates = holding[next(iter(missing))][:50]
-        best = max(candidates, key=lambda row: len(missing.keys() & pairs(row)) * _weight(row))
-        chosen.append(best)
-        for pair in pairs(best):
-            missing.pop(pair, None)
+    columns, cost = _columns()
+    labels: list[tuple[Any, ...]] = []
+    held, place = [], []
+    for (one, (values, own)), (other, (others, its)) in combinations(columns.items(), 2):
+        if (one, other) != ("strategy", "optimizer"):
+            place += [len(held)] * (len(values) * len(others))
+            held.append((len(labels) + own * len(others) + its).astype(np.int32))
+            labels += product([(one, value) for value in values], [(other, value) for value in others])
+    pairs = np.stack(held)
+    frequency = np.bincount(pairs.ravel(), minlength=len(labels))
+    exist = {label for label, count in zip(labels, frequency, strict=True) if count}
+    missing = np.array([label in exist and not _only_whole(label, exist) for label in labels])
+    chosen = []
+    while missing.any():
+        rarest = np.where(missing, frequency, frequency.max() + 1).argmin()
+        candidates = np.flatnonzero(pairs[place[rarest]] == rarest)
+        best = candidates[(missing[pairs[:, candidates]].sum(axis=0) / cost[candidates] ** 0.7).argmax()]
+        missing[pairs[:, best]] = False
+        chosen.append({name: values[numbers[best]] for name, (values, numbers) in columns.items()})
     # Worlds of one size after the other: the next one need not wait beside ranks that have nothing to do.
-    return sorted(chosen, key=lambda case: case.devices)
+    return sorted(map(_case, chosen), key=lambda case: case.devices)
 
 
-def pairs(row: Case) -> set[tuple[Any, ...]]:
-    """Every two columns' values of a case: beside a strategy not its optimizer but the kind of it."""
-    columns = dict(model=row.model, strategy=row.strategy, optimizer=row.optimizer, kind=KINDS[row.optimizer])
-    columns |= dict(workers=row.workers, devices=row.devices, micro_batch=row.micro_batch, batch_norm=row.batch_norm)
-    columns |= dict(reproducible=row.reproducible)
-    both = combinations(columns.items(), 2)
-    return {(one, other) for one, other in both if (one[0], other[0]) != ("strategy", "optimizer")}
+def _case(values: dict[str, Any]) -> Case:
+    [variant] = [each for each in VARIANTS if (each[0], each[3]) == (values["micro_batch"], values["batch_norm"])]
+    of_case = {name: value for name, value in values.items() if name not in ("kind", "micro_batch", "batch_norm")}
+    return Case(micro_batch=variant[0], clip=variant[1], channels_last=variant[2], batch_norm=variant[3], **of_case)
 
 
-def _only_whole(pair: tuple[Any, ...], three: Set[str]) -> bool:
+def _columns() -> tuple[dict[str, tuple[list[Any], NDArray[Any]]], NDArray[Any]]:
+    """Columns of the cases that run, in each of their modes: the values there are, and each case's; and its cost."""
+    exact = np.array([own for _, _, own in STRATEGIES.values()])
+    cases = np.argwhere(_runs())
+    reproducible = np.repeat([0, 1], [len(cases), exact[cases[:, 1]].sum()])
+    cases = np.concatenate([cases, cases[exact[cases[:, 1]]]])
+    order = np.random.default_rng(0).permutation(len(cases))
+    model, strategy, optimizer, workers, devices, variant = cases[order].T
+    kinds, micro, norms = ["elementwise", "layerwise", "matrix"], [None, 2], ["worker", "ghost:size=2"]
+    columns = {
+        "model": (list(MODELS), model),
+        "strategy": (list(STRATEGIES), strategy),
+        "optimizer": (list(OPTIMIZERS), optimizer),
+        "kind": (kinds, np.array([kinds.index(KINDS[name]) for name in OPTIMIZERS])[optimizer]),
+        "workers": (list(WORKERS), workers),
+        "devices": (list(DEVICES), devices),
+        "micro_batch": (micro, np.array([micro.index(each) for each, *_ in VARIANTS])[variant]),
+        "batch_norm": (norms, np.array([norms.index(norm) for *_, norm in VARIANTS])[variant]),
+        "reproducible": ([False, True], reproducible[order]),
+    }
+    heads = [re.match(r"\w+", specification).group() for specification, *_ in STRATEGIES.values()]
+    cost = np.array([_COST[name] for name in MODELS])[model] * np.array([_COST.get(h, 1.0) for h in heads])[strategy]
+    # A worker's samples are the fewer the more workers there are, and each micro-batch takes a time of its own.
+    cost *= (
+        np.array([1.0, 1.2, 1.2, 1.7])[workers]
+        * np.array(DEVICES)[devices]
+        * (1 + (columns["micro_batch"][1] == 1) / 2)
+    )
+    return columns, cost
+
+
+def _only_whole(pair: tuple[Any, ...], exist: Set[tuple[Any, ...]]) -> bool:
     """Whether a pair may be missing in ordinary runs, for the time that it would take.
 
-    One of a strategy or an optimizer and the largest world; one of a strategy that runs on three devices (``three``)
-    and four; and one of a strategy and the digits' model.
+    One of a strategy or an optimizer and the largest world; one of a strategy that runs on three devices, or with four
+    workers, and four devices or eight workers; and one of a strategy and the digits' model.
     """
     values = dict(pair)
-    largest = values.get("devices") == max(DEVICES) and ("strategy" in values or "optimizer" in values)
-    fourth = values.get("devices") == 4 and values.get("strategy") in three
-    return largest or fourth or ("strategy" in values and values.get("model") == "digits")
-
-
-def _weight(row: Case) -> float:
-    return _PREFERRED[row.devices] * _PREFERRED[row.model]
+    if "strategy" not in values:
+        return "optimizer" in values and values.get("devices") == max(DEVICES)
+    own = ("strategy", values["strategy"])
+    fourth = values.get("devices") == 4 and (own, ("devices", 3)) in exist
+    most = values.get("workers") == max(WORKERS) and (own, ("workers", 4)) in exist
+    return fourth or most or values.get("devices") == max(DEVICES) or values.get("model") == "digits"
 
 
 def part(text: str) -> list[Case]:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +19,9 @@ import pytest
 
 from tests import worlds
 from tests.contract import test_samples, test_state
-from tests.contract.table import HOST_ONLY, OPTIMIZERS, STRATEGIES, Case, largest_difference, train, whole
+from tests.contract.table import HOST_ONLY, OPTIMIZERS, STRATEGIES, Case, largest_difference, running, train
 from tests.contract.test_state import PLACES
-from tests.covering import covering, in_turn
+from tests.covering import in_turn
 from tests.scripts import table as scripts
 from tests.scripts import test_scripts
 from tests.simulated_accelerator import build
@@ -46,12 +46,12 @@ NARROW = {"muon": 1e-2, "torch muon": 1e-2}
 @cache
 def cases() -> list[Case]:
     """Every strategy once, on two devices where it can, with another optimizer than those before where it can."""
-    chosen = []
-    drawn = random.Random(1).sample(whole(), len(whole()))
+    chosen: list[Case] = []
+    drawn = running("odd", {3, 4}, {2, 4})
+    random.Random(1).shuffle(drawn)
     for name in (name for name in STRATEGIES if name != HOST_ONLY):
-        own = [case for case in drawn if case.strategy == name and case.model == "odd" and case.workers in (3, 4)]
-        rows = [case for case in own if case.devices in (2, 4)]
-        few = [case for case in rows if case.devices == 2] or rows
+        own = [case for case in drawn if case.strategy == name]
+        few = [case for case in own if case.devices == 2] or [case for case in own if not case.micro_batch]
         used = {case.optimizer for case in chosen}
         chosen.append(next((case for case in few if case.optimizer not in used), few[0]))
     return sorted(chosen, key=lambda case: case.devices)
@@ -91,7 +91,7 @@ def test_equals_the_cpu(case: Case) -> None:
 
 
 def test_sums_in_the_hosts_memory_are_refused() -> None:
-    case = next(case for case in whole() if case.strategy == HOST_ONLY and case.devices == 2)
+    case = next(case for case in running("odd", {4}, {2}) if case.strategy == HOST_ONLY)
     with pytest.raises(worlds.RankError, match="ranks compute on accelerators"):
         worlds.run_on(DEVICE, 2, train, **arguments(case))
 
@@ -101,14 +101,20 @@ def _on_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worlds, "DEVICE", DEVICE)
 
 
+def worlds_of_samples() -> list[Any]:
+    """Every kind of strategy once; on other devices and with other options marked ``full``."""
+    kinds = [strategy.partition(":")[0] for _, strategy in test_samples.WORLDS]
+    given = zip(test_samples.WORLDS, cycle(test_samples.GIVEN), strict=False)
+    return [
+        row if kinds.index(kinds[number]) == number else pytest.param(*row, marks=pytest.mark.full)
+        for number, row in enumerate(given)
+    ]
+
+
 @pytest.mark.usefixtures("_on_the_accelerator")
-@pytest.mark.parametrize(
-    ("world", "data", "workers"),
-    covering(list(product(test_samples.WORLDS, ["numbered", "streamed"], [4, 5])), strength=1),
-    ids=str,
-)
-def test_every_sample_once_in_the_global_order(world: tuple[int, str], data: str, workers: int) -> None:
-    test_samples.test_every_sample_once_in_the_global_order(world, data, workers)
+@pytest.mark.parametrize(("world", "given"), worlds_of_samples(), ids=str)
+def test_every_sample_once_in_the_global_order(world: tuple[int, str], given: tuple[str, int]) -> None:
+    test_samples.test_every_sample_once_in_the_global_order(world, given)
 
 
 @pytest.mark.parametrize(

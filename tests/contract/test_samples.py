@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
-from tests.covering import table
+from tests.covering import in_turn
 from tutti.data.adapt import adapt
 from tutti.data.order import permutation
 
@@ -140,9 +140,13 @@ def joined(answers: list[Any], case: int, which: int) -> list[list[Any]]:
 CASES: list[tuple[int, int, int | None]] = [(23, 8, None), (23, 8, 2), (70, 25, 3), (24, 8, None), (5, 9, None)]
 
 
-@pytest.mark.parametrize(("world", "data", "workers"), table(WORLDS, ["numbered", "streamed"], [4, 5]), ids=str)
-def test_every_sample_once_in_the_global_order(world: tuple[int, str], data: str, workers: int) -> None:
-    devices, strategy = world
+GIVEN = [("numbered", 4), ("streamed", 5), ("numbered", 5), ("streamed", 4)]
+
+
+@pytest.mark.parametrize(("world", "given"), in_turn(WORLDS, GIVEN), ids=str)
+def test_every_sample_once_in_the_global_order(world: tuple[int, str], given: tuple[str, int]) -> None:
+    """Every world with a data set or a stream; the test below has a stream with each of them."""
+    (devices, strategy), (data, workers) = world, given
     answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=CASES, data=data)
     for case, (count, batch_size, _) in enumerate(CASES):
         for which in (1, 2):
