@@ -161,10 +161,11 @@ def test_every_strategy_has_a_bound() -> None:
 
 @pytest.mark.parametrize("strategy", BOUNDS)
 def test_waits_of_the_host_are_bounded_in_each_step(strategy: str) -> None:
-    for first, *others in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
-        assert max(others) <= BOUNDS[strategy], others
-        # The first step of an epoch also reads a digest of the copies of the parameters.
-        assert first <= BOUNDS[strategy] + 1, first
+    for found in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
+        # They are steps 7 to 12. The first step of an epoch, and steps at powers of two (the 8th of servers and central
+        # storage, the 9th of others), also read digests of the copies of parameters.
+        assert max(found[3:]) <= BOUNDS[strategy], found
+        assert max(found[:3]) <= BOUNDS[strategy] + 2, found
 
 
 def waits_of_edits(edit: bool) -> list[int]:
