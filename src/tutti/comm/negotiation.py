@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tutti.comm.collective_call import REDUCTIONS, UNEVEN, CollectiveCall, ReduceOperation, describe_mismatch
+from tutti.comm.collective_call import UNEVEN, CollectiveCall, ReduceOperation, describe_mismatch
 from tutti.comm.posted_reduction import PostedReduction
 
 Key = tuple[int, str]
@@ -374,8 +374,7 @@ def _unsupported_with_join(call: CollectiveCall) -> str | None:
     summing = (ReduceOperation.SUM, ReduceOperation.AVERAGE, ReduceOperation.ADASUM)
     if call.kind == "allreduce" and call.op in summing:
         return None
-    what = call.kind.capitalize() if call.kind not in REDUCTIONS or not call.op else f"{call.kind.capitalize()}"
-    what += f" with {call.op}" if call.kind == "allreduce" else ""
+    what = call.kind.capitalize() + f" with {call.op}" * (call.kind == "allreduce")
     return f"{what} is not supported with Join at this time. A rank has joined; another rank called {call}."
 
 

@@ -149,3 +149,18 @@ def test_what_is_no_length_is_refused() -> None:
     for text in ("two", "-1", "1.5st"):
         with pytest.raises(UsageError):
             tutti.prepare(model(), "sgd", samples(), loss, strategy=f"local_sgd:post={text}", batch_size=25)
+
+
+def without_targets() -> list[float]:
+    """Losses of steps whose targets are all ignored, so that the count of the global batch is 0."""
+
+    def ignored(net: Any, batch: Any) -> Any:
+        return net(batch[0]).sum() * 0.0, 0, {"hits": torch.zeros(())}
+
+    run = tutti.prepare(model(), "sgd:lr=0.1", samples(8), ignored, strategy="local_sgd:period=2", batch_size=4)
+    return [run.step(batch) for batch in run.epoch(0)]
+
+
+def test_a_mean_over_no_targets_is_nan() -> None:
+    for losses in worlds.run(2, without_targets):
+        assert losses == [pytest.approx(float("nan"), nan_ok=True)] * 2

@@ -221,8 +221,9 @@ class LocalSGDSync:
             refuse_mismatch(self._run_context.comms.replica, step_context)
         if self._due(step_context):
             self._write(self._average())
-        named = self._counting.means(metrics, count)
-        return StepStats(loss / count, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
+        divisor = count or math.nan
+        named = self._counting.means(metrics, divisor)
+        return StepStats(loss / divisor, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that ``end_worker`` has made already; in a synchronous step, update every worker's copy.

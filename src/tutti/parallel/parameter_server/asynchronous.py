@@ -412,6 +412,7 @@ class AsynchronousServerSync(RemoteGradients):
             for (name, _), copy in zip(self._trained, copies, strict=True):
                 copy.copy_(read_local(saved, "model", name, self._replica, copy.shape))
             self._seen[worker], self._allowed[worker] = list(versions), True
+            self._accrued[worker] = [None] * len(self._trained)
         self._updates = self._version = versions[0]
         self._guards = self._new_guards()
         self._stop_at, self._clock = None, 0

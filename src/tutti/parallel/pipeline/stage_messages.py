@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class StageMessages:
         if self._forms.setdefault((kind, *key), forms) is forms:
             self._tell(kind, forms)
         elif (known := self._forms[kind, *key]) != forms:
-            now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
+            now, before = next((a, b) for a, b in zip_longest(forms, known) if a != b)
             raise UsageError(
                 f"a stage's {kind} are {now} and were {before} for an equal batch",
                 remedy="the shape of every tensor between stages must depend only on the batch's shape",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.device import is_accelerator
+from tutti.device import is_accelerator, widest_float
 from tutti.parallel.ddp.loss_count import annotate_mean
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.torch_compat import assert_async
@@ -87,7 +87,8 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
         long indices among all classes. Of equal scores the first class counts.
     """
     at = part.argmax(dim, keepdim=True)
-    message = torch.stack([part.gather(dim, at).double(), (at + slice_.mine.start).double()])
+    wide = widest_float(part.device)
+    message = torch.stack([part.gather(dim, at).to(wide), (at + slice_.mine.start).to(wide)])
     table = slice_.ranks.join(message, f"best of {slice_.name}")
     rank = table[:, 0].argmax(0, keepdim=True)
     values, classes = (table[:, lane].gather(0, rank)[0] for lane in (0, 1))
