@@ -45,7 +45,8 @@ def several_at_once(model: nn.Sequential, run: Any, x: Tensor) -> None:
 BODIES = (adaptive_clipping, gradients_by_function, layers_by_hand, several_at_once)
 
 
-def told(strategy: str, body: Any) -> str:
+def told(strategy: str, body: Any) -> str | dict[str, Any]:
+    """The message of the refusal, or the trained state where the release of PyTorch can compute it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -57,7 +58,7 @@ def told(strategy: str, body: Any) -> str:
             optimizer.step()
     except tutti.errors.UsageError as error:
         return str(error)
-    return ""
+    return {name: value.numpy() for name, value in run.state().items()}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -65,6 +66,10 @@ def told(strategy: str, body: Any) -> str:
 def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int) -> None:
     for devices in (2, 3):
         for said in worlds.run(devices, told, strategy=f"sharded:stage={stage}", body=body):
+            if body is adaptive_clipping and not isinstance(said, str):
+                # DTensor of PyTorch 2.11 multiplies in place by a tensor that every rank has whole.
+                assert largest_difference(said, worlds.alone(told, strategy="single", body=body)) < 1e-12
+                continue
             assert "the script computes with sharded parameters as they are outside of the model's forward" in said
             assert "test_sharded_reads.py:" in said and "--strategy sharded:stage=1" in said
         worlds.forget(devices)
