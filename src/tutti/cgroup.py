@@ -41,9 +41,9 @@ def read_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> CgroupLimit
         membership: file that lists this process's groups, in the format of ``/proc/PID/cgroup``.
 
     Returns:
-        ``cores`` (float: CPU seconds in a second), ``memory_bytes`` and ``memory_used_bytes`` (limit and present use of
-        the group with the smallest memory limit, in bytes), and ``processes`` (number of processes and threads). Each
-        is None if no group sets the limit, or if its file cannot be read.
+        A ``CgroupLimits``: ``cores`` (float: CPU seconds in a second), ``memory_bytes`` and ``memory_used_bytes``
+        (limit and present use of the group with the smallest memory limit, in bytes), and ``processes`` (number of
+        processes and threads). Each is None if no group sets the limit, or if its file cannot be read.
     """
     groups = _groups(membership)
     cores = [quota for folder in _folders(root, groups, "cpu") for quota in _quota(folder)]

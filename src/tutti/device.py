@@ -324,7 +324,7 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
         dtype: dtype of the tensor.
 
     Returns:
-        (n,), on the CPU.
+        A tensor of shape (n,), on the CPU.
     """
     import torch
 

@@ -25,8 +25,9 @@ def memory_share(processes: int) -> int:
 def free_memory(processes: int) -> int:
     """Return the bytes of host memory that each of some processes on this node can still allocate.
 
-    This is the smallest of the process's share of the available memory, its share of the control group's limit less its
-    own memory, and RLIMIT_DATA less its own memory; at least 0.
+    The result is the smallest of three numbers, and at least 0: an equal share of the node's available memory; an equal
+    share of the control group's limit, less the memory that this process uses; and RLIMIT_DATA, less the memory that
+    this process uses.
 
     Args:
         processes: number of processes on this node.

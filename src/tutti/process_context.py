@@ -111,9 +111,9 @@ def read_identity(environ: Mapping[str, str]) -> Identity:
         environ: environment variables. Without those of a launcher the process is the only one of its job.
 
     Returns:
-        ``rank`` and ``size`` of the job; ``local_rank`` and ``local_size`` on this node; ``cross_rank`` and
-        ``cross_size``, index of this node and number of nodes; ``source``, the launcher whose variables were read; and
-        ``attempt``, the number of times that the launcher has restarted the job.
+        An ``Identity``: ``rank`` and ``size`` of the job; ``local_rank`` and ``local_size`` on this node;
+        ``cross_rank`` and ``cross_size``, index of this node and number of nodes; ``source``, the launcher whose
+        variables were read; and ``attempt``, the number of times that the launcher has restarted the job.
 
     Raises:
         UsageError: a variable is malformed, missing or inconsistent; the error names it.
@@ -146,9 +146,9 @@ def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Ident
         environ: environment variables.
 
     Returns:
-        ``rank`` and ``size``, ``local_rank`` and ``local_size`` on this node, ``cross_rank`` and ``cross_size`` (index
-        of this node and number of nodes), ``source`` (the launcher; ``single`` for the guess) and ``attempt``
-        (restarts).
+        An ``Identity``: ``rank`` and ``size``, ``local_rank`` and ``local_size`` on this node, ``cross_rank`` and
+        ``cross_size`` (index of this node and number of nodes), ``source`` (the launcher; ``single`` for the guess) and
+        ``attempt`` (restarts).
 
     >>> identity_of_group(1, 2, {})
     Identity(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1, source='single', attempt=0)

@@ -640,9 +640,10 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 
 def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Replace each forward hook and forward pre-hook of a module by ``wrap(hook)``; handles still remove it.
+    """Replace each forward hook and forward pre-hook of a module by ``wrap(hook)``.
 
-    No public function replaces a hook in its place among the others.
+    The handle that the registration of a hook returned removes the replacement of this hook. No public function
+    replaces a hook in its place among the others.
 
     Args:
         module: the module.

@@ -695,11 +695,12 @@ class Average(Protocol):
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's part of the averaged weights (EMA) for a checkpoint; all parts are the whole average.
+        """Return this rank's part of the averaged weights (EMA) for a checkpoint.
 
         Returns:
-            ``{"ema": {name: tensor}}``, with the names of the parameters. A tensor that is split over ranks is given as
-            a ``TensorSlice``, with its position in the full tensor.
+            ``{"ema": {name: tensor}}``, with the names of the parameters. The parts of all ranks together are the whole
+            average. A tensor that is split over ranks is given as a ``TensorSlice``, with its position in the full
+            tensor.
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
@@ -784,8 +785,10 @@ class GradientSync(Protocol):
             step_context: facts of the step, such as the factor on the learning rate.
 
         Returns:
-            An ``UpdateResult``: the number of updates made (``updates``, 0 if skipped), whether the update was skipped,
-            and then the names of parameters whose gradient is not finite (``nonfinite``).
+            An ``UpdateResult``: ``updates``, the number of updates made (0 if the update was skipped); ``skipped``,
+            whether the update was skipped; ``nonfinite``, the names of parameters whose gradient is not finite;
+            ``together``, whether the parameters on this rank are now those of the whole run; and ``global_step``, the
+            steps of all workers with asynchronous parameter servers, else None.
         """
 
     def clear(self) -> None:
@@ -1033,11 +1036,13 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which ``optimizer_step`` updates the parameters of one of the script's optimizers alone.
+        """Return a context in which ``optimizer_step`` updates with only one of the optimizers that the script has.
 
         Args:
-            index: the optimizer's position in the list of optimizers that ``tutti.prepare`` got; None for all of them.
-            members: the optimizer's parameters, as objects of the script's model.
+            index: position of this optimizer in the list of optimizers that the script gave to ``tutti.prepare``; None:
+                ``optimizer_step`` updates with every optimizer of that list, as without the context.
+            members: the parameters that the optimizer at ``index`` updates, as objects of the script's model; ignored
+                where ``index`` is None.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:

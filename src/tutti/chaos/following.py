@@ -49,8 +49,8 @@ class Follower:
     def mark(self) -> tuple[int, int]:
         """Progress of the followed training run: (number of resumes from a checkpoint so far, last step).
 
-        The pair changes with every step and every resume; two equal pairs mean that the run made no progress between
-        them.
+        The pair changes with every step and every resume; two equal pairs, read at different times, mean that the run
+        made no progress in the meantime.
         """
         return len(self.resumes), self.step
 

@@ -66,8 +66,9 @@ def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
             machine, of which only root sees those of other users.
 
     Returns:
-        ``launcher``, the parent of the ranks (the run itself if it is one process; None under another launcher such as
-        torchrun, and if there are no processes), and ``ranks``: rank → process, empty if there are none.
+        A ``Crew``: ``launcher``, the parent of the ranks (the run itself if it is one process; None under another
+        launcher such as torchrun, and if there are no processes), and ``ranks``: rank → process, empty if there are
+        none.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()

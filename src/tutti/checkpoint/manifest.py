@@ -76,7 +76,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: object) -> FileRecord:
-        """Parse and check the JSON object of ``as_json``, and return the record of a checkpoint's tensor file.
+        """Parse and check the JSON object of ``as_json``, and return the ``FileRecord`` of a checkpoint's tensor file.
 
         Args:
             value: the object, with the keys ``group``, ``rank``, ``size``, ``sha256`` and ``slices``.

@@ -25,7 +25,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
 
     Args:
         optimizer: the optimizer.
-        named: names and parameters whose state is returned.
+        named: (name, parameter) pairs whose state is returned.
 
     Returns:
         Tensors by ``{parameter}/{key}``, such as ``layer.weight/exp_avg``.
@@ -60,7 +60,8 @@ def load_optimizer(
         saved: the tensors of the checkpoint.
         group: the checkpoint's group of tensors, such as ``optim``.
         prefix: beginning of the tensors' names before ``{parameter}/{key}``.
-        specs: place of each parameter on this rank in the whole one, with its tied names; None if all are whole.
+        specs: by name of each parameter a ``ShardSpec``: the shape of the whole parameter, the offset of this rank's
+            slice in it, and further (tied) names; None if this rank holds all parameters whole.
     """
     keys: dict[str, list[str]] = {}
     for entry in saved.names(group):
@@ -203,9 +204,10 @@ def number_tensor(value: Any) -> Tensor:
 
 
 def place_step_counters(optimizer: Optimizer) -> None:
-    """Move the step counters of an optimizer's state to where its kernels read them, as ``Optimizer.load_state_dict``.
+    """Move the step counters of an optimizer's state to the device from which the optimizer's kernels read them.
 
-    In groups with ``fused`` or ``capturable`` that is the parameter's device, in float32; in others the CPU.
+    For parameter groups with ``fused`` or ``capturable`` this is the parameter's device, in float32; for other groups
+    it is the CPU. ``Optimizer.load_state_dict`` does the same.
 
     Args:
         optimizer: the entries ``step`` of its ``state`` are replaced.

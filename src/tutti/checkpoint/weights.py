@@ -128,6 +128,9 @@ def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
         weights: all tensors.
         patterns: a pattern, or several joined by ``+``, such as ``head.*+norm.*``.
 
+    Returns:
+        A ``SomeWeights``: ``records`` describes each selected tensor by name, and ``numbers(name)`` reads one.
+
     Raises:
         UsageError: a pattern matches no name.
     """

@@ -78,6 +78,10 @@ def open_weights(path: Path) -> Weights:
     Args:
         path: a checkpoint directory, a safetensors file, or a folder of safetensors files.
 
+    Returns:
+        A ``Weights``: ``records`` describes each tensor by name (dtype and shape), and ``numbers(name)`` reads one as
+        an array of unsigned integers.
+
     Raises:
         CheckpointError: this rank cannot read the weights, or a header is invalid.
     """

@@ -118,7 +118,8 @@ def write_part(
         progress: called after every mebibyte.
 
     Returns:
-        The records to report to rank 0: one, or none where there is nothing to write (no file is created).
+        The records to report to rank 0: a list with one ``FileRecord`` (group, rank, size, hash and slices of the
+        file), or an empty list where there is nothing to write (no file is created).
 
     Raises:
         ValueError: an unknown group.
@@ -157,7 +158,7 @@ def commit(
         facts: the run's further state, as JSON without NaN.
 
     Returns:
-        The checkpoint's manifest.
+        The checkpoint's ``Manifest``: path, step, facts of the run, and records of files and tensors.
 
     Raises:
         CheckpointError: slices do not make whole tensors, files are missing, the facts are no JSON, or the manifest is

@@ -135,7 +135,7 @@ def gather_all(
         group: process group of ``ranks``; None for one rank.
 
     Returns:
-        (sum(counts), …), a new tensor.
+        The concatenation, a new tensor of shape (sum(counts), …).
     """
     whole = tensor.new_empty(sum(counts), *tensor.shape[1:])
     parts = list(whole.split(list(counts)))
@@ -182,7 +182,7 @@ def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], gr
         group: process group of the ranks; None for one rank.
 
     Returns:
-        (sum(receive), …), the first rank's rows first.
+        The received rows, a new tensor of shape (sum(receive), …), the first rank's rows first.
     """
     if group is None:
         return tensor.clone()
@@ -212,7 +212,7 @@ def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, gr
         group: process group of the ranks; None for one rank.
 
     Returns:
-        (rows of this rank, …).
+        This rank's rows of the reduction, a tensor of shape (rows of this rank, …).
     """
     counts = [len(tensor) // size + (rank < len(tensor) % size) for rank in range(size)]
     mine = exchange_all(scale(tensor, call.prescale), counts, [counts[me]] * size, group)

@@ -101,7 +101,8 @@ class Schedule:
             rank: index of the rank.
 
         Returns:
-            A pair (sends, receives) for each round in which the rank takes part, in order.
+            A pair (sends, receives) for each round in which the rank takes part, in the order of the rounds. Both are
+            lists of messages, each with sender, receiver and chunk of the vector; either may be empty.
         """
         own = (([t for t in r if t.source == rank], [t for t in r if t.to == rank]) for r in self.rounds)
         return [(sends, receives) for sends, receives in own if sends or receives]
@@ -123,7 +124,8 @@ class Schedule:
             itemsize: bytes of an element.
 
         Returns:
-            (source rank, destination rank) → number of messages and bytes; links without a message are missing.
+            A dict from (source rank, destination rank) to a ``LinkTraffic`` with the number of ``messages`` and their
+            ``bytes``; links without a message are missing.
 
         >>> ring_schedule(3).traffic(7, 4)[0, 1]
         LinkTraffic(messages=4, bytes=40)

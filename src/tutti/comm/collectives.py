@@ -475,7 +475,7 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (sum of the ranks' rows, …), in rank order, equal on all ranks.
+        A tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
         MismatchError: ranks' calls differ.
@@ -498,7 +498,7 @@ def grouped_allgather(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (sum of the ranks' rows, …) for each of ``tensors``, in rank order, equal on all ranks.
+        For each of ``tensors`` a tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
         MismatchError: ranks' calls differ.
@@ -587,6 +587,9 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
         root: global rank of the source; a member of ``process_set``.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        A new tensor of the shape and dtype of ``tensor``, equal on all ranks.
 
     Raises:
         UsageError: ``root`` is no member of ``process_set``.
@@ -799,7 +802,8 @@ def reducescatter(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (rows of this rank, …): rows ÷ ranks, one more on each of the first (rows mod ranks) ranks.
+        A tensor of shape (rows of this rank, …): ⌊rows / ranks⌋ rows, one more on each of the first (rows mod ranks)
+        ranks.
 
     Raises:
         UsageError: ``op`` is another operation, or the tensor has no first dimension.
@@ -832,8 +836,8 @@ def grouped_reducescatter(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (rows of this rank, …) for each of ``tensors``: ⌊rows / ranks⌋, one more on each of the first (rows mod ranks)
-        ranks.
+        For each of ``tensors`` a tensor of shape (rows of this rank, …): ⌊rows / ranks⌋ rows, one more on each of the
+        first (rows mod ranks) ranks.
 
     Raises:
         UsageError: ``op`` is another operation, or a tensor has no first dimension.
@@ -913,6 +917,9 @@ class DuplicateSetError(UsageError, ValueError):
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set, which collectives can no longer use. Collective over all ranks, members or not; blocks.
 
+    Args:
+        process_set: the set, as ``add_process_set`` returned it; the same on all ranks.
+
     Returns:
         Whether the set was registered.
 
@@ -947,6 +954,9 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
         root: global rank of the source; a member of ``process_set``.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        A value equal to that of ``root``, decoded from its bytes on every rank, ``root`` included.
 
     Raises:
         UsageError: on ``root``, a value of another type, which the error names; or ``root`` is no member of

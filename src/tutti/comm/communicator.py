@@ -58,7 +58,7 @@ class Pending:
         """Block until the collective or transfer is complete, so that its tensors may be used, or until it has failed.
 
         Raises:
-            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         if self._work is not None and self._stall is not None and self._call is not None:
@@ -139,9 +139,9 @@ class Communicator:
     def share_memory(self, like: Communicator | None = None) -> None:
         """Make collectives of small CPU tensors on this communicator use shared memory instead of Gloo.
 
-        Faster on one node. Affects ``sum_in_place``, ``gather_slices``, ``gather_into`` and ``scatter_sum``. Collective
-        over the ranks of this communicator; blocks. No effect on accelerators, with ranks on several nodes, or where
-        there is no shared memory.
+        Small are tensors of at most 1 MiB on a rank. Faster on one node. Affects ``sum_in_place``, ``gather_slices``,
+        ``gather_into`` and ``scatter_sum``. Collective over the ranks of this communicator; blocks. No effect on
+        accelerators, with ranks on several nodes, or where there is no shared memory.
 
         Args:
             like: a communicator whose shared memory is used if it has the same ranks; otherwise new memory is made.
@@ -176,6 +176,9 @@ class Communicator:
             flat: of equal shape and dtype on all ranks, which is not checked; not to be used before ``wait`` of the
                 handle.
             text: names the call in error messages.
+
+        Returns:
+            A ``Pending``, whose ``wait`` blocks until ``flat`` holds the sum.
         """
         if self.size == 1:
             return _DONE
@@ -214,7 +217,7 @@ class Communicator:
             text: names the call in error messages.
 
         Returns:
-            (sum(come),), rank 0's part first.
+            The received elements, a tensor of shape (sum(come),), the part from rank 0 first.
         """
         if self.size == 1:
             return send
@@ -231,7 +234,7 @@ class Communicator:
             text: names the call in error messages.
 
         Returns:
-            (size · n,), equal on all ranks; ``size`` is the number of ranks.
+            The concatenated slices, a tensor of shape (size · n,), equal on all ranks; ``size`` is the number of ranks.
         """
         if self.size == 1:
             return mine
@@ -336,7 +339,7 @@ class Communicator:
             kind: channel of the message, as given to ``start_send``.
 
         Raises:
-            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         self.start_receive(tensor, source, kind).wait()
@@ -391,8 +394,8 @@ class Communicator:
         counted; the messages inside a collective of the backend are not known to this process.
 
         Returns:
-            (source, destination), as indices within the communicator → number of messages and bytes; links without
-            traffic are missing. Equal on all ranks.
+            A dict from (source, destination), as indices within the communicator, to a ``LinkTraffic`` with the number
+            of ``messages`` and their ``bytes``; links without traffic are missing. Equal on all ranks.
         """
         table = torch.zeros(self.size, self.size, 2, dtype=torch.int64)
         for (source, to), counted in self._counted.items():
@@ -412,12 +415,13 @@ class Communicator:
         """Return the number of calls and bytes of this rank's collectives on gradients and activations so far. Local.
 
         Returns:
-            Number of calls and bytes by kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
-            ``broadcast``, and ``shared_memory`` for small tensors that all ranks read in the memory of their node. The
-            bytes are those of the whole tensor: the vector to sum or to broadcast, all rows that a rank sends in an
-            all-to-all, all slices that it has after an all-gather, all ranks' tensors in shared memory. How many of
-            them pass a link depends on the backend's algorithm. Collectives that PyTorch itself makes, such as those of
-            FSDP2 on accelerators, are not counted.
+            A dict from the kind to a ``LinkTraffic``: ``messages`` (number of calls) and ``bytes``. Kinds are
+            ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, and ``shared_memory`` for
+            small tensors that all ranks read in the memory of their node. The bytes of a call are those of the whole
+            tensor: the vector to sum or to broadcast, all rows that a rank sends in an all-to-all, all slices that it
+            has after an all-gather, all ranks' tensors in shared memory. How many of these bytes pass a link depends on
+            the backend's algorithm. Collectives that PyTorch itself makes, such as those of FSDP2 on accelerators, are
+            not counted.
         """
         return dict(self._collectives)
 
@@ -678,7 +682,7 @@ class Communicators:
         self.model = self._line("model", "stage", "tensor")
 
     def axis(self, *names: str) -> Communicator:
-        """Return the communicator along axes of the device mesh.
+        """Return the communicator along axes of the device mesh, for collectives and messages among these ranks.
 
         Its ranks have the same coordinates as this rank on all other axes. The first call for the same axes makes
         process groups and is collective over all ranks of the job; later calls return the cached communicator.
@@ -721,7 +725,8 @@ class Communicators:
             names: mesh axes: ``replica``, ``shard``, ``stage``, ``tensor``.
 
         Returns:
-            The communicator of this rank's line along these axes, as ``axis`` returns it.
+            The communicator along these axes, as ``axis`` returns it: an object with collectives and point-to-point
+            messages among the ranks that have this rank's coordinates on all other axes.
         """
         for line in self._lines(*names):
             for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
@@ -740,9 +745,10 @@ class Communicators:
             algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
 
         Returns:
-            The schedule, whose transfers use ``start_send`` of ``replica``; the members of ``replica`` on this rank's
-            node, as indices in ``replica``; and the communicator of these members. Only the hierarchical algorithm has
-            members on a node, where the node has several; otherwise the members are empty and the communicator is None.
+            Three values. The schedule: rounds of point-to-point messages, which ``start_send`` of ``replica`` sends.
+            The ranks of ``replica`` on this rank's node, as indices in ``replica``. And a communicator of these ranks.
+            The second and third value are given for ``hierarchical`` on a node with several of these ranks; otherwise
+            they are empty and None.
         """
         own_node = torch.tensor([self._world.identity.cross_rank])
         node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]
@@ -772,7 +778,8 @@ class Communicators:
             purpose: key of the process group, shown in error messages.
 
         Returns:
-            The communicator; None on a rank that is no member.
+            The communicator, an object with collectives and point-to-point messages among the members; None on a rank
+            that is no member.
         """
         own_line = self._grid.along(name)
         for line in self._lines(name):

@@ -201,7 +201,7 @@ class TensorRanks:
             name: the layer whose output it is, for error messages.
 
         Returns:
-            (tensor-parallel ranks, …), in rank order, equal on all ranks.
+            A tensor of shape (tensor-parallel ranks, …), in rank order, equal on all ranks.
         """
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 

@@ -64,7 +64,7 @@ class FileAllGather:
 
         Raises:
             PeerError: a rank that is still alive did not make the call in time.
-            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         """
         self._number += 1
         write_whole(self._path(self._rank), raw)

@@ -112,8 +112,8 @@ class _Ready:
 def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
     """Return whether two all-reduces can be performed as one message.
 
-    They must agree in operation (not Adasum), process set, device type and scale factors, and all tensors of both must
-    have one dtype.
+    The calls must agree in operation (not Adasum), process set, device type and scale factors, and all tensors of the
+    two calls must have one dtype.
 
     Args:
         one: description of one call of a collective.
@@ -451,7 +451,7 @@ class Coordinator:
             session.posted[call_number] = reduction
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
-        """Fail every pending and later collective that ``rank`` takes part in, because it has ended or failed in one.
+        """Fail every pending and later collective of which ``rank`` is a member, because the rank ended or failed.
 
         A method of rank 0's coordinator, which matches the ranks' calls. Nothing is sent: ``posts`` returns the
         messages to the other ranks. A second call for a rank does nothing.

@@ -189,8 +189,8 @@ class PostedReduction:
     def reduce_into(self, outputs: Sequence[Tensor], attempt: int) -> None:
         """Compute the result of an all-reduce from the tensors that all ranks have written into shared memory.
 
-        Adds them in rank order, and applies averaging and postscale. Local: does not wait for other ranks, and gives
-        the same bits on each.
+        Adds the tensors in rank order, and applies averaging and postscale. Local: does not wait for other ranks. Every
+        rank computes the same bits.
 
         Args:
             outputs: tensors of the shapes of the all-reduce; overwritten by the results.
@@ -245,7 +245,8 @@ class PostedReductions:
             call: description of an all-reduce for which ``posted_bytes`` is not 0.
 
         Returns:
-            The all-reduce's buffers; None on all ranks where there is no shared memory, or not enough.
+            A ``PostedReduction``, the buffers and counters of this all-reduce in shared memory, with the methods that
+            perform it; None on all ranks where there is no shared memory, or not enough.
         """
         size = posted_bytes(call, self._comm.size)
         if self._used + size > self._size and not self._grow(size):

@@ -156,7 +156,7 @@ class StallInspector:
             call: description of the collective, for other ranks and for errors.
 
         Raises:
-            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
 
@@ -181,7 +181,7 @@ class StallInspector:
             call: description of the collective, for other ranks and for errors.
 
         Raises:
-            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         before = heartbeat.training.enter(Phase.WAITING)

@@ -81,7 +81,7 @@ class TreeSum:
 
         Args:
             worker: index of the worker among all N logical workers; calls must be in increasing order.
-            vector: (length,); kept and overwritten.
+            vector: the worker's vector, shape (length,); this object keeps and overwrites it.
         """
         if self._shared:
             self._addends.append(vector)
@@ -97,7 +97,8 @@ class TreeSum:
         next sum can begin.
 
         Returns:
-            (length,).
+            The sum, a tensor of shape (length,), equal on all ranks; ``length`` is the number of elements of each
+            vector.
         """
         if self._shared:
             return self._shared_total()

@@ -66,8 +66,9 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
         step: steps until the checkpoint; None for the newest at an epoch's end.
 
     Returns:
-        ``checkpoint`` (its directory), ``config`` of the run, position (``step``, ``epoch``), training ``samples`` of
-        an epoch, held-out ``loss`` there, and ``factor`` of the learning-rate schedule.
+        A ``BranchPoint``: ``checkpoint`` (its directory), ``config`` of the run, position (``step``, ``epoch``), number
+        of training ``samples`` in an epoch, held-out ``loss`` at the checkpoint, and ``factor`` of the learning-rate
+        schedule.
 
     Raises:
         UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, or the

@@ -175,8 +175,8 @@ def trial_progress(trial: Trial) -> Progress:
         trial: the run, one training configuration with one seed.
 
     Returns:
-        ``step``, the newest record of a training step, and ``evaluated``, that of an evaluation; each a dictionary of
-        the record's entries, empty if it is not found there.
+        A ``Progress``: ``step``, the newest record of a training step, and ``evaluated``, that of an evaluation; each a
+        dictionary of the record's entries, empty if it is not found there.
     """
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
@@ -206,10 +206,10 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
         metric: name of the held-out metric to compare.
 
     Returns:
-        ``held_out`` and ``training`` value of the metric (NaN if not finite), ``updates``, ``samples``, ``seconds``,
-        ``samples_per_second``, ``curve`` (epoch and held-out value of each evaluation), ``weights_sha256``, and for the
-        target of ``--until`` ``reached``, ``steps_to_target``, ``samples_to_target`` and ``seconds_to_target`` (None
-        without a target).
+        A ``RunOutcome``: ``held_out`` and ``training`` value of the metric (NaN if not finite), ``updates``,
+        ``samples``, ``seconds``, ``samples_per_second``, ``curve`` (epoch and held-out value of each evaluation),
+        ``weights_sha256``, and for the target of ``--until`` ``reached``, ``steps_to_target``, ``samples_to_target``
+        and ``seconds_to_target`` (None without a target).
 
     Raises:
         UsageError: the task does not report the metric.
@@ -272,8 +272,9 @@ def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, Rung
         metric: name of the held-out metric.
 
     Returns:
-        Name of a rung with at least one finished run → its results over the seeds: mean, spread and target, and for
-        each seed held-out and training metric, updates, samples and seconds (``outcomes``).
+        A dict from the name of each rung with at least one finished run to a ``RungResult``, the results over the
+        seeds: mean, spread and target, and for each seed held-out and training metric, updates, samples and seconds
+        (``outcomes``).
 
     Raises:
         UsageError: the task does not report ``metric``.

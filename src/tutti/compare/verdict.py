@@ -455,7 +455,7 @@ def format_metric(value: float, fraction: bool = True) -> str:
 
 
 def difference(value: float, fraction: bool = True, sign: bool = True) -> str:
-    """Format a difference of two fractions in percentage points, of other values with four decimals.
+    """Format a difference of two values of a metric: in percentage points for fractions, else with four decimals.
 
     Args:
         value: the difference.

@@ -51,9 +51,9 @@ def collectives(ranks: int) -> Iterator[Finding]:
         ranks: number of processes.
 
     Yields:
-        One line of the report of ``tutti doctor`` for each of three stages: ``start`` (seconds until the processes have
-        met), ``gloo`` and ``shared`` (latency, bandwidth, and whether sums are right). A stage that does not finish is
-        a problem and ends the checks.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values) for each of
+        three stages: ``start`` (seconds until the processes have met), ``gloo`` and ``shared`` (latency, bandwidth, and
+        whether sums are right). A stage that does not finish is a problem and ends the checks.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)

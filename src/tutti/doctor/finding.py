@@ -64,8 +64,8 @@ def checked(name: str, check: Check) -> list[Finding]:
 def conclude(findings: Sequence[Finding]) -> ExitCode:
     """Return the exit code of a report of ``tutti doctor``.
 
-    Exit code 5 (``ExitCode.PEER``) is that of problems of collectives and of the network interface, and precedes
-    others. With other problems alone, the exit code is that of the first problem.
+    If a problem has the exit code 5 (``ExitCode.PEER``), as problems of collectives and of the network interface have,
+    the result is this code. Otherwise the result is the exit code of the first problem.
 
     Args:
         findings: lines of the report, in order; only those with the mark ``problem`` count.

@@ -34,8 +34,9 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
         folder: directory of shared memory.
 
     Yields:
-        One line of the report of ``tutti doctor``: a problem if the folder is missing or cannot be written, a note if
-        less than ``LITTLE_SHARED_MEMORY`` (256 MiB) is free. Values: ``total_bytes`` and ``free_bytes``.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a problem
+        if the folder is missing or cannot be written, a note if less than ``LITTLE_SHARED_MEMORY`` (256 MiB) is free.
+        Values: ``total_bytes`` and ``free_bytes``.
     """
     remedy = "Mount a larger one: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm."
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -55,7 +56,8 @@ def open_files() -> Iterator[Finding]:
     """Check how many files and connections a process may have open (``RLIMIT_NOFILE``).
 
     Yields:
-        One line of the report of ``tutti doctor``, a problem below ``FEW_FILES`` (512).
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
+        below ``FEW_FILES`` (512).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values = {"soft_limit_count": _count(soft), "hard_limit_count": _count(hard)}
@@ -75,7 +77,8 @@ def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor``, a problem if the smaller limit is below ``FEW_PROCESSES`` (512).
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
+        if the smaller limit is below ``FEW_PROCESSES`` (512).
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     values = {"soft_limit_count": _count(soft), "cgroup_limit_count": limits.processes}
@@ -154,8 +157,8 @@ def directory() -> Iterator[Finding]:
     """Check that the current directory can be written and has free space for a run.
 
     Yields:
-        One line of the report of ``tutti doctor``: a problem if the directory cannot be written, a note if less than
-        ``LITTLE_SHARED_MEMORY`` (256 MiB) of its disk is free.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a problem
+        if the directory cannot be written, a note if less than ``LITTLE_SHARED_MEMORY`` (256 MiB) of its disk is free.
     """
     remedy = "Change to a directory of your own, or give --runs DIR."
     try:

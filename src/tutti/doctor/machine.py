@@ -27,7 +27,8 @@ def system() -> Iterator[Finding]:
     """Report operating system, distribution and architecture of this machine.
 
     Yields:
-        One line of the report of ``tutti doctor``; a note on other systems than Linux.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note on
+        other systems than Linux.
     """
     name = f"{platform.system()} {platform.release()}"
     with_distribution = hasattr(platform, "freedesktop_os_release") and Path("/etc/os-release").exists()
@@ -45,8 +46,8 @@ def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor``: a note if the cgroup allows fewer cores than the affinity, or if
-        only one of several is usable.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a note if
+        the cgroup allows fewer cores than the affinity, or if only one of several is usable.
     """
     usable, present = usable_cores(), os.cpu_count() or 1
     values = {"usable_cores": usable, "present_cores": present, "cgroup_limit_cores": limits.cores}
@@ -69,8 +70,8 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor``, a problem if less than ``LITTLE_MEMORY`` (1 GiB) is free, where the
-        cgroup's limit counts as free if it is smaller.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
+        if less than ``LITTLE_MEMORY`` (1 GiB) is free, where the cgroup's limit counts as free if it is smaller.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -97,8 +98,8 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
         environ: environment variables.
 
     Yields:
-        One line of the report of ``tutti doctor``: a note if several processes would pin to the same cores, or have
-        more threads than cores.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a note if
+        several processes would pin to the same cores, or have more threads than cores.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *PINNING)
     given = {name: environ[name] for name in names if name in environ}
@@ -124,7 +125,8 @@ def bandwidth() -> Iterator[Finding]:
     Computers".
 
     Yields:
-        One line of the report of ``tutti doctor``, a problem if a copy differs from its source.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
+        if a copy differs from its source.
     """
     import numpy
 

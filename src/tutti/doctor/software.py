@@ -56,7 +56,8 @@ def software() -> Iterator[Finding]:
     Imports torch in a process of its own.
 
     Yields:
-        Lines of the report of ``tutti doctor``; a problem if the import fails or if Gloo is missing.
+        Lines of the report of ``tutti doctor`` (each a ``Finding`` with name, mark, text and measured values); a
+        problem if the import fails or if Gloo is missing.
     """
     versions = {"tutti": VERSION, "python": platform.python_version()}
     ended = isolated.run_module("tutti.launcher.torch_facts", (), TIMEOUT)
@@ -132,8 +133,8 @@ def module() -> Iterator[Finding]:
     """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this package.
 
     Yields:
-        One line of the report of ``tutti doctor``: a problem for another project's module, a note for another copy of
-        this package, else ok.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a problem
+        for another project's module, a note for another copy of this package, else ok.
     """
     package = Path(__file__).resolve().parents[1]
     copies, foreign = [], [*foreign_distributions(package)]
@@ -197,8 +198,8 @@ def compiled_loops() -> Iterator[Finding]:
     """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
 
     Yields:
-        One line of the report of ``tutti doctor``; a note without a compiler, as the results are then the same and only
-        slower.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note
+        without a compiler, as the results are then the same and only slower.
     """
     found = kernels()
     compiled = found.startswith("compiled")
@@ -210,7 +211,8 @@ def extras() -> Iterator[Finding]:
     """Report the installed optional packages of each extra of this package.
 
     Yields:
-        One line of the report of ``tutti doctor``, with the packages' versions; a note if some are missing.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), with the
+        packages' versions; a note if some are missing.
     """
     found = {extra: {package: installed(package) for package in packages} for extra, packages in EXTRAS.items()}
     shown = []

@@ -82,8 +82,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
 
     Returns:
-        ``identity`` (rank, size, local rank and node of this process), ``device``, ``store`` (shared by all ranks) and
-        ``timeout`` in seconds.
+        A ``World``: ``identity`` (rank, size, local rank and node of this process), ``device``, ``store`` (shared by
+        all ranks) and ``timeout`` in seconds.
 
     Raises:
         UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or an accelerator is
@@ -252,9 +252,9 @@ def current() -> World:
     """Return this process's membership in the job that ``init`` joined.
 
     Returns:
-        ``identity`` (rank, size, local rank and node), ``device`` of the rank's tensors, ``store`` (key-value store
-        shared by all ranks), ``timeout`` (seconds that a collective may take) and ``owned`` (whether ``init`` made the
-        process group).
+        A ``World``: ``identity`` (rank, size, local rank and node), ``device`` of the rank's tensors, ``store``
+        (key-value store shared by all ranks), ``timeout`` (seconds that a collective may take) and ``owned`` (whether
+        ``init`` made the process group).
 
     Raises:
         UsageError: before ``init``.

@@ -85,7 +85,8 @@ class Engine(Protocol):
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
             signal N killed the process), ``node``, ``lost`` (why the rank was lost together with its slot, the room for
-            a rank; empty if the process itself ended), ``why`` and ``remedy``.
+            a rank; empty if the process itself ended), ``why`` (how the process was ended, in words; empty if only the
+            code is known) and ``remedy`` (advice for the user, or None).
 
         Raises:
             EngineGone: the engine, which starts the ranks, does not answer.

@@ -145,9 +145,9 @@ class Lane(_Block):
         """Return what the rank's thread has recorded last. Called in the watchdog process, which shares the memory.
 
         Returns:
-            ``phase`` (an integer of ``Phase``), ``step`` (the training step), ``beats`` (number of heartbeats so far),
-            ``thread`` (its identifier) and ``text`` (description of the current call, such as a collective). Two equal
-            results mean that the thread made no progress between them.
+            A ``Seen``: ``phase`` (an integer of ``Phase``), ``step`` (the training step), ``beats`` (number of
+            heartbeats so far), ``thread`` (its identifier) and ``text`` (description of the current call, such as a
+            collective). Two equal results mean that the thread made no progress between them.
         """
         words = self._words
         text = self._read_text().decode(errors="replace")

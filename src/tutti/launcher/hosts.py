@@ -255,7 +255,10 @@ class TetheredRanks:
             self.started.append((host, running))
 
     def held(self) -> Counter[str]:
-        """Return the number of ranks that still run on each host, counted by the processes of this node that hold them.
+        """Return the number of ranks that still run on each host.
+
+        A rank counts as running as long as its process on this node runs, which is for a rank on another host its
+        ``ssh``.
 
         Returns:
             Name of the host → number of ranks; 0 for a host without a running rank.
@@ -351,7 +354,7 @@ class HostsEngine:
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
             signal N killed the process), ``node``, ``lost`` (that the connection was lost, in words; else empty) and
-            ``remedy``.
+            ``remedy`` (advice for the user, or None).
         """
         found = [
             None if process.poll() is None else _ended(host, process.returncode)

@@ -56,8 +56,8 @@ def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, s
         environ: environment variables of the child process; None: those of this process.
 
     Returns:
-        ``code`` (exit code, -N if signal N killed the process), ``out`` and ``err`` (texts of standard output and
-        standard error).
+        An ``Ended``: ``code`` (exit code, -N if signal N killed the process), ``out`` and ``err`` (texts of standard
+        output and standard error).
 
     Raises:
         subprocess.TimeoutExpired: the command ran longer than ``timeout``.
@@ -95,8 +95,8 @@ def run_module(
         environ: environment variables of the child process; None: those of this process. ``PYTHONPATH`` is replaced.
 
     Returns:
-        ``code`` (exit code, -N if signal N killed the process), ``out`` and ``err`` (texts of standard output and
-        standard error).
+        An ``Ended``: ``code`` (exit code, -N if signal N killed the process), ``out`` and ``err`` (texts of standard
+        output and standard error).
 
     Raises:
         subprocess.TimeoutExpired: the module ran longer than ``timeout``.

@@ -119,8 +119,8 @@ def read_node_part(flags: Mapping[str, str], environ: Mapping[str, str], process
         processes: ranks on each node if neither a flag nor a variable has a number of processes.
 
     Returns:
-        ``nodes`` of the job, ``number`` of this node, ``processes`` (ranks on each node), ``address`` and ``port`` of
-        node 0; None if no flag is given and the variables do not announce several nodes.
+        A ``NodePart``: ``nodes`` of the job, ``number`` of this node, ``processes`` (ranks on each node), ``address``
+        and ``port`` of node 0; None if no flag is given and the variables do not announce several nodes.
 
     Raises:
         UsageError: a value is missing or malformed.

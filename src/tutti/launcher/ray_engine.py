@@ -162,8 +162,8 @@ class RayEngine:
 
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
-            signal N killed the process), ``node``, ``lost`` (that the node was lost, in words; else empty), and if the
-            rank was killed with its actor ``why`` and ``remedy``.
+            signal N killed the process), ``node``, ``lost`` (that the node was lost, in words; else empty), and, if the
+            rank was killed with its actor, ``why`` (Ray's reason, in words) and ``remedy`` (advice for the user).
 
         Raises:
             EngineGone: the head of the cluster does not answer, or the cluster fails.

@@ -145,7 +145,7 @@ def lost_rank(node: str) -> EndedRank:
         node: name of the node.
 
     Returns:
-        ``code`` -9 (SIGKILL), ``node``, and ``lost``, a text for messages.
+        An ``EndedRank``: ``code`` -9 (SIGKILL), ``node``, and ``lost``, a text for messages.
     """
     return EndedRank(-signal.SIGKILL, node, lost=f"was lost with its node {node}")
 

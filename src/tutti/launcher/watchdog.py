@@ -160,8 +160,9 @@ class Watch:
             stopped: whether a signal has stopped the rank.
 
         Returns:
-            ``seen`` (phase, step and call that the thread recorded last), ``seconds`` without progress, ``stopped``,
-            and ``background`` (whether it is the thread that writes checkpoints); None if no limit is exceeded.
+            A ``Stall``: ``seen`` (phase, step and call that the thread recorded last), ``seconds`` without progress,
+            ``stopped``, and ``background`` (whether the stalled thread is the one that writes checkpoints); None if no
+            limit is exceeded.
         """
         self._stopped = self._stopped + passed if stopped else 0.0
         if self._stopped >= phase_limit(self._limits, Phase.COMPUTE):

@@ -358,6 +358,9 @@ def config_sha256(config: TrainConfig) -> str:
 
     ``BESIDE_THE_RESULT`` names the options left out. Options at their default are left out too, so that a new option
     does not change the hash of an older configuration.
+
+    Args:
+        config: the run's configuration.
     """
     # Options at their default are left out: an option that a later version adds does not change older hashes.
     values = {

@@ -72,7 +72,8 @@ def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
         most: largest number of intervals.
 
     Returns:
-        (middle of the interval in seconds, updates a second) for each interval; empty for fewer than two points.
+        A list with a pair for each interval: the middle of the interval in seconds, and updates a second; empty for
+        fewer than two points.
 
     >>> update_rates([(0, 0), (1, 10), (2, 30), (4, 40)])
     [(0.5, 10.0), (1.5, 20.0), (3.0, 5.0)]

@@ -78,7 +78,8 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
         digests: digest of each worker's data, in the order of workers; None is ignored.
 
     Returns:
-        (first, later) indices in ``digests``; a worker is paired with the first worker of its digest only.
+        A list of pairs (first, later), indices in ``digests``; a worker is paired with the first worker of its digest
+        only.
 
     >>> equal_pairs([7, 8, 7, None, None])
     [(0, 2)]
@@ -111,7 +112,7 @@ def tells(samples: Sequence[str], least: int) -> bool:
 
 
 def is_sum(once: float, twice: float) -> bool:
-    """Return whether a loss doubles when its batch is repeated: it is then a sum over samples, and no mean.
+    """Return whether a loss doubles when every sample of its batch is repeated, as a sum over samples does.
 
     Equality is within a relative 0.001; False for a loss that is not finite, or is 0.
 

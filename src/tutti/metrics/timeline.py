@@ -109,7 +109,7 @@ def span(rows: Sequence[Row]) -> tuple[float, float]:
         rows: for each device its ``TimelineSegment``s (intervals of time in one phase of training), on one clock.
 
     Returns:
-        (start, end), on the clock of the segments.
+        A pair (start, end) in seconds, on the clock of the segments.
 
     Raises:
         ValueError: there are no segments.

@@ -29,10 +29,11 @@ def ghost_forward(
 
     Args:
         x: input, (samples, points, channels) if ``last``, else (samples, channels, points).
-        y: output, written, like ``x``.
+        y: output, written; of the shape of ``x``.
         weight, bias: (channels,), or None.
-        means, scales: (ghosts, channels), written: means and 1/√(variance + eps).
-        first: (ghosts + 1), index of each ghost batch's first sample, then the number of samples.
+        means, scales: (ghost batches, channels), written: means and 1/√(variance + eps).
+        first: number of ghost batches + 1 integers: the index of each ghost batch's first sample, then the number of
+            samples.
         eps: added to the variance.
         last: whether channels are the last dimension.
     """
@@ -60,17 +61,18 @@ def ghost_backward(
 ) -> None:  # fmt: skip
     """Compute the gradients of ghost batch norm's input, weight and bias, with PyTorch's operations.
 
-    A ghost is a run of consecutive samples that is normalised by its own mean and variance. The function writes into
-    ``dx``, ``dweight`` and ``dbias``.
+    A ghost batch is a run of consecutive samples that is normalised by its own mean and variance. The function writes
+    into ``dx``, ``dweight`` and ``dbias``.
 
     Args:
         x: the forward's input: (samples, points, channels) if ``last``, else (samples, channels, points).
-        dy: gradient of the output, like ``x``.
-        dx: gradient of the input, written, like ``x``.
+        dy: gradient of the output, of the shape of ``x``.
+        dx: gradient of the input, written; of the shape of ``x``.
         weight: (channels,), or None.
-        means, scales: (ghosts, channels), means and 1/√(variance + eps), as the forward wrote them.
-        dweight, dbias: (ghosts, channels), written: each ghost's part of the gradients of weight and bias.
-        first: (ghosts + 1), index of each ghost's first sample, then the number of samples.
+        means, scales: (ghost batches, channels), means and 1/√(variance + eps), as the forward wrote them.
+        dweight, dbias: (ghost batches, channels), written: each ghost batch's part of the gradients of weight and bias.
+        first: number of ghost batches + 1 integers: the index of each ghost batch's first sample, then the number of
+            samples.
         last: whether channels are the last dimension.
     """
     for ghost, (low, high) in enumerate(pairwise(first)):

@@ -126,7 +126,7 @@ class Passes(Protocol):
             grads: tensors, such as gradients.
 
         Returns:
-            One number for each tensor, in the order of ``grads``.
+            One Python float for each tensor, in the order of ``grads``.
         """
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
@@ -202,7 +202,7 @@ class Foreach:
             grads: tensors, such as gradients; half precision is widened to float32.
 
         Returns:
-            One number for each tensor, in the order of ``grads``.
+            One Python float for each tensor, in the order of ``grads``.
         """
         return _sums(grads, ((rows, pieces) for rows, _, (pieces,) in _batches(grads, grads)))
 

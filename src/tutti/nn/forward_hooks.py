@@ -25,7 +25,8 @@ def find_script_hook(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, str
         modules: (name, module) pairs.
 
     Returns:
-        The module's name, and ``FILE:LINE`` of the hook's definition, or its type where the hook is no function.
+        A pair of texts: the module's name, and ``FILE:LINE`` of the hook's definition, or its type where the hook is no
+        function.
     """
     for name, module in modules:
         for hook in forward_hooks(module):
@@ -72,8 +73,8 @@ class KeptGraphs:
             results: results of the forward, whose graphs may stay alive; values that are no tensors are ignored.
 
         Returns:
-            The name of the hook's module, and ``FILE:LINE`` of the hook's definition or its type; None if no hook has
-            kept a tensor.
+            A pair of texts: the name of the hook's module, and ``FILE:LINE`` of the hook's definition or its type; None
+            if no hook has kept a tensor.
         """
         alive = [(name, place, mark) for name, place, made in self._seen if (mark := made()) is not None]
         self._seen.clear()

@@ -31,8 +31,8 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 def ghosts(samples: int, size: int, points: int) -> list[int]:
     """Cut a batch into ghost batches of consecutive samples, each normalised with its own statistics.
 
-    The last ghost batch holds the remaining samples. Only if they were a single number a channel, which has no
-    variance, do they join the ghost batch before.
+    The last ghost batch holds the samples that remain, at most ``size``. Only if these samples have a single number a
+    channel in all, which has no variance, are they a part of the ghost batch before instead.
 
     Args:
         samples: samples in the batch.
@@ -121,7 +121,7 @@ class GhostBatchNorm(TakenOver):
 def convert_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
     """Replace every batch norm of ``model`` by a ``GhostBatchNorm``, in place; parameters and names are kept.
 
-    It normalises each run of ``size`` consecutive samples by their own statistics.
+    A ``GhostBatchNorm`` normalises each run of ``size`` consecutive samples of a batch by the statistics of that run.
 
     Args:
         model: the model, converted in place.

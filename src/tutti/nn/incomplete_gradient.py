@@ -186,7 +186,7 @@ def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
     """Clear the real gradient in the way in which a script has cleared its placeholder in ``.grad``, and return it.
 
     None stays None and zeros stay zeros: an optimizer passes over a parameter without gradient, while momentum and
-    weight decay move one whose gradient is zero.
+    weight decay change a parameter whose gradient is zero.
 
     Args:
         gradient: the real gradient; zeroed in place if the script has zeroed the placeholder.

@@ -103,8 +103,8 @@ class RngStreams:
         """Snapshot of a model's RNG streams: the micro-batch's key, call counts, and whether a forward is recomputed.
 
         Modules with a stream of their own are those that draw, such as dropout; the snapshot counts their calls so far.
-        After it is set again they draw the same numbers again. Draws from the device's generator do so once ``state``
-        is set, too.
+        After the snapshot is set again, these modules draw the same numbers again. So do functions that draw from the
+        device's generator, if ``state`` is set back, too.
         """
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 

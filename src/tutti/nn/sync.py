@@ -231,8 +231,8 @@ def peers_of(part: nn.Module) -> Peers | None:
 
     Returns:
         A ``Peers``: ``line``, the communicator of the ranks whose samples are normalised together, and ``counts``,
-        which the caller sets to False while a dummy micro-batch runs, so that it does not enter the statistics. None if
-        there are no synchronised batch norms, or a single rank computes them.
+        which the caller sets to False while a dummy micro-batch runs, so that the samples of this micro-batch do not
+        enter the statistics. None if there are no synchronised batch norms, or a single rank computes them.
     """
     found = (m.peers for m in part.modules() if isinstance(m, SyncBatchNorm))
     peers = next(found, None)

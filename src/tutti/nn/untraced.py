@@ -129,8 +129,8 @@ def surroundings() -> tuple[Any, ...]:
     A traced graph is valid only while all of them are equal.
 
     Returns:
-        (name, value) pairs, in one process always of the same names. Function modes, dispatch modes and transforms of
-        ``torch.func`` are given by their number.
+        A tuple of (name, value) pairs, in one process always of the same names in the same order. Function modes,
+        dispatch modes and transforms of ``torch.func`` are given by their number.
     """
     kinds = autocast_types()
     hooks = saved_tensor_hooks()

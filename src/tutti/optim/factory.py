@@ -85,8 +85,8 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
     The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a stage
     that holds only some of them; one optimizer for each logical worker, a share of the global batch) builds an
     optimizer of the same class with the same groups and settings, which copies changed settings of the original before
-    each step. It returns None if none of the optimizer's parameters are given, and raises UsageError if the optimizer
-    has already stepped.
+    each step. The returned function gives None if none of the optimizer's parameters are among the pairs, and raises
+    UsageError if it would have to build a copy of an optimizer that has already stepped.
 
     Args:
         optimizer: the user's optimizer.

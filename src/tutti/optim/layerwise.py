@@ -95,7 +95,7 @@ class RowGroup:
     def grads(self) -> list[Tensor]:
         """The gradients of this group's parameters, which a layer-wise optimizer updates together.
 
-        They have the order of ``params``, and their parameters' dtypes.
+        The gradients are in the order of ``params``; each has the dtype of its parameter.
         """
         return [row.grad for row in self.rows]
 
@@ -259,7 +259,9 @@ def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) 
         kind: maps a tensor to a hashable key; tensors of one group have equal keys.
 
     Returns:
-        The groups, each with its tensors and the implementation (compiled or PyTorch's) that updates them.
+        One ``RowGroup`` for each pair of an implementation and a key, in the order of first appearance: its tensors as
+        the lists ``params`` and ``grads``, and the implementation (compiled loops or PyTorch's operators) that updates
+        them.
     """
     parts: dict[Any, RowGroup] = {}
     plain = Foreach()

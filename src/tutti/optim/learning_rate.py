@@ -22,7 +22,7 @@ def adam_sqrt_scaling(kappa: float, beta1: float, beta2: float, eps: float) -> t
         beta1, beta2, eps: β1, β2 and ε at the batch that the rate was tuned for.
 
     Returns:
-        (factor on the rate, β1, β2, ε) for the current batch.
+        A tuple (factor on the rate, β1, β2, ε) for the current batch.
 
     Raises:
         ValueError: κ(1 - β) is 1 or more, so that a moment would forget everything; take a closer base batch.
@@ -97,7 +97,8 @@ def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tupl
         factor: factor on each group's ``lr``.
 
     Returns:
-        (group, its learning rate before) for each changed group; an empty list for a factor of 1.
+        A list with a pair for each changed group: the group, and the learning rate that it had before; empty for a
+        factor of 1.
     """
     if factor == 1:
         return []

@@ -70,8 +70,9 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     tensors; results are cached by class and settings. The optimizer's parameters and the states of the global
     generators stay as they are. Not collective.
 
-    An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices along a dimension itself
-    and is not tried; neither is ``SparseAdam``.
+    An optimizer with an attribute ``norms`` (which completes the norms of sliced tensors over ranks) or ``wholes``
+    (which gathers sliced matrices) supports slices along a dimension itself and is not tried; neither is
+    ``SparseAdam``.
 
     Args:
         optimizer: the optimizer, which is not changed.

@@ -56,7 +56,8 @@ def noise_estimate(mean_of_squares: float, square_of_mean: float, parts: int, sa
         samples: number of samples in the whole batch.
 
     Returns:
-        ``trace``, the estimate of tr Σ, and ``square``, that of |G|²; either may be negative.
+        A ``NoiseEstimate`` of two numbers: ``trace``, the estimate of tr Σ, and ``square``, the estimate of |G|²;
+        either may be negative.
 
     Raises:
         ValueError: ``parts`` is below 2.
@@ -167,7 +168,7 @@ class NoiseAverage:
         From fewer than 4 estimates the interval is (0, ∞). The scale is ∞ if the average of |G|² is not positive.
 
         Returns:
-            ``scale``, and ``low`` and ``high``, the ends of the interval, all in samples.
+            A ``NoiseBand``: ``scale``, and ``low`` and ``high``, the ends of the interval, all in samples.
 
         Raises:
             ValueError: there is no estimate.

@@ -51,7 +51,10 @@ class SeveralOptimizers(Optimizer):
         return [member for member in self.members if member is not None]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step all optimizers that this object combines, in order, or only that of index ``active`` if it is not None.
+        """Step all optimizers that this object combines, in order, or only one of them if ``active`` is not None.
+
+        ``active`` is the index of the only optimizer to step in the list ``members`` of the combined optimizers.
+        Optimizers without parameters on this rank are passed over.
 
         Args:
             closure: ignored.
@@ -161,8 +164,9 @@ def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
     Args:
         optimizer: optimizers combined in a ``SeveralOptimizers``; with any other optimizer, or None, the context does
             nothing.
-        index: index in ``members`` of the only optimizer that ``step`` updates by; None for all of them. After the
-            context ``step`` updates by all.
+        index: which of the combined optimizers ``step`` updates by within the context: its index in the attribute
+            ``members`` of the ``SeveralOptimizers``; None: all members. After the context ``step`` updates by all
+            members again.
     """
     if not isinstance(optimizer, SeveralOptimizers):
         yield

@@ -73,10 +73,11 @@ class _Training:
 def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the time of training to a target on N devices from trainings on at most N/4 devices.
 
-    The time is the number of samples to the target times the seconds of a sample, and a serial part. They are fitted to
-    trainings of the same benchmark round on the same accelerator. Trainings without a number of devices or minutes are
-    left out, and so are trainings whose data are more than 20 times from the round's median, because they are in
-    another unit.
+    The time is the number of samples to the target times the device-seconds of a sample, a serial part included,
+    divided by the number of devices. The samples and the device-seconds are predicted by one law each; both laws are
+    fitted to trainings of the same benchmark round on the same accelerator. Trainings without a number of devices or
+    minutes are left out, and so are trainings whose data to the target differ from the round's median by a factor of 20
+    or more, because such data are in another unit.
 
     Args:
         rows: one row for each training run, with benchmark, round, accelerator, nodes and devices a node, global batch,

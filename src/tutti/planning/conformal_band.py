@@ -200,7 +200,7 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
         share: probability of a hit; default: 0.9, the probability that the 90 % bands of predictions promise.
 
     Returns:
-        Low and high end of the interval, as fractions of ``count`` in [0, 1].
+        A pair of Python floats: low and high end of the interval, as fractions of ``count`` in [0, 1].
 
     >>> binomial_interval(50)
     (0.82, 0.98)

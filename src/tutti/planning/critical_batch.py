@@ -84,10 +84,10 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         last: fraction of the measured steps, counted from the end, whose noise is kept.
 
     Returns:
-        ``task`` and ``batch`` (samples of a global batch); ``estimates`` and ``scaled``, noise estimates of the
-        gradient and of Adam's preconditioned gradient, one for each kept step (empty where none was recorded);
-        ``target`` (metric and value; None without ``--until``) and ``samples`` until it was reached (None where it was
-        not).
+        A ``NoiseEvidence``: ``task`` and ``batch`` (samples of a global batch); ``estimates`` and ``scaled``, noise
+        estimates of the gradient and of Adam's preconditioned gradient, one for each kept step (empty where none was
+        recorded); ``target`` (metric and value; None without ``--until``) and ``samples`` until it was reached (None
+        where it was not).
 
     Raises:
         UsageError: ``summary.json`` or ``metrics.jsonl`` cannot be read, as before the end of a run; the run has made
@@ -129,11 +129,11 @@ def critical_batch(
             batch (``fit_branches``); None without.
 
     Returns:
-        ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis`` in words; ``ways``, the estimate
-        by each way of measuring alone; ``recipe``, the posterior of E_min and B_crit (None without a run that reached a
-        target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's preconditioned gradient with
-        their bands (None where not measured); ``batches``, triples of batch, samples to the target and number of runs;
-        and ``branches`` as given.
+        A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis`` in words;
+        ``ways``, the estimate by each way of measuring alone; ``recipe``, the posterior of E_min and B_crit (None
+        without a run that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's
+        preconditioned gradient with their bands (None where not measured); ``batches``, triples of batch, samples to
+        the target and number of runs; and ``branches`` as given.
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a

@@ -128,11 +128,13 @@ class TargetData:
             batch: samples in a global batch.
 
         Returns:
-            ``samples`` (median), ``draws``, (256,) Monte Carlo draws of it, ``band``, its 90 % band (None where
-            unknown), and ``text``, its basis in words.
+            A ``DataDemand``: ``samples``, the number of samples to the target (median); ``draws``, an array of shape
+            (256,) with 256 Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
+            unknown); and ``text``, what the number rests on, in words.
 
         Raises:
-            UsageError: no run has reached the target at this batch, and one measured batch says nothing of others.
+            UsageError: no run has reached the target at this batch, and only one other batch was measured, from which
+                no law can be fitted.
         """
         if batch not in self._known:
             self._known[batch] = self._demand(batch)
@@ -315,7 +317,7 @@ def draw_ends(draws: Array) -> tuple[float, float]:
     """Return the 5 % and the 95 % quantile of Monte Carlo draws, in this order.
 
     Args:
-        draws: (256,) draws of a quantity; the quantiles are in its unit.
+        draws: random draws of a quantity, one-dimensional; the quantiles are in the unit of this quantity.
     """
     low, high = np.quantile(draws, [0.05, 0.95])
     return float(low), float(high)
@@ -331,8 +333,8 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
-        steps to the target (``steps``), the ``seconds`` with (256,) Monte Carlo ``draws`` and a 90 % ``band`` (None
-        where unknown), and the ``cost`` (None without a price).
+        steps to the target (``steps``), the ``seconds`` of training (median), 256 Monte Carlo ``draws`` of these
+        seconds and their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price).
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -500,8 +502,8 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
         winner: the plan with which it is compared, for the same target.
 
     Returns:
-        ``gap`` in seconds; ``term``, the cause, such as ``communication`` (empty for a tie); ``closes``, the seconds of
-        the gap that the cause explains; and ``text``, all of it in words.
+        A ``LostReason``: ``gap`` in seconds; ``term``, the cause, such as ``communication`` (empty for a tie);
+        ``closes``, the seconds of the gap that the cause explains; and ``text``, all of it in words.
     """
     gap = loser.seconds - winner.seconds
     if may_tie(loser, winner) and not loser.step.least:

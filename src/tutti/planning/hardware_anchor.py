@@ -137,7 +137,8 @@ def usual_links(hardware: str) -> tuple[float, float]:
             server.
 
     Returns:
-        Bytes a second of one device within its node, and bytes a second of one device between nodes.
+        A pair of numbers: bytes a second of one device within its node, then bytes a second of one device between
+        nodes.
 
     >>> usual_links("A100-SXM4-80GB"), usual_links("abacus")
     ((230000000000.0, 25000000000.0), (50000000000.0, 6250000000.0))

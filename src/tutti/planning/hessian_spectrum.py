@@ -96,7 +96,8 @@ def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector
         steps: number of steps.
 
     Returns:
-        Diagonal (m,) and off-diagonal (m − 1,); m < ``steps`` where the space of the start vector is exhausted.
+        The matrix as two vectors: its diagonal, shape (m,), and its off-diagonal, shape (m − 1,). m = ``steps``, or
+        less if the vectors made so far span every product of the operator with them.
     """
     basis = [start / np.linalg.norm(start)]
     diagonal, beside = [], []
@@ -130,8 +131,9 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
         seed: seed of the random vectors.
 
     Returns:
-        ``nodes``, eigenvalue estimates in rising order, with ``weights`` that sum to 1, (probes · steps,) at most;
-        ``lowest`` and ``highest`` of them; ``trace`` with its 90 % band (``trace_low``, ``trace_high``).
+        A ``SpectralDensity``: ``nodes``, eigenvalue estimates in rising order, with ``weights`` that sum to 1, (probes
+        · steps,) at most; the ``lowest`` and the ``highest`` of these estimates; ``trace`` with its 90 % band
+        (``trace_low``, ``trace_high``).
 
     Source: Hutchinson 1990; Golub & Welsch 1969; Ghorbani, Krishnan, Xiao 2019, arXiv 1901.10159.
     """
@@ -166,7 +168,7 @@ def smooth_density(density: SpectralDensity, points: int = 300) -> tuple[Vector,
         points: number of points of the curve.
 
     Returns:
-        (points,) eigenvalues, evenly spaced, and (points,) the density at each.
+        A pair of vectors of shape (points,): eigenvalues, evenly spaced, and the density at each of them.
     """
     width = max((density.highest - density.lowest) / 100, 1e-12)
     grid = np.linspace(density.lowest - 4 * width, density.highest + 4 * width, points)

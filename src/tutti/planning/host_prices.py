@@ -52,7 +52,7 @@ class HostPrices:
             size: bytes to copy.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw, all equal.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws, all equal.
         """
         return np.full(SAMPLES, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
 
@@ -65,7 +65,8 @@ class HostPrices:
             kind: ``copy``, or ``other`` for elementwise operators.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
         if self._apart:
             return np.full(SAMPLES, size / _MEMORY_RATE)
@@ -80,7 +81,8 @@ class HostPrices:
             elements: number of parameters that the step updates.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
         if not self._apart:
             return np.asarray(self._costs.update(optimizer, elements))

@@ -247,7 +247,7 @@ def contour_levels(loss: NDArray[np.float64], count: int = 10) -> NDArray[np.flo
         count: number of levels.
 
     Returns:
-        (count,) losses in rising order; the last one is the largest finite loss.
+        Array of shape (count,): losses in rising order; the last one is the largest finite loss.
     """
     known = loss[np.isfinite(loss)]
     rise = max(float(known.max() - known.min()), 1e-12)

@@ -47,8 +47,9 @@ class FittedLaw:
             inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
 
         Returns:
-            Predicted seconds (n,), and the standard deviation of their natural logarithms (n,) over 256 random draws of
-            the law's constants from their posterior.
+            A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard
+            deviation of the natural logarithm of the seconds over 256 random draws of the law's constants from the
+            posterior.
         """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
         normal = np.random.default_rng(0).standard_normal((_DRAWS, len(self.log_constants)))
@@ -94,8 +95,8 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
             predict, which say less about it.
 
     Returns:
-        ``log_constants`` (natural logarithms at the optimum), ``covariance`` of them, (JᵀJ)⁻¹ at the optimum with the
-        prior included, and ``rows`` = n; ``predict`` gives the seconds of further measurements.
+        A ``FittedLaw``: ``log_constants`` (natural logarithms at the optimum), ``covariance`` of them, (JᵀJ)⁻¹ at the
+        optimum with the prior included, and ``rows`` = n; ``predict`` gives the seconds of further measurements.
     """
     from scipy.optimize import least_squares
 
@@ -141,8 +142,8 @@ class TargetPosterior:
             batch: B, samples of a global batch.
 
         Returns:
-            The posterior median, in the unit of the fitted data (samples or epochs), and the standard deviation of its
-            natural logarithm.
+            A pair of Python floats: the posterior median of the data E, in the unit of the fitted data (samples or
+            epochs), and the posterior standard deviation of ln E.
         """
         logs = np.log(samples_to_target(np.array(batch), np.exp(self.log_least), np.exp(self.log_critical)))
         order = np.argsort(logs)
@@ -164,8 +165,8 @@ def fit_target(
 
     The posterior of B_crit is computed on a grid; E_min is the best fit at each grid point. The likelihood is Student's
     t, since the spread between runs is unknown too. Without a noise scale the prior says that people measure at batches
-    well below the critical one: log B_crit ~ N(log 64·max B, 2²), a guess from published submissions. With one it is
-    log B_crit ~ N(log B_simple, ``noise_spread``²).
+    well below the critical one: log B_crit ~ N(log 64·max B, 2²), a guess from published submissions. With a noise
+    scale the prior is log B_crit ~ N(log B_simple, ``noise_spread``²).
 
     Args:
         batches: (n,) batch sizes in samples.
@@ -176,9 +177,9 @@ def fit_target(
         noise_spread: standard deviation of log B_crit given the noise scale.
 
     Returns:
-        ``log_critical``, (400,) values of log B_crit; ``log_least``, (400,) log E_min that fits best at each;
-        ``weights``, (400,) posterior weights, which sum to 1; ``seed``, the assumed standard deviation of log E between
-        runs.
+        A ``TargetPosterior``: ``log_critical``, (400,) values of log B_crit; ``log_least``, (400,) log E_min that fits
+        best at each; ``weights``, (400,) posterior weights, which sum to 1; ``seed``, the assumed standard deviation of
+        log E between runs.
     """
     middle = np.log(_CRITICAL_FACTOR * batches.max() if noise is None else noise)
     spread = _CRITICAL_SPREAD if noise is None else noise_spread

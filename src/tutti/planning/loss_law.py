@@ -48,7 +48,7 @@ class LossLaw:
             data: D, (n,) samples or tokens of each run.
 
         Returns:
-            (n,) losses.
+            Array of shape (n,): the loss of each run.
         """
         size = self.size_factor * parameters**-self.size_exponent if self.size_factor else 0.0
         return np.asarray(self.irreducible + size + self.data_factor * data**-self.data_exponent)
@@ -96,8 +96,8 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
         seed: seed of the bootstrap draws.
 
     Returns:
-        ``law``, the law with its constants (E, A, α, B, β), fitted to all runs, and ``draws``, one law for each
-        bootstrap draw.
+        A ``FittedLoss``: ``law``, the law with its constants (E, A, α, B, β), fitted to all runs, and ``draws``, one
+        law for each bootstrap draw.
 
     Raises:
         UsageError: fewer runs or fewer different sizes than the law has constants for.
@@ -127,7 +127,7 @@ def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array)
         parameters, data: (runs,) number of parameters N and samples or tokens D of the further runs.
 
     Returns:
-        Low and high end of the band, both (runs,).
+        A pair of arrays of shape (runs,): low and high end of the band of each run.
     """
     generator = np.random.default_rng(1)
     drawn = np.stack([draw.loss(parameters, data) for draw in fitted.draws for _ in range(8)])
@@ -154,7 +154,8 @@ def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], ND
         parameters, data: (runs,) number of parameters N and samples or tokens D of each run.
 
     Returns:
-        Indices of the other runs, and indices of the largest ones, both in rising order of N · D.
+        A pair of integer arrays: indices of the other runs, then indices of the largest runs. Each array is in rising
+        order of N · D.
     """
     order = np.argsort(parameters * data, kind="stable")
     count = max(1, len(order) // 10)

@@ -77,8 +77,8 @@ def sample_blocks(
         seed: seed of the random choice.
 
     Returns:
-        ``batches``: index, batch on the device and number of samples of each of this rank's blocks; ``blocks`` and
-        ``samples``, their numbers on all ranks.
+        A ``SampleBlocks`` with the attributes ``batches``: index, batch on the device and number of samples of each of
+        this rank's blocks; ``blocks`` and ``samples``, their numbers on all ranks.
 
     Raises:
         UsageError: there are fewer blocks than ranks.
@@ -173,8 +173,8 @@ class LossSurface:
             of: name of the set of samples; None for the first.
 
         Returns:
-            ``loss``, the mean loss, and ``metrics``, the mean of each metric by name, over the samples of all data
-            ranks.
+            A ``SurfaceValue``: ``loss``, the mean loss, and ``metrics``, the mean of each metric by name, over the
+            samples of all data ranks.
         """
         number = self.sets.index(of or self.sets[0])
         self._ask(_VALUE, number, point)

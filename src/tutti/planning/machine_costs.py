@@ -75,7 +75,8 @@ class Network:
             apart: stride in devices from one of these ranks to the next.
 
         Returns:
-            Number of the ranks that are on one node, and number of nodes with such ranks.
+            A pair: number of the collective's ranks that are on one node, and number of nodes with ranks of the
+            collective.
 
         >>> Network(8).spread(4, 2), Network(8).spread(4, 8), Network(8).spread(16, 1)
         ((4, 1), (1, 4), (8, 2))
@@ -87,8 +88,9 @@ class Network:
 class StepCosts(Protocol):
     """Predicts how long computing, messages and optimizer updates take on a machine.
 
-    Most methods return (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants. Implemented
-    by ``MeasuredCosts``, from ``machine.json`` of ``tutti bench``, and ``PublishedCosts``, from published jobs.
+    Most methods return seconds, an array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's
+    uncertain constants. Implemented by ``MeasuredCosts``, from ``machine.json`` of ``tutti bench``, and
+    ``PublishedCosts``, from published jobs.
 
     Attributes:
         name: name of the machine.
@@ -131,7 +133,8 @@ class StepCosts(Protocol):
             samples: number of samples in the micro-batch.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
 
     def update(self, optimizer: str, parameters: float) -> Array:
@@ -142,7 +145,8 @@ class StepCosts(Protocol):
             parameters: number of parameters that the step updates.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
@@ -156,15 +160,16 @@ class StepCosts(Protocol):
                 share the links between nodes.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
 
     def within(self) -> LinkCost:
         """Return the cost of a transfer within a node of the machine.
 
         Returns:
-            ``alpha``, seconds of latency of a transfer, and ``beta``, bytes a second: n bytes take alpha + n / beta
-            seconds.
+            A ``LinkCost``: ``alpha``, seconds of latency of a transfer, and ``beta``, bytes a second: n bytes take
+            alpha + n / beta seconds.
         """
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
@@ -184,7 +189,8 @@ class StepCosts(Protocol):
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
 
     def slowest(self, ranks: int, seconds: float) -> Array:
@@ -195,7 +201,8 @@ class StepCosts(Protocol):
             seconds: seconds of computing in a step on a typical rank.
 
         Returns:
-            (256,) ratios of seconds, at least 1, one for each Monte Carlo draw of the machine's uncertain constants.
+            Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws of the machine's
+            uncertain constants.
         """
 
 
@@ -296,7 +303,7 @@ class MeasuredCosts:
             samples: number of samples in the micro-batch.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of a class of operators with FLOP in the run's precision, no curve
@@ -331,7 +338,7 @@ class MeasuredCosts:
             parameters: number of parameters that the step updates.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this optimizer.
@@ -360,7 +367,7 @@ class MeasuredCosts:
                 between nodes.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this collective, or no cost of a message between nodes.
@@ -404,8 +411,8 @@ class MeasuredCosts:
         """Return the cost of a copy in the memory of a node, from the line fitted to the machine's measured copies.
 
         Returns:
-            ``alpha``, seconds of latency of a copy, and ``beta``, bytes a second: n bytes take alpha + n / beta
-            seconds.
+            A ``LinkCost``: ``alpha``, seconds of latency of a copy, and ``beta``, bytes a second: n bytes take alpha +
+            n / beta seconds.
 
         Raises:
             UsageError: the machine file has no measured copies.
@@ -439,7 +446,8 @@ class MeasuredCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the measurement errors; all equal between nodes.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors; all
+            equal between nodes.
 
         Raises:
             UsageError: links were not measured, or the cost of a link between nodes is not stated.
@@ -460,7 +468,8 @@ class MeasuredCosts:
                 computing.
 
         Returns:
-            (256,) ratios of seconds, at least 1, one for each Monte Carlo draw; all 1 for one rank.
+            Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws; all 1 for one
+            rank.
         """
         if ranks < 2:
             return np.ones(SAMPLES)
@@ -657,7 +666,7 @@ class PublishedCosts:
             samples: number of samples in the micro-batch.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the uncertain rate.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the uncertain rate.
         """
         kernels = [each for work in works for each in work.values()]
         flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
@@ -666,11 +675,14 @@ class PublishedCosts:
         return np.maximum(flop / self._rate * self._factor, launching)
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Return zeros, (256,), as the seconds of an optimizer step: the rates of published jobs include their updates.
+        """Return zeros as the seconds of an optimizer step: the rates of published jobs include their updates.
 
         Args:
             optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: ignored.
+
+        Returns:
+            Zeros, array of shape (256,), one value for each of 256 Monte Carlo draws.
 
         Raises:
             UsageError: there is no such optimizer, or it has no such option.
@@ -690,7 +702,7 @@ class PublishedCosts:
                 between nodes.
 
         Returns:
-            (256,) seconds, all equal.
+            Seconds, array of shape (256,), one value for each of 256 Monte Carlo draws; all are equal.
         """
         if ranks < 2:
             return np.zeros(SAMPLES)
@@ -706,8 +718,8 @@ class PublishedCosts:
         """Return the guessed cost of a transfer within a node; ``guesses`` receives a line on it.
 
         Returns:
-            ``alpha``, seconds of latency of a transfer, and ``beta``, the chip's usual bytes a second: n bytes take
-            alpha + n / beta seconds.
+            A ``LinkCost``: ``alpha``, seconds of latency of a transfer, and ``beta``, the chip's usual bytes a second:
+            n bytes take alpha + n / beta seconds.
         """
         return self._within()
 
@@ -717,8 +729,8 @@ class PublishedCosts:
         Args:
             size: bytes of the message.
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
-            together: devices of a node that send such a message at the same time. They share the link between nodes if
-                its cost was stated; if it is guessed, each device has a link of its own.
+            together: devices of a node that send such a message at the same time. These devices share one link between
+                nodes if the cost of this link was stated; if the cost is guessed, each device has a link of its own.
         """
         if self.network.nodes(ranks) == 1:
             cost, together = self._within(), 1
@@ -735,7 +747,7 @@ class PublishedCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            (256,) seconds, all equal.
+            Seconds, array of shape (256,), one value for each of 256 Monte Carlo draws; all are equal.
         """
         return np.full(SAMPLES, self.transfer(size, ranks))
 
@@ -750,7 +762,8 @@ class PublishedCosts:
             seconds: ignored, because the deviation is relative.
 
         Returns:
-            (256,) ratios of seconds, at least 1, one for each Monte Carlo draw; all 1 for one rank.
+            Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws; all 1 for one
+            rank.
         """
         if ranks < 2:
             return np.ones(SAMPLES)
@@ -903,7 +916,7 @@ def slowest_factor(ranks: int, sigma: float) -> Array:
         sigma: σ, standard deviation of one rank's seconds over their mean.
 
     Returns:
-        (256,) ratios of seconds.
+        Ratios of seconds, array of shape (256,): one for each of 256 Monte Carlo draws.
 
     >>> bool(slowest_factor(2, 0.1).mean() < slowest_factor(1024, 0.1).mean() < 1.4)
     True

@@ -69,7 +69,9 @@ def resolve_task(task: str | Task, config: PlannedRun) -> Task:
         config: configuration of the run; not read where ``task`` is an object.
 
     Returns:
-        The task: a function that builds the model, the loss function, training data and held-out data (None for none).
+        A ``Task``, the definition of what is trained. Its attributes are ``model``, a function without arguments that
+        returns a new model; ``loss``, the loss function; ``train``, the training samples; ``eval``, the held-out
+        samples or None; and further ones, such as ``name``.
     """
     if isinstance(task, Task):
         return task
@@ -87,10 +89,11 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         config: configuration of the run: model, batch, precision, optimizer, strategy, and a number of devices.
 
     Returns:
-        ``parameters`` (number), ``whole`` and ``trained`` (bytes of all and of trainable parameters), ``words`` (state
-        elements of the optimizer for each trainable element), ``buffers`` (bytes), ``unit`` and ``rest`` (bytes of the
-        largest FSDP-wrapped module, and of the parameters outside of all), ``samples`` of the run's largest forward,
-        and ``activations`` (bytes of that forward; None where the task reads a stream).
+        A ``Facts``: ``parameters`` (number), ``whole`` and ``trained`` (bytes of all and of trainable parameters),
+        ``words`` (state elements of the optimizer for each trainable element), ``buffers`` (bytes), ``unit`` and
+        ``rest`` (bytes of the largest FSDP-wrapped module, and of the parameters outside of all FSDP-wrapped modules),
+        ``samples`` of the run's largest forward, and ``activations`` (bytes of that forward; None where the task reads
+        a stream).
     """
     task = resolve_task(name, config)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -45,7 +45,8 @@ class PassPrices:
             checkpointing: choice of activation checkpointing, such as ``none``.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
 
         def price() -> Array:
@@ -63,8 +64,8 @@ class PassPrices:
             checkpointing: choice of activation checkpointing, such as ``none``.
 
         Returns:
-            (256,) seconds on a device of typical speed, one for each Monte Carlo draw of the machine's uncertain
-            constants.
+            Seconds on a device of typical speed, array of shape (256,): one value for each of 256 Monte Carlo draws of
+            the machine's uncertain constants.
         """
 
         def add() -> Array:

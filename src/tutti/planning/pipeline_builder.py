@@ -54,8 +54,8 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
         checkpointing: choice of activation checkpointing, such as ``none``.
 
     Returns:
-        (virtual stages, 256) seconds on a typical device; the columns are Monte Carlo draws of the machine's uncertain
-        constants.
+        Seconds on a typical device, array of shape (virtual stages, 256): a row for each virtual stage, a column for
+        each of 256 Monte Carlo draws of the machine's uncertain constants.
     """
 
     def add() -> Array:
@@ -107,9 +107,10 @@ class PipelineBuilder(ReplicaBuilder):
                 batch).
 
         Returns:
-            Computations and messages of one device of each stage. Each of ``actions`` has a device, a phase, (256,)
-            seconds and the indices of the actions that it waits for; ``vectors`` lists the gradient vectors that are
-            summed over data ranks, ``collectives`` all other collectives.
+            Computations and messages of one device of each stage. Each of ``actions`` has a device, a phase, a duration
+            (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the indices
+            in ``actions`` of the actions that have to end before this action begins; ``vectors`` lists the gradient
+            vectors that are summed over data ranks, ``collectives`` all other collectives.
 
         Raises:
             UsageError: the facts about the model that this builder was given hold no partition into stages.

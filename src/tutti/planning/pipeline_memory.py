@@ -57,15 +57,15 @@ class MicroBatchSizes:
     def of(cls, config: PlannedRun) -> MicroBatchSizes:
         """Compute number and size of the micro-batches of a logical worker, which is a fixed share of the global batch.
 
-        They follow from strategy, global batch and ``--micro-batch``. With synchronised batch norm there is one
+        Both numbers follow from strategy, global batch and ``--micro-batch``. With synchronised batch norm there is one
         micro-batch, the share of data rank 0.
 
         Args:
             config: configuration of the run, with a number of devices.
 
         Returns:
-            ``count``, the number of micro-batches in a full batch, and ``samples``, the samples in the first one, which
-            is the largest.
+            A ``MicroBatchSizes``: ``count``, the number of micro-batches of the worker in a full global batch, and
+            ``samples``, the number of samples in the first micro-batch, which is the largest.
         """
         ranks = config.data_ranks
         workers = config.workers or ranks
@@ -139,8 +139,9 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
         seconds: measured time of each module by its name; empty to partition by parameters.
 
     Returns:
-        ``blocks`` in the order of the forward, each with its name and memory; ``bounds``, (stages + 1,) indices of the
-        blocks at which stages begin, and the number of blocks; and ``samples`` of the micro-batch that was run.
+        A ``StagePlan``: ``blocks`` in the order of the forward, each with its name and memory; ``bounds``, (stages +
+        1,) indices of the blocks at which stages begin, and the number of blocks; and ``samples`` of the micro-batch
+        that was run.
 
     Raises:
         UsageError: the model cannot be partitioned.

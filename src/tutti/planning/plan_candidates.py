@@ -102,9 +102,9 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
         runs: finished runs of one task.
 
     Returns:
-        Entries sorted by devices, batch and strategy. Each has the seconds of a step, the median over its runs; (256,)
-        random draws of the seconds from their measured spread; and for strategies such as ``local_sgd`` the median
-        samples to the target (``samples``, else None).
+        Entries sorted by devices, batch and strategy. Each has ``seconds``, the seconds of a step (median over its
+        runs); ``draws``, an array of 256 random draws of these seconds from their measured spread; and for strategies
+        such as ``local_sgd`` the median samples to the target (``samples``, else None).
     """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:
@@ -179,6 +179,9 @@ def step_key(step: PlannedStep) -> tuple[object, ...]:
 
     Plans are the same if devices, batch, device mesh, pipeline schedule, gradient synchronisation, micro-batch and
     activation checkpointing are the same. The elements of the key mean nothing by themselves.
+
+    Args:
+        step: the planned step, a choice of devices, batch, strategy and options.
 
     >>> def made(text, **options):
     ...     return PlannedStep(4, 64, text, 1.0, np.ones(1), {}, "", options=tuple(options.items()))

@@ -167,9 +167,9 @@ class StepPricer:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
-            A copy of ``step`` with ``seconds`` (median of the bound), ``draws``, (256,) Monte Carlo draws of the bound,
-            ``terms`` (its seconds by cause), ``basis`` in words, and ``least``: True for a bound, False where the step
-            was simulated.
+            A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (an array of 256 Monte Carlo draws of
+            the bound), ``terms`` (its seconds by cause), ``basis`` in words, and ``least``: True for a bound, False
+            where the step was simulated.
 
         Raises:
             UsageError: the step cannot be simulated.
@@ -189,9 +189,9 @@ class StepPricer:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
-            A copy of ``step`` with ``seconds`` (median), ``draws``, (256,) Monte Carlo draws of the seconds, ``terms``
-            (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False: the seconds are no lower
-            bound.
+            A copy of ``step`` with ``seconds`` (median), ``draws`` (an array of 256 Monte Carlo draws of the seconds),
+            ``terms`` (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False: the seconds are
+            no lower bound.
 
         Raises:
             UsageError: the step cannot be simulated.

@@ -22,8 +22,8 @@ class PlannedRun(TrainConfig):
             config: options of the run; ``devices`` is a whole number as text.
 
         Returns:
-            The same options, with the parsed strategy (``choice``), ``device_count`` and the device mesh (``shape``) as
-            properties; ``config`` itself if it is such an object already.
+            A ``PlannedRun`` with the same options, which has the parsed strategy (``choice``), ``device_count`` and the
+            device mesh (``shape``) as properties; ``config`` itself if it is a ``PlannedRun`` already.
         """
         if isinstance(config, cls):
             return config

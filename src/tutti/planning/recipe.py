@@ -87,8 +87,9 @@ def recipe_text(recipe: TrainingRecipe) -> str:
     """Return the text of ``recipe.json``: how many samples training needs to a target metric, at any global batch B.
 
     The samples are E(B) = E_min(1 + B/B_crit). The JSON object has the keys ``format`` (1), ``target`` (``metric`` and
-    ``value``), ``samples_min`` (E_min) and ``critical_batch`` (B_crit), both in samples, ``draws`` (pairs of both from
-    their posterior), ``basis`` (in words) and ``ways`` (B_crit by each way of measuring alone).
+    ``value``), ``samples_min`` (E_min) and ``critical_batch`` (B_crit), both in samples, ``draws`` (a list of pairs
+    [E_min, B_crit], drawn from their posterior), ``basis`` (in words) and ``ways`` (B_crit by each way of measuring
+    alone).
 
     Args:
         recipe: the target and the constants.
@@ -131,7 +132,9 @@ def read_recipe(path: Path) -> TrainingRecipe:
         path: the file.
 
     Returns:
-        Target metric and value, medians of E_min and B_crit in samples, and draws of both from their posterior.
+        A ``TrainingRecipe``: ``metric`` and ``value`` of the target; ``samples_min`` (E_min) and ``critical_batch``
+        (B_crit), medians in samples; ``draws``, pairs (E_min, B_crit) from their posterior; ``basis``, in words; and
+        ``ways``, the critical batch size by each way of measuring alone.
 
     Raises:
         UsageError: the file is missing, of another version, or one of its numbers is missing, not above 0, or absurd.

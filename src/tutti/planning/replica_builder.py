@@ -49,7 +49,8 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
 
     Returns:
-        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        constants.
     """
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
@@ -78,7 +79,8 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
         apart: stride in devices from one of these ranks to the next.
 
     Returns:
-        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        constants.
     """
     if each.kind == "shared_memory":
         costs.note("small collectives in shared memory take as long as copies; waiting for other ranks takes none")
@@ -100,7 +102,8 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
         kind: ``copy``, or ``other`` for elementwise operators.
 
     Returns:
-        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        constants.
     """
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
 
@@ -139,7 +142,8 @@ def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = 
         squares: number of squared norms in the message; None: one for each device.
 
     Returns:
-        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        constants.
     """
     return costs.collective("all_reduce", devices, _norm_bytes(devices, squares))
 
@@ -157,7 +161,8 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
         ranks: number of tensor ranks.
 
     Returns:
-        (256,) seconds of all of them together, one for each Monte Carlo draw of the machine's uncertain constants.
+        Seconds of all of them together, array of shape (256,): one value for each of 256 Monte Carlo draws of the
+        machine's uncertain constants.
     """
     total, cpu, shared = np.zeros(SAMPLES), not prices.costs.overlaps, prices.costs.network.nodes(ranks) == 1
 
@@ -209,9 +214,10 @@ class ReplicaBuilder:
             ranks: number of data ranks; 1 makes no all-reduce.
 
         Returns:
-            Computations and messages of one replica, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``vectors`` lists the gradient vectors that
-            are summed over data ranks, ``collectives`` all other collectives.
+            Computations and messages of one replica, which stands for all. Each of ``actions`` has a device, a phase, a
+            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            indices in ``actions`` of the actions that have to end before this action begins; ``vectors`` lists the
+            gradient vectors that are summed over data ranks, ``collectives`` all other collectives.
         """
         program = StepProgram()
         ends = self.passes(program, parts)
@@ -239,9 +245,10 @@ class ReplicaBuilder:
             ranks: number of data ranks.
 
         Returns:
-            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` lists kind, bytes and
-            period of each collective.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
+            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
+            kind, bytes and period of each collective.
         """
         program, tensors = StepProgram(), self.facts.tensors
         self.passes(program, parts)
@@ -272,9 +279,10 @@ class ReplicaBuilder:
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` lists kind, bytes and ranks
-            (mesh axis) of each collective.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
+            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
+            kind, bytes and ranks (mesh axis) of each collective.
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, parts)
@@ -296,7 +304,8 @@ class ReplicaBuilder:
         """Build the simulated step of FSDP2 (ZeRO stages 2 and 3), with gradient reduce-scatters in every micro-batch.
 
         Modules are all-gathered one ahead of computing. Where collectives block (CPUs), each waits for the computing
-        before it. Parameters that FSDP2 does not shard are sharded as in stage 1.
+        before the collective. Parameters that FSDP2 does not shard are sharded as in ZeRO stage 1: every rank holds
+        them whole and updates a part of their rows.
 
         Args:
             stage: ZeRO stage, 2 or 3; in stage 3 modules are gathered again for backward.
@@ -304,9 +313,10 @@ class ReplicaBuilder:
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``collectives`` lists kind, bytes and ranks
-            (mesh axis) of each collective.
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
+            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
+            kind, bytes and ranks (mesh axis) of each collective.
         """
         program, shards = StepProgram(), self.shape["shard"]
         groups = {group.name: group for group in self.facts.workload.groups}
@@ -362,7 +372,8 @@ class ReplicaBuilder:
             program: the simulated step, to which actions (computations and messages) are added.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
-            delays: (256,) seconds of the delay of each worker; None for those of the most delayed data rank.
+            delays: for each list of ``parts`` the seconds by which ``--slow`` delays that worker, shape (256,) (Monte
+                Carlo draws); None: the delays of the data rank that ``--slow`` delays most.
 
         Returns:
             By name of each module group, the index in ``program.actions`` of the last action of its backward in the
@@ -407,8 +418,8 @@ class ReplicaBuilder:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers.
 
         Returns:
-            For each list of ``parts`` the delay, (256,) seconds, one for each Monte Carlo draw; zeros where nothing is
-            delayed.
+            One array for each list of ``parts``, in their order: the delay in seconds, shape (256,), one value for each
+            of 256 Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
         """
         choice = self.config.activation_checkpointing
         computing = [
@@ -426,12 +437,14 @@ class ReplicaBuilder:
 
         Args:
             program: the simulated step.
-            delays: (256,) seconds of each delay, which are added up.
+            delays: seconds of each delay, shape (256,) each (Monte Carlo draws); the action lasts their sum.
             device: index of the device in the program.
-            needs: indices of the actions that end before the delay begins; None for the last action of the step.
+            needs: indices in ``program.actions`` of the actions that have to end before the delay begins; None: the
+                last action of the step.
 
         Returns:
-            Index of the last action of the step; -1 for a step without actions.
+            Index in ``program.actions`` of the step's last action: the delay, if one was appended; -1 for a step
+            without actions.
         """
         seconds, last = sum(delays, np.zeros(SAMPLES)), len(program.actions) - 1
         if not seconds.any():
@@ -451,20 +464,21 @@ class ReplicaBuilder:
     ) -> int:
         """Append the collectives that tensor parallelism makes in a forward or backward to a simulated step.
 
-        All of them are one action. They block: what follows on the device waits for them. A module group is a module
-        that is sharded as a unit, the rest of the model, or the loss.
+        All of them are one action. The collectives block: what follows on the device waits for their end. A module
+        group is a module that is sharded as a unit, the rest of the model, or the loss.
 
         Args:
             program: the step, to which the action is added.
             passed: ``forward`` or ``backward``, over a micro-batch.
             samples: number of samples in the micro-batch.
             groups: names of the module groups whose collectives are made; None for all.
-            needs: indices of the actions that end before it begins; the last one is returned where nothing is sent.
+            needs: indices in ``program.actions`` of the actions that have to end before the collectives begin.
             device: index of the device in the program, which is its pipeline stage.
             times: number of micro-batches.
 
         Returns:
-            Index of the action after which the device continues.
+            Index in ``program.actions`` of the action after which the device continues: the collectives, or the last of
+            ``needs`` where there are none.
         """
         sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
         if not sent:
@@ -488,19 +502,23 @@ class ReplicaBuilder:
     ) -> list[int]:
         """Append to a simulated step broadcasts of the gradients of parameters that every tensor rank holds whole.
 
-        They keep such parameters, for example of norm layers, equal on all tensor ranks. There is one broadcast for
-        each dtype, and none where the gradients are equal already: without tensor ranks, and on CPUs unless ``uneven``.
+        The broadcasts keep such parameters, for example of norm layers, equal on all tensor ranks of a replica. There
+        is one broadcast for each dtype, each after the one before. No broadcast is added where the gradients are equal
+        already: without tensor ranks, and on CPUs unless ``uneven``. A simulated step is a list of actions
+        (computations and messages of devices), each of which begins after the actions that it needs.
 
         Args:
             program: the step, to which the broadcasts are added.
-            needs: indices in ``program.actions`` of the actions that end before they begin.
+            needs: indices in ``program.actions`` of the actions that have to end before the first broadcast begins.
             uneven: whether tensor ranks may add the gradients of the data ranks in different orders.
             device: index of the device in the program, which is its pipeline stage.
-            places: indices of the device's parameters; None for all.
+            places: indices, in the model's list of trainable parameters, of the parameters that the device holds; None:
+                the device holds all of them.
             shards: number of ranks over which the rows of gradients are sharded.
 
         Returns:
-            Indices of the actions that the update waits for.
+            Indices in ``program.actions`` of the actions that have to end before the optimizer step: the last broadcast
+            alone, or ``needs`` if no broadcast was added.
         """
         if not uneven and not self.costs.overlaps:
             return [*needs]
@@ -537,7 +555,8 @@ class ReplicaBuilder:
             squares: number of squared norms in the message; None: one for each device of the replica.
 
         Returns:
-            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
+            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            constants.
         """
         return gradient_norm_seconds(self.costs, self.apart, squares)
 
@@ -663,8 +682,9 @@ class ReplicaBuilder:
 
         Args:
             program: the step, to which the message is added.
-            seconds: (256,) duration, one for each Monte Carlo draw.
-            needs: indices of the actions that end before the message begins.
+            seconds: duration in seconds, shape (256,): one value for each of 256 Monte Carlo draws of the machine's
+                constants.
+            needs: indices in ``program.actions`` of the actions that have to end before the message begins.
             text: name of the message in timelines.
             device: index of the device in the program.
         """
@@ -676,7 +696,8 @@ class ReplicaBuilder:
         Args:
             program: the training step.
             parameters: number of parameters that the optimizer updates on the device.
-            needs: indices in ``program.actions`` of the actions that end before it begins.
+            needs: indices in ``program.actions`` of the actions that have to end before the optimizer step begins;
+                negative ones stand for no action.
             device: index of the device in the program.
         """
         seconds = self.costs.update(self.config.optimizer, parameters)

@@ -86,10 +86,10 @@ def read_evidence(path: Path) -> RunEvidence:
         path: the run directory, with ``config.toml``, ``metrics.jsonl`` and ``summary.json``.
 
     Returns:
-        ``task`` and ``config``; ``target``, the object ``target`` of the summary (None without ``--until``);
-        ``step_seconds``, the mean seconds of a step after the first fifth of the steps (None where fewer than ten are
-        left), with the standard error of its logarithm (``step_spread``); ``host``, name of the host and type of its
-        device; and ``held_out``, names of the held-out values.
+        A ``RunEvidence``: ``task`` and ``config``; ``target``, the object ``target`` of the summary (None without
+        ``--until``); ``step_seconds``, the mean seconds of a step after the first fifth of the steps (None where fewer
+        than ten are left), with the standard error of its logarithm (``step_spread``); ``host``, name of the host and
+        type of its device; and ``held_out``, names of the held-out values.
 
     Raises:
         UsageError: configuration or records cannot be read, or the number of devices is not stated.
@@ -166,7 +166,8 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
         task: name of the task.
 
     Returns:
-        The kept runs, and lines in words on runs left out and on options in which the kept ones differ.
+        A pair of lists: the kept runs, and lines in words on runs that were left out and on options in which kept runs
+        differ.
 
     Raises:
         UsageError: a run is of another task, or of another model or data than the first.

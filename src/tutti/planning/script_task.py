@@ -60,9 +60,10 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
         arguments: its command-line arguments.
 
     Returns:
-        ``task``: a function that returns a copy of the script's model, the loss function and the training data;
-        ``options``: what the script states, by field of ``TrainConfig``; and ``own_loop``: whether the script computes
-        the loss in its own loop and gives no loss function.
+        A ``ScriptTask``: ``task``, a ``Task`` with the attributes ``model`` (a function that returns a copy of the
+        script's model), ``loss`` (the loss function) and ``train`` (the training data); ``options``: what the script
+        states, by field of ``TrainConfig``; and ``own_loop``: whether the script computes the loss in its own loop and
+        gives no loss function.
 
     Raises:
         UsageError: the script does not exist, raises, or ends before ``tutti.prepare``; or what it gives there cannot

@@ -45,7 +45,8 @@ def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int,
         ranks: number of data ranks.
 
     Returns:
-        Number of reads (one for each bucket) and bytes, by (source rank, owner rank).
+        A dict from (source rank, owner rank) to a ``LinkTraffic``: ``messages``, the number of reads (one for each
+        bucket), and ``bytes`` of all these reads.
     """
     found: dict[tuple[int, int], LinkTraffic] = {}
     owner = owners([t.bytes for t in tensors], ranks)
@@ -96,10 +97,10 @@ def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
         named: names and shapes of the parameters.
 
     Returns:
-        ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on rows, on slices along other dimensions, on
-        pieces of the flattened tensor, or on a subset of the tensors equals that part of the whole step; whether a
-        step draws random numbers (``draws``) or needs a closure (``closure``); and why the trial failed (``untried``,
-        None if it succeeded).
+        A ``Mixing`` with the attributes ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on rows, on
+        slices along other dimensions, on pieces of the flattened tensor, or on a subset of the tensors equals that part
+        of the whole step; whether a step draws random numbers (``draws``) or needs a closure (``closure``); and why the
+        trial failed (``untried``, None if it succeeded).
 
     Raises:
         UsageError: there is no parameter, or the text names no optimizer.
@@ -155,9 +156,10 @@ class ServerBuilder(ReplicaBuilder):
                 shares of the global batch).
 
         Returns:
-            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase,
-            (256,) seconds and the indices of the actions that it waits for; ``between_ranks`` counts the reads of other
-            ranks' gradients, by (source rank, owner rank).
+            Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
+            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            indices in ``actions`` of the actions that have to end before this action begins; ``between_ranks`` counts
+            the reads of other ranks' gradients, by (source rank, owner rank).
 
         Raises:
             UsageError: the devices are on several nodes.
@@ -205,8 +207,9 @@ class ServerBuilder(ReplicaBuilder):
 
         Returns:
             Computations and messages of one rank, which stands for all; the work of the servers counts as messages.
-            Each of ``actions`` has a device, a phase, (256,) seconds and the indices of the actions that it waits for;
-            ``flows`` are the requests to servers.
+            Each of ``actions`` has a device, a phase, a duration (seconds, one value for each of 256 Monte Carlo draws
+            of the machine's uncertain constants) and the indices in ``actions`` of the actions that have to end before
+            this action begins; ``flows`` lists the kinds of requests of a rank to the servers, with their bytes.
 
         Raises:
             UsageError: there are too few tensors for the servers.

@@ -107,9 +107,11 @@ def build_step(
             one.
 
     Returns:
-        Computations and messages of a device that computes as long as the slowest, or of one pipeline of such devices:
-        each of ``actions`` has a device, a phase, (256,) seconds and the indices of the actions that it waits for. And
-        (256,) ratios of the seconds of the slowest device to those of a typical one, one for each Monte Carlo draw.
+        A pair. First the simulated step, the computations and messages of a device that computes as long as the
+        slowest, or of one pipeline of such devices: each of ``actions`` has a device, a phase, a duration (seconds, one
+        value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the indices in ``actions`` of
+        the actions that have to end before this action begins. Second the ratios of the computing seconds of the
+        slowest device to those of a typical device, array of shape (256,): one ratio for each draw.
 
     Raises:
         UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.
@@ -146,10 +148,10 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
     Args:
         config: configuration of the run.
         costs: predicts the seconds of computing and communication on the machine.
-        computing: (256,) seconds of all passes of a data rank on a typical device.
+        computing: seconds of all passes of a data rank on a typical device, shape (256,) (Monte Carlo draws).
 
     Returns:
-        (256,) ratios, at least 1, one for each Monte Carlo draw.
+        Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws.
     """
     exchange = config.choice.exchange
     if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
@@ -211,7 +213,8 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
         prices: seconds of the model's passes.
 
     Returns:
-        (256,) seconds as if the device held the whole model, one for each Monte Carlo draw of the machine's constants.
+        Seconds, array of shape (256,), as if the device held the whole model: one value for each of 256 Monte Carlo
+        draws of the machine's uncertain constants.
     """
     total, choice = np.zeros(SAMPLES), config.activation_checkpointing
     for samples, number in Counter(samples for worker in parts for samples in worker).items():

@@ -46,11 +46,13 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
 
     Args:
         config: configuration of the run, with a number of devices.
-        computing: (256,) seconds of forward and backward of each logical worker of a data rank, on the device.
+        computing: for each logical worker of a data rank the seconds of its forwards and backwards on the device, shape
+            (256,) (Monte Carlo draws).
         stage: pipeline stage of the device.
 
     Returns:
-        (256,) seconds for each element of ``computing``, one for each Monte Carlo draw; zeros where nothing is delayed.
+        One array for each element of ``computing``, in their order: the delay in seconds, shape (256,), one value for
+        each of 256 Monte Carlo draws; zeros where nothing is delayed.
     """
     nothing = [np.zeros(SAMPLES) for _ in computing]
     if not config.slowness:

@@ -55,7 +55,7 @@ class TensorFacts:
         return self.elements * self.dtype.itemsize
 
     def padded(self, ranks: int) -> int:
-        """Return the parameter's elements over all ranks if its rows are sharded evenly, padding included.
+        """Return the number of the parameter's elements on all ranks if its rows are sharded evenly, padding included.
 
         Rows are slices along the first dimension; every rank counts with as many as the rank that has most.
 
@@ -197,8 +197,9 @@ def local_sgd_collectives(
         rank: index of the data rank; rank 0 has most workers.
 
     Returns:
-        An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of the
-        whole tensor and period in steps; empty for one data rank.
+        Pairs of an all-to-all and an all-gather: first one pair for the loss sums, then one pair for the parameters of
+        each dtype. Each collective has ``kind``, ``bytes`` of the whole tensor and ``period`` in steps. Empty for one
+        data rank.
     """
     lengths: Counter[torch.dtype] = Counter()
     for tensor in tensors:
@@ -256,7 +257,7 @@ def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
 
     Returns:
-        Name, module group, shape and dtype of each such parameter, in the model's order.
+        A ``TensorFacts`` (``name``, ``group``, ``shape`` and ``dtype``) for each such parameter, in the model's order.
     """
     counts: Counter[torch.dtype] = Counter()
     for tensor in (*facts.tensors, *facts.frozen):

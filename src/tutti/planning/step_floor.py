@@ -67,10 +67,10 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         prices: seconds of the model's passes.
 
     Returns:
-        ``seconds``, (256,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants, and
-        ``terms``, the seconds of the median bound by cause: ``compute``, ``communication``, ``idling``, and for a
-        pipeline ``bubble``. None for a strategy without a bound, such as parameter servers, whose step must be
-        simulated (``build_step``).
+        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (256,), one for each of 256 Monte Carlo draws of
+        the machine's uncertain constants; and ``terms``, the seconds of the median bound by cause: ``compute``,
+        ``communication``, ``idling``, and for a pipeline ``bubble``. None for a strategy without a bound, such as
+        parameter servers, whose step must be simulated (``build_step``).
 
     Raises:
         UsageError: the speed of a link is not known, or the devices do not fit the strategy.

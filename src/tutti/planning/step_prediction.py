@@ -149,8 +149,9 @@ class TaskSizes:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
         Returns:
-            ``workload`` (FLOP, bytes and calls by module group), ``tensors`` (trainable parameters) and ``frozen``
-            ones, ``stages`` (None without a pipeline), and ``messages``, tensor-parallel collectives of a micro-batch.
+            A ``StepFacts``: ``workload`` (FLOP, bytes and calls by module group), ``tensors`` (trainable parameters),
+            ``frozen`` (parameters that are not trained), ``stages`` (None without a pipeline), and ``messages``,
+            tensor-parallel collectives of a micro-batch.
 
         Raises:
             UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
@@ -342,8 +343,8 @@ def gather_sizes(task: str | Task, config: PlannedRun) -> ModelSizes:
         config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
     Returns:
-        ``step``: work, parameters, pipeline stages and messages of the step; ``memory``: bytes of the model's state and
-        activations before any split.
+        A ``ModelSizes`` with the attributes ``step``: work, parameters, pipeline stages and messages of the step;
+        ``memory``: bytes of the model's state and activations before any split.
 
     Raises:
         UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
@@ -419,14 +420,16 @@ def step_band(
     similar multiple of the devices of a measured node.
 
     Args:
-        seconds: (256,) predicted seconds of a step, one for each Monte Carlo draw of the machine's uncertain constants.
+        seconds: predicted seconds of a step, shape (256,): one value for each of 256 Monte Carlo draws of the machine's
+            uncertain constants.
         costs: durations on the machine, with their basis.
         devices: number of devices of the run.
         residuals: scores (errors in units of ``band_unit``) of checked predictions, by class of prediction and then by
             published source.
 
     Returns:
-        Low and high end in seconds, None where the class has too few predictions; and the text.
+        A pair: the interval as (low end, high end) in seconds, or None where the class has too few predictions; and the
+        text that says what the interval rests on, or why there is none.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
     cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"
@@ -507,7 +510,8 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
 
     Args:
         times: start and end of every action of the simulated step.
-        slow: (256,) ratios by which the slowest device computes longer, one for each Monte Carlo draw.
+        slow: ratios of the computing seconds of the slowest device to those of a typical device, shape (256,): one for
+            each of 256 Monte Carlo draws.
         pipeline: whether idling of devices is the bubble of a pipeline.
 
     Returns:

@@ -151,7 +151,8 @@ class StepProgram:
             schedule: the all-reduce algorithm over the data ranks.
 
         Returns:
-            Number of messages and bytes, by (source rank, destination rank).
+            A dict from (source rank, destination rank) to a ``LinkTraffic`` with the number of ``messages`` and their
+            ``bytes``.
         """
         total: dict[tuple[int, int], LinkTraffic] = {}
         for vector in self.vectors:
@@ -169,7 +170,8 @@ def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> 
         steps: number of steps, counted from the start of a period.
 
     Returns:
-        Kind, such as ``all_gather``, → ``messages`` (number of calls) and ``bytes`` (of all calls together).
+        A dict from the kind, such as ``all_gather``, to a ``LinkTraffic``: ``messages`` (number of calls) and ``bytes``
+        (of all calls together).
 
     >>> collective_totals([PeriodicCollective("all_gather", 8), PeriodicCollective("all_gather", 100, 4)], 6)
     {'all_gather': LinkTraffic(messages=7, bytes=148)}
@@ -196,7 +198,10 @@ class StepTimes:
 
     @property
     def seconds(self) -> Array:
-        """Seconds of the simulated step, (256,), one for each Monte Carlo draw of the machine's uncertain constants."""
+        """Seconds of the simulated step, array of shape (256,): one value for each of 256 Monte Carlo draws.
+
+        The draws are of the machine's uncertain constants.
+        """
         return np.asarray(self.end.max(axis=0))
 
     def shares(self) -> dict[str, float]:
@@ -282,8 +287,9 @@ def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
         samples: number of Monte Carlo draws; ``seconds`` of every action has as many elements.
 
     Returns:
-        ``start`` and ``end`` in seconds of every action, both (actions, samples), and from them ``seconds`` of the
-        step, (samples,), shares of time and a timeline.
+        A ``StepTimes`` with the arrays ``start`` and ``end``, seconds from the begin of the step, both of shape
+        (actions, samples). From these it computes the property ``seconds``, the step's duration, shape (samples,), and
+        the methods ``shares`` (fractions of time) and ``rows`` (a timeline).
 
     >>> program = StepProgram()
     >>> first = program.add(StepAction(0, "backward", np.array([2.0, 3.0])))

@@ -36,7 +36,10 @@ class TaskOrScript:
 
     @classmethod
     def of(cls, text: str, arguments: tuple[str, ...] = ()) -> TaskOrScript:
-        """Read the task or script that a command line names; a script is checked to exist, and its code is not run.
+        """Return an object for the task or training script that a command line names; a script is checked to exist.
+
+        No code of the task or script is run. A task's name is not looked up here; the method ``check_options`` of the
+        result does so.
 
         Args:
             text: name of a built-in task, ``file.py:function``, ``module:function``, or path of a script (ends in
@@ -44,7 +47,8 @@ class TaskOrScript:
             arguments: words behind ``--`` on the command line, which a script alone may get.
 
         Returns:
-            ``text`` and ``arguments``, with the property ``script`` that says which of both it is.
+            A ``TaskOrScript``, which has ``text`` and ``arguments`` as attributes. Its property ``script`` is True for
+            a training script and False for a task.
 
         Raises:
             UsageError: there is no such script, or a task gets arguments.
@@ -83,8 +87,9 @@ class TaskOrScript:
         Nothing is trained; the model is built in this process.
 
         Returns:
-            The script's model, loss and training data as a task, and the options that it states, by field of
-            ``TrainConfig``. None if the command line names a task and not a script.
+            A ``ScriptTask``: ``task`` (model, loss function and training data of the script), ``options`` (a dict of
+            the options that the script states, by field of ``TrainConfig``) and ``own_loop`` (whether the script
+            computes the loss in its own loop). None if the command line names a task and not a script.
 
         Raises:
             UsageError: the script raises or ends before ``tutti.prepare``, or its model cannot be simulated.

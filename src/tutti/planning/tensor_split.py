@@ -58,8 +58,12 @@ class TensorSplit:
     def build(self, log: MessageLog | None = None) -> nn.Module:
         """Build the task's model with the parameter slices of the first tensor rank, which has most of every layer.
 
+        This object has found out how to split the layers of one task's model over tensor-parallel ranks. No process but
+        this one takes part.
+
         Args:
-            log: receives the collectives of the model's passes; None for a model of which only the sizes are wanted.
+            log: records the collectives that forwards and backwards of the built model would make; None: they are not
+                kept, for a caller that wants only the sizes of the model.
 
         Returns:
             The model, whose split layers hold the first rank's slices.

@@ -106,7 +106,7 @@ def line_chart(
         scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
 
     Returns:
-        ``caption``, and ``svg``, the text of the ``<svg>`` element.
+        A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
     """
 
     def draw(axes: Axes) -> None:
@@ -137,7 +137,7 @@ def contour_chart(
         caption: what the chart shows, in a sentence.
 
     Returns:
-        ``caption``, and ``svg``, the text of the ``<svg>`` element.
+        A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
     """
 
     def draw(axes: Axes) -> None:
@@ -159,7 +159,7 @@ def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: 
         caption: what the chart shows, in a sentence.
 
     Returns:
-        ``caption``, and ``svg``, the text of the ``<svg>`` element.
+        A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
     """
     counts = sorted({devices for _, devices, _ in points})
     least = min(points, key=lambda point: (point[1], -point[2]))
@@ -190,8 +190,8 @@ def stack_chart(
         share: whether to show each part as per cent of its bar's sum.
 
     Returns:
-        ``caption``, ``svg``, the text of the ``<svg>`` element, and ``parts``, the names of the drawn parts for a
-        legend.
+        A ``ReportChart``: ``caption`` as given; ``svg``, the text of the ``<svg>`` element; and ``parts``, the names of
+        the drawn parts for a legend.
     """
     parts = [name for name in PARTS if any(row.get(name, 0) > 0 for _, row in rows)]
     height = 1.0 + 0.36 * len(rows)
@@ -223,7 +223,8 @@ def themed_timeline(svg: str, caption: str) -> ReportChart:
         caption: what the chart shows, in a sentence; screen readers read it, too.
 
     Returns:
-        ``caption``; ``svg``, the given text with attributes for the page; and ``wide``, which is true.
+        A ``ReportChart``: ``caption`` as given; ``svg``, the given text with attributes for the page; and ``wide``,
+        which is True.
     """
     found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
     found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)

@@ -28,7 +28,8 @@ def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool
         augment: whether to randomly crop (border of 4 pixels) and mirror the training images.
 
     Returns:
-        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+        A ``Task`` with the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the
+        loss function), ``train`` (training samples) and ``eval`` (held-out samples).
 
     Raises:
         DataError: the data are missing or empty, an image is broken or not 32×32, or a label is out of range.

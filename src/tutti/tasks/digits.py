@@ -31,7 +31,8 @@ def digits_task(config: CnnConfig | MlpConfig) -> Task:
         config: options of the model, whose class selects it: a CNN or a multi-layer perceptron.
 
     Returns:
-        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+        A ``Task`` with the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the
+        loss function), ``train`` (training samples) and ``eval`` (held-out samples).
 
     Raises:
         DataError: scikit-learn is not installed.

@@ -27,7 +27,8 @@ def linear_task(config: LineConfig) -> Task:
         config: options of the model y = w·x + b; there are none.
 
     Returns:
-        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+        A ``Task`` with the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the
+        loss function), ``train`` (training samples) and ``eval`` (held-out samples).
     """
     inputs, targets = points(TRAIN + HELD_OUT)
     return Task(

@@ -34,7 +34,8 @@ def regression(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         batch: inputs and targets.
 
     Returns:
-        Squared errors summed over each sample's targets (samples,), and the number of targets in the batch.
+        A tuple of the losses (samples,), squared errors summed over each sample's targets; and the number of targets in
+        the batch.
     """
     inputs, targets = batch
     return per_sample((model(inputs) - targets).square()), targets.numel()

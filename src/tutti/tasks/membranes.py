@@ -29,7 +29,8 @@ def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
         augment: whether to rotate and mirror the training images together with their masks.
 
     Returns:
-        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+        A ``Task`` with the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the
+        loss function), ``train`` (training samples) and ``eval`` (held-out samples).
 
     Raises:
         DataError: data are missing, an image is broken, masks are missing, of another size or not binary, or the size

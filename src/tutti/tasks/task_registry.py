@@ -156,7 +156,10 @@ def load_task(text: str, *, data: str | None = None, model: str | None = None, a
         augment: whether to augment the training samples.
 
     Returns:
-        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+        A ``Task``, the definition of what is trained. Its attributes are: ``model``, a function without arguments that
+        returns a new model; ``loss``, the loss function; ``train``, the training samples; ``eval``, the held-out
+        samples or None; further ``name``, ``images``, ``directions`` (whether higher or lower is better, by metric),
+        ``callbacks`` and ``describe``.
 
     Raises:
         UsageError: an unknown task, model or option, or the user's function cannot be imported, fails, or returns no

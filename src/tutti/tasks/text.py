@@ -27,7 +27,8 @@ def text_task(config: GptConfig, data: str | None) -> Task:
         data: a UTF-8 text file; None for source files of Python's standard library.
 
     Returns:
-        A ``Task``: a function that builds the model, the loss function, training and held-out samples.
+        A ``Task`` with the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the
+        loss function), ``train`` (training samples) and ``eval`` (held-out samples).
 
     Raises:
         DataError: the file is missing or not text, too short, or has too many different characters.

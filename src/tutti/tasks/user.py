@@ -51,7 +51,8 @@ def check_user_task(text: str) -> None:
 def load_user_task(text: str, *, data: str | None, model: str | None, augment: bool) -> Task:
     """Import a user's task function, call it with the given options, and return the ``Task`` that it returns.
 
-    A ``Task`` has a function that builds the model, the loss function, training and held-out samples.
+    A ``Task`` has the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the loss
+    function), ``train`` (training samples), ``eval`` (held-out samples or None) and further ones, such as ``name``.
 
     Args:
         text: ``path/to/file.py:function`` or ``module:function``.

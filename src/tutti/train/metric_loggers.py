@@ -117,10 +117,14 @@ class MetricLogger(ABC):
         return {"identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``self.identity``, the name of the metric logger's run, which ``open`` then continues.
+        """Set the attribute ``identity`` from a checkpoint, so that ``open`` continues the run that was saved there.
+
+        A metric logger is a callback that writes the losses and metrics of a training run to a service, such as MLflow,
+        or to a file. ``identity`` is the name or id of the run at that service; None for a logger that has no such
+        name, whose ``open`` starts a new run.
 
         Args:
-            state: the result of ``state_dict``: ``{"identity": name or None}``.
+            state: the result of ``state_dict``: a dict with one key, ``{"identity": the name as a str, or None}``.
         """
         self.identity = None if state["identity"] is None else str(state["identity"])
 

@@ -47,8 +47,8 @@ def bench_machine(
         counts: numbers of devices to measure that throughput on.
 
     Returns:
-        ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``, ``device``, ``parts``
-        and date of the measurement.
+        A ``Machine``: ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``,
+        ``device``, ``parts`` and date of the measurement.
 
     Raises:
         TuttiError: a rank failed; the error has that rank's exit code, and the rank's own message is printed before.

@@ -123,8 +123,8 @@ def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
         seconds: seconds of each measurement, at least two.
 
     Returns:
-        ``size``; ``seconds``, the median; ``spread``, the interquartile range in seconds; ``n``, the number of
-        measurements.
+        A ``CurvePoint``: ``size``; ``seconds``, the median; ``spread``, the interquartile range in seconds; ``n``, the
+        number of measurements.
     """
     return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
 

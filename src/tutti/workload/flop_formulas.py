@@ -64,9 +64,9 @@ def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
         result: result of the call.
 
     Returns:
-        ``kind`` (class of the operator, such as ``matmul``), ``flop`` (operations that the model asks for),
-        ``recomputed`` (further operations of a fused attention's backward) and ``masked`` (operations that causal
-        masking saves). None for an operator without a formula, such as elementwise ones.
+        An ``OperatorFlop``: ``kind`` (class of the operator, such as ``matmul``), ``flop`` (operations that the model
+        asks for), ``recomputed`` (further operations of a fused attention's backward) and ``masked`` (operations that
+        causal masking saves). None for an operator without a formula, such as elementwise ones.
     """
     name = operator_name(func)
     if _ATTENTION.fullmatch(name):

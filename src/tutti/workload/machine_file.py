@@ -116,8 +116,8 @@ class Machine:
             name: name of the number, a key of ``figures``.
 
         Returns:
-            ``value`` (the median), its ``unit``, ``n`` (number of measurements), ``spread`` (interquartile range; None
-            for one measurement) and ``basis``, such as ``measured``.
+            A ``Figure``: ``value`` (the median), its ``unit``, ``n`` (number of measurements), ``spread``
+            (interquartile range; None for one measurement) and ``basis``, such as ``measured``.
 
         Raises:
             UsageError: the number was not measured; the message names the command that does.
@@ -133,8 +133,8 @@ class Machine:
             name: name of the curve, a key of ``curves``.
 
         Returns:
-            ``unit`` of the sizes (such as ``byte``), measured ``points`` by growing size, and the line fitted to them:
-            seconds = ``fixed`` + size / ``rate``, with its largest relative ``error``.
+            A ``Curve``: ``unit`` of the sizes (such as ``byte``), measured ``points`` by growing size, and the line
+            fitted to them: seconds = ``fixed`` + size / ``rate``, with its largest relative ``error``.
 
         Raises:
             UsageError: the curve was not measured; the message names the command that does.
@@ -198,8 +198,8 @@ def read_machine(path: Path) -> Machine:
         path: the ``machine.json``.
 
     Returns:
-        ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``, ``device``, ``parts``
-        and date of the measurement.
+        A ``Machine``: ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``,
+        ``device``, ``parts`` and date of the measurement.
 
     Raises:
         UsageError: the file is missing or damaged, of another format or of another version.

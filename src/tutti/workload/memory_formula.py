@@ -118,8 +118,8 @@ def smallest_split(
         rest: bytes on every device that do not depend on the split, such as activations.
 
     Returns:
-        ``shards`` (number of devices) and ``zero`` (ZeRO stage, 0 for one device), with one pipeline stage and tensor
-        rank. None if no split fits.
+        A ``DeviceSplit``: ``shards`` (number of devices) and ``zero`` (ZeRO stage, 0 for one device), with one pipeline
+        stage and tensor rank. None if no split fits.
 
     >>> smallest_split(110e6, 16e9, State(), 8)
     DeviceSplit(shards=1, zero=0, stages=1, tensor=1)

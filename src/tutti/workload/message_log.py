@@ -92,7 +92,7 @@ class MessageLog:
             text: ignored.
 
         Returns:
-            (ranks · n,): ``mine``, followed by zeros in place of the other ranks' slices.
+            A tensor of shape (ranks · n,): ``mine``, followed by zeros in place of the other ranks' slices.
         """
         self._note("all_gather", mine.nbytes * self.size)
         return torch.cat([mine, mine.new_zeros((self.size - 1) * mine.numel())])

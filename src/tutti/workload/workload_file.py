@@ -219,9 +219,10 @@ def read_workload(path: Path) -> Workload:
         path: the ``workload.json``.
 
     Returns:
-        ``groups``: for each module group FLOP, bytes and calls of forward and backward by class of operator, as linear
-        functions of the samples of a micro-batch (``fixed`` and ``per_sample``); and ``gradient_order``, names of the
-        parameters in the order in which their gradients become complete.
+        A ``Workload`` with the attributes ``groups``: for each module group FLOP, bytes and calls of forward and
+        backward by class of operator, as linear functions of the samples of a micro-batch (``fixed`` and
+        ``per_sample``); and ``gradient_order``, names of the parameters in the order in which their gradients become
+        complete.
 
     Raises:
         UsageError: the file is missing or damaged, of another format or of another version.

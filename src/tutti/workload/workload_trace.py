@@ -171,10 +171,10 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
             that find nothing to recompute are left out.
 
     Returns:
-        ``groups``: for each module group FLOP, bytes and calls of forward and backward by class of operator, as linear
-        functions of the samples of a micro-batch (``fixed`` and ``per_sample``); ``gradient_order``, names of the
-        parameters in the order in which their gradients become complete; ``not_affine`` and ``without_formula``, what
-        the counts do not cover.
+        A ``Workload`` with the attributes ``groups``: for each module group FLOP, bytes and calls of forward and
+        backward by class of operator, as linear functions of the samples of a micro-batch (``fixed`` and
+        ``per_sample``); ``gradient_order``, names of the parameters in the order in which their gradients become
+        complete; ``not_affine`` and ``without_formula``, what the counts do not cover.
 
     Raises:
         UsageError: the model or its loss cannot be traced; the error names the line.
