@@ -1036,13 +1036,16 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which ``optimizer_step`` updates with only one of the optimizers that the script has.
+        """Return a context in which ``optimizer_step`` updates the parameters of a single optimizer of the script.
 
         Args:
-            index: position of this optimizer in the list of optimizers that the script gave to ``tutti.prepare``; None:
-                ``optimizer_step`` updates with every optimizer of that list, as without the context.
-            members: the parameters that the optimizer at ``index`` updates, as objects of the script's model; ignored
-                where ``index`` is None.
+            index: position, from 0, of the optimizer in the list of optimizers that ``tutti.prepare`` got. None: within
+                the context ``optimizer_step`` steps every optimizer of the script.
+            members: the parameters that the optimizer at ``index`` updates, as objects of the script's model; the
+                only ones whose gradients are clipped. Ignored where ``index`` is None.
+
+        Returns:
+            A context manager that yields nothing.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:

@@ -36,11 +36,12 @@ class Averaging:
         """Parse ``--ema``, the moving average of the weights: ``DECAY`` or ``DECAY:warmup``, such as ``0.999:warmup``.
 
         Args:
-            text: the decay, between 0 and 1; with ``:warmup`` it rises from a smaller value in the first updates.
+            text: the decay, between 0 and 1; with ``:warmup`` the decay rises from a smaller value in the first
+                updates.
             option: name of the option, for the error.
 
         Returns:
-            The ``decay``, and ``warmup``, whether the text ends in ``:warmup``.
+            An ``Averaging``: ``decay``, a float, and ``warmup``, whether the text ends in ``:warmup``.
 
         Raises:
             UsageError: the text has another form, or the decay is not between 0 and 1.

@@ -38,10 +38,11 @@ class Best:
                 if ``text`` has no direction.
 
         Returns:
-            The ``metric``'s name, and ``more``, whether a higher value is better.
+            A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
 
         Raises:
-            UsageError: ``text`` is malformed, or neither it nor ``declared`` nor the metric's name gives a direction.
+            UsageError: ``text`` is malformed, or none of ``text``, ``declared`` and the metric's name gives a
+                direction.
         """
         metric = Metric.parse(text, option, declared)
         return cls(metric.name, metric.higher)

@@ -57,7 +57,8 @@ class BatchGrowth:
             option: name of the option, for the error.
 
         Returns:
-            The schedule with the fields ``milestones`` (texts), ``factor`` and ``largest`` (None if it is not given).
+            A ``BatchGrowth`` with the fields ``milestones`` (texts), ``factor`` and ``largest`` (None if it is not
+            given).
 
         Raises:
             UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, milestones are

@@ -30,12 +30,13 @@ class FittedWeights(NamedTuple):
     def kept(self) -> list[str]:
         """Names of the model's tensors that a warm start leaves at their initial values, in a list.
 
-        First those that the saved weights lack (``new``), then those whose shapes differ (``reshaped``).
+        This object has the differences between a model and the saved weights that the model starts from. The list has
+        first the tensors that the saved weights lack (``new``), then those whose shapes differ (``reshaped``).
         """
         return [*self.new, *self.reshaped]
 
     def text(self) -> str:
-        """Describe in one line how a model differs from the weights that it starts from; empty if it does not.
+        """Return one line of text on how a model differs from the weights that it starts from; empty if not at all.
 
         The line counts the tensors of each kind (new, unused, reshaped) and names at most four of each.
 
@@ -84,7 +85,8 @@ class InitMap:
             option: name of the option, for the error.
 
         Returns:
-            The items by kind, tuples of texts: ``rename``, ``new``, ``unused`` and ``reshaped``.
+            An ``InitMap``, whose attributes ``rename``, ``new``, ``unused`` and ``reshaped`` are tuples of texts, the
+            items of each key.
 
         Raises:
             UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, or an item of
@@ -99,11 +101,12 @@ class InitMap:
         Args:
             text: ``key=value,…`` with the keys ``rename``, ``new``, ``unused`` and ``reshaped``, such as
                 ``rename=transformer.:model.,new=head.*``.
-            init_from: where the run's initial weights are; None if it loads none.
+            init_from: where the run's initial weights are; None if the run loads none.
             option: name of the option, for the error.
 
         Returns:
-            The items by kind, tuples of texts: ``rename``, ``new``, ``unused`` and ``reshaped``.
+            An ``InitMap``, whose attributes ``rename``, ``new``, ``unused`` and ``reshaped`` are tuples of texts, the
+            items of each key.
 
         Raises:
             UsageError: ``init_from`` is None, the text is malformed, a key is unknown (naming the nearest) or repeated,
@@ -163,9 +166,9 @@ class InitMap:
             saved: shape of each saved tensor, by its name in the model (the caller has applied ``rename``).
 
         Returns:
-            Names of tensors that the saved weights lack (``new``), that the model lacks (``unused``), and whose shapes
-            differ (``reshaped``), each only if a pattern of that key matches the name. Other differences are left out,
-            and raise no error here.
+            A ``FittedWeights`` of three lists: names of tensors that the saved weights lack (``new``), that the model
+            lacks (``unused``), and whose shapes differ (``reshaped``). A name is listed only if a pattern of that key
+            matches the name. Other differences are left out, and raise no error here.
 
         Raises:
             UsageError: a pattern of ``new`` or ``reshaped`` matches no tensor of the model, or a pattern of ``unused``

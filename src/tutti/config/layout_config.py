@@ -85,7 +85,8 @@ class StagesConfig(StrategyOptions):
     def extents(self) -> Mapping[str, int | None]:
         """Size of the device mesh's stage dimension, by the option that sets it: ``{"stages": devices of a replica}``.
 
-        None stands for all devices of the run.
+        A mapping with the single key ``stages``. The value is the number of devices over which the pipeline stages of
+        one replica of the model lie; None stands for all devices of the run.
         """
         return {"stages": self.stage_ranks}
 
@@ -137,8 +138,8 @@ class PipelineConfig(StagesConfig):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the options of a pipeline conflict with the number of stages or with ``--compile``.
 
-        ``cuts`` must name the first module of each virtual stage but the first, if it is given, and
-        ``schedule=zero_bubble`` cannot be compiled.
+        ``cuts``, if given, must name the first module of each virtual stage but the first, and ``schedule=zero_bubble``
+        cannot be compiled.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -207,7 +208,7 @@ class TensorConfig(StrategyOptions):
 
     @property
     def styles(self) -> Mapping[str, str]:
-        """The tensor-parallel plan: name pattern of modules → how to split them; empty if it is found automatically.
+        """The tensor-parallel plan: name pattern of modules → how to split them; empty if tutti finds the plan itself.
 
         Values are ``colwise`` and ``rowwise`` (a linear layer by outputs or by inputs), ``heads`` (attention by heads),
         ``vocabulary`` (an embedding by rows of its table), ``gathered`` (a layer by outputs, which are all-gathered)
@@ -228,7 +229,8 @@ class TensorConfig(StrategyOptions):
     def extents(self) -> Mapping[str, int | None]:
         """Size of the device mesh's tensor dimension, by the option that sets it: ``{"tensor": devices of a replica}``.
 
-        None stands for all devices of the run.
+        A mapping with the single key ``tensor``. The value is the number of devices that split the layers of one
+        replica of the model; None stands for all devices of the run.
         """
         return {"tensor": self.tensor}
 
@@ -253,7 +255,8 @@ class HybridConfig(TensorConfig, PipelineConfig):
     """Options of pipeline and tensor parallelism together: a replica has stages, whose layers are split over devices.
 
     Attributes:
-        replicas: number of copies of the model; default: the number of devices, divided by ``stages`` and ``tensor``.
+        replicas: size of the mesh dimension ``replica``; default: the number of devices, divided by all other
+            dimensions.
         stages: number of devices that the pipeline stages of a replica take, or the modules of each stage.
         tensor: number of devices that compute each layer of a stage together.
     """
@@ -272,8 +275,10 @@ class HybridConfig(TensorConfig, PipelineConfig):
     def extents(self) -> Mapping[str, int | None]:
         """Sizes of a device mesh with pipeline and tensor parallelism: ``{"replicas": …, "stages": …, "tensor": …}``.
 
-        ``replicas`` is None unless the options state it: it then follows from the number of devices and the other two.
-        ``stages`` counts devices, not virtual stages.
+        A mapping of these three keys to numbers. ``replicas`` is the size of the dimension ``replica``; None where the
+        options do not state the size, which then is the number of devices of the run divided by all other dimensions of
+        the mesh. ``stages`` is the number of devices in a pipeline, not of virtual stages; ``tensor`` the number of
+        devices that split each layer.
         """
         return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
 

@@ -47,7 +47,8 @@ class Metric:
     def parse(cls, text: str, option: str, declared: Mapping[str, Direction] | None = None) -> Metric:
         """Parse a held-out metric and which of its values are better: ``NAME``, ``NAME:min`` or ``NAME:max``.
 
-        ``lower`` and ``higher`` are synonyms of ``min`` and ``max``. Without one, ``declared`` decides, else the name.
+        ``lower`` and ``higher`` are synonyms of ``min`` and ``max``. Without a direction in the text, ``declared``
+        decides, else the metric's name.
 
         Args:
             text: the metric, with or without its direction.
@@ -55,10 +56,10 @@ class Metric:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:
-            The metric's ``name``, and ``higher``, whether a higher value is better.
+            A ``Metric``: ``name``, and ``higher``, whether a higher value is better.
 
         Raises:
-            UsageError: the text is malformed, or neither it, the task nor the metric's name gives a direction.
+            UsageError: the text is malformed, or none of text, ``declared`` and the metric's name gives a direction.
 
         >>> Metric.parse("accuracy", "--metric"), Metric.parse("distance:lower", "--metric")
         (Metric(name='accuracy', higher=True), Metric(name='distance', higher=False))

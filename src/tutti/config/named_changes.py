@@ -44,7 +44,7 @@ class NamedChanges:
         return cls(frozenset(word.strip().replace("-", "_") for word in words if word.strip()))
 
     def check(self, options: Collection[str], where: str) -> None:
-        """Raise UsageError, naming the nearest, if one of the settings cannot be changed in a resume.
+        """Raise UsageError, naming the nearest, if ``--change`` names a setting that a resume cannot change.
 
         Possible are ``batch_size``, ``data``, ``seed``, ``schedule``, ``clip``, ``lr_scale`` and every option of the
         optimizer.
@@ -64,7 +64,8 @@ class NamedChanges:
     def covers(self, name: str) -> bool:
         """Return whether a resumed run may have another value of the setting ``name`` than its checkpoint.
 
-        ``lr`` stands for ``initial_lr``, too, which schedulers derive from it.
+        These are the settings that ``--change`` names. Its ``lr`` stands for ``initial_lr``, too, which schedulers
+        derive from the learning rate.
         """
         return name in self.names or (name == "initial_lr" and "lr" in self.names)
 

@@ -263,8 +263,8 @@ class ConstantSchedule:
     def drops(self) -> tuple[Duration, ...]:
         """Durations from the start of the run after which the schedule drops the learning rate at once; else empty.
 
-        A duration is a number of epochs, steps or samples. Empty for all schedules but ``StepSchedule``, where they are
-        the milestones.
+        A duration is a number of epochs, steps or samples. Empty for all schedules but ``StepSchedule``, which returns
+        its milestones.
         """
         return ()
 
@@ -343,7 +343,7 @@ class ExponentialSchedule(ConstantSchedule):
     def interval(self) -> Duration:
         """The interval between multiplications of the learning rate by ``gamma``, counted from the start of the run.
 
-        It is the option ``every``; raises UsageError if it is malformed.
+        The interval is the option ``every``; raises UsageError if this option is malformed.
         """
         return Duration.parse(self.every, "every")
 
@@ -483,8 +483,8 @@ class OptimizerChoice:
                 ``package.module:Class:lr=0.001,key=value`` for a class of another package.
 
         Returns:
-            ``text`` as given, and the parsed ``options``, a dataclass such as ``AdamWConfig``, or
-            ``ImportedOptimizerConfig`` for a class of another package.
+            An ``OptimizerChoice``: ``text`` as given, and the parsed ``options``, a dataclass such as ``AdamWConfig``,
+            or ``ImportedOptimizerConfig`` for a class of another package.
 
         Raises:
             UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type

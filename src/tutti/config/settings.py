@@ -50,7 +50,7 @@ def resolve_config(
     """Merge flags, environment, TOML files and defaults, and return the task's name and the run's configuration.
 
     Args:
-        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``; they take precedence over
+        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``; these take precedence over
             files.
         files: TOML files; a later one takes precedence over an earlier one.
         task: task on the command line; takes precedence over ``task`` in a file.

@@ -45,7 +45,7 @@ class Slowness:
             option: name of the option, for the error.
 
         Returns:
-            The delays, in order.
+            A ``Slowness`` for each delay, in order: ``rank`` or ``worker`` (tuples of numbers), ``factor`` and ``ms``.
 
         Raises:
             UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, both or neither of

@@ -53,7 +53,7 @@ class Duration:
             option: name of the option, for the error.
 
         Returns:
-            The duration: ``value``, a float, and ``unit``, ``ep``, ``st`` or ``sa``.
+            A ``Duration``: ``value``, a float, and ``unit``, one of the texts ``ep``, ``st`` and ``sa``.
 
         Raises:
             UsageError: the text has another form, is a fraction of a step or sample, or is longer than any run.
@@ -75,8 +75,8 @@ class Duration:
 
         Args:
             dataset: samples in one epoch; None for a stream of unknown length.
-            batch: samples in one global batch, or in the fixed share of it of one logical worker, which may be a
-                fraction.
+            batch: number of samples in one global batch. Or, for steps of a single logical worker, in the worker's
+                fixed share of the global batch, which may be a fraction.
 
         Returns:
             The number of steps, a whole number: a part of an epoch is rounded to the nearest step, and samples that do
@@ -128,7 +128,7 @@ class Spec:
             option: name of the option, for the error.
 
         Returns:
-            The ``name``, and ``options``, the value of each key as text; empty for a name alone.
+            A ``Spec``: ``name``, and ``options``, a mapping from each key to its value as text, empty for a name alone.
 
         Raises:
             UsageError: there is no name, an item is not ``key=value``, or a key is repeated.
@@ -203,8 +203,8 @@ class StrategyOptions:
     def extents(self) -> Mapping[str, int | None]:
         """Sizes of the device mesh's dimensions that the strategy's options set, by option; empty by default.
 
-        Possible keys are ``replicas``, ``shards``, ``stages`` and ``tensor``. None stands for a size that follows from
-        the number of devices.
+        A mapping from the name of an option to a number of ranks along the dimension. Possible keys are ``replicas``,
+        ``shards``, ``stages`` and ``tensor``. None stands for a size that follows from the number of devices.
         """
         return {}
 

@@ -85,9 +85,9 @@ class RowsConfig(StrategyOptions):
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """Names and classes of the modules that FSDP2 wraps, to gather the parameters of each together.
+        """Names of the modules, or of their classes, that FSDP2 wraps to gather a module's parameters together.
 
-        ``("auto",)``: the modules are chosen automatically.
+        ``("auto",)``, the default: the modules are chosen automatically. From the option ``units`` of ZeRO.
         """
         return self.units
 
@@ -104,9 +104,9 @@ class RowsConfig(StrategyOptions):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the ZeRO options ``offload`` or ``param_dtype`` would have no effect.
 
-        ``offload`` keeps shards and optimizer state in host memory (``true``), or the optimizer state alone
-        (``optimizer``); the error is raised for both on CPUs. ``param_dtype`` is the dtype in which parameters are
-        gathered; the error is raised for this option and for ``offload=true`` if the mesh dimension ``shard`` is 1.
+        ``offload=true`` keeps parameter shards and optimizer state in host memory, ``offload=optimizer`` the optimizer
+        state alone; on CPUs either of the two raises. ``param_dtype`` is the dtype in which parameters are gathered.
+        Where the mesh dimension ``shard`` is 1, ``offload=true`` and ``param_dtype`` each raise.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -157,8 +157,8 @@ class SplitConfig(RowsConfig, AllReduceConfig):
     def extents(self) -> Mapping[str, int | None]:
         """Size of the device mesh's shard dimension, by the option that sets it: ``{"shards": N}``.
 
-        N is the number of replicas, each on several devices, that shard one copy of the training state (ZeRO). With
-        1 nothing is sharded.
+        A mapping with the single key ``shards``. The integer N is the number of replicas, each on several devices, over
+        which one copy of the training state is sharded (ZeRO). With 1 nothing is sharded.
         """
         return {"shards": self.shards}
 
@@ -221,7 +221,7 @@ class LocalSGDConfig(StrategyOptions):
         """Return the length of local SGD's initial phase, in which all logical workers make one update together a step.
 
         A logical worker is one of N fixed shares of the global batch. The length is the option ``post``; 0 steps
-        without the option. Raises UsageError if it is malformed.
+        without the option. Raises UsageError if the option is malformed.
         """
         text = self.post or "0"
         return Duration.parse(text + "st" * text.isdecimal(), "post")
@@ -327,11 +327,12 @@ class ParameterServerConfig(StrategyOptions):
         """Return values that replace those of parameter servers in ``parallel/registry.py``, by name of the field.
 
         Returns:
-            For ``sync``: empty, or with ``backup`` False for ``reproducible``, ``shared_weights`` and ``averages``,
-            because a step then leaves out stragglers. For ``async`` and ``bounded``: False for these and for
-            ``single_update``; ``exchange``, the class of asynchronous servers; ``fault_tolerant`` True; and
-            ``synchronous`` and ``custom_loop``, which are False where the run counts the steps of all workers together
-            (``steps=all``).
+            For ``mode=sync`` without backup workers an empty dict. For ``mode=sync`` with backup workers, whose steps
+            leave out stragglers: ``reproducible``, ``shared_weights`` and ``averages``, all False. For ``mode=async``
+            and ``mode=bounded``: ``reproducible``, ``shared_weights``, ``averages`` and ``single_update``, all False;
+            ``fault_tolerant`` True; ``exchange``, module and name of the class for asynchronous servers, as text; and
+            ``synchronous`` and ``custom_loop``, both True, or both False where the run counts the steps of all workers
+            together (``steps=all``).
         """
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
@@ -367,7 +368,9 @@ class ShardedConfig(RowsConfig):
     def extents(self) -> Mapping[str, int | None]:
         """Size of the device mesh's shard dimension, by the option that sets it: ``{"shards": N}``.
 
-        N is the number of devices that shard one copy of parameters, gradients and optimizer state. None stands for all
-        devices of the run.
+        A mapping with the single key ``shards``, the name of the option of ZeRO that sets the size. N is the number of
+        devices over which one copy of the training state is sharded: the optimizer state, from stage 2 on the gradients
+        and in stage 3 the parameters. N is None where the option is not given: then all devices of the run share one
+        copy.
         """
         return {"shards": self.shards}

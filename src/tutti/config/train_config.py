@@ -353,7 +353,7 @@ class TrainConfig:
         """The length of training, from ``--duration``, ``--steps``, ``--samples`` or ``--epochs``.
 
         A ``Duration`` with ``value`` (a number) and ``unit`` (``ep`` epochs, ``st`` steps or ``sa`` samples); default:
-        3 epochs. Raises UsageError if more than one of them is given, or it is malformed.
+        3 epochs. Raises UsageError if more than one of these options is given, or the given one is malformed.
         """
         given = [name for name in ("epochs", "steps", "samples", "duration") if getattr(self, name) is not None]
         if len(given) > 1:
@@ -409,7 +409,8 @@ class TrainConfig:
     def eval_interval(self) -> Duration | None:
         """The interval between evaluations on held-out data, from ``--eval-every``; None for ``none``.
 
-        It is a length of training in epochs, steps or samples, such as ``1ep``. Raises UsageError if it is malformed.
+        A ``Duration`` with ``value`` (a number) and ``unit`` (``ep`` epochs, ``st`` steps or ``sa`` samples). Raises
+        UsageError if the option is malformed.
         """
         return _interval("--eval-every", self.eval_every)
 
@@ -417,7 +418,8 @@ class TrainConfig:
     def checkpoint_interval(self) -> Duration | None:
         """The interval between checkpoints, from ``--checkpoint-every``; None for ``none``.
 
-        It is a length of training in epochs, steps or samples, such as ``1ep``. Raises UsageError if it is malformed.
+        A ``Duration`` with ``value`` (a number) and ``unit`` (``ep`` epochs, ``st`` steps or ``sa`` samples). Raises
+        UsageError if the option is malformed.
         """
         return _interval("--checkpoint-every", self.checkpoint_every)
 
@@ -437,7 +439,7 @@ class TrainConfig:
         An ``InitMap`` with tuples of texts: ``rename`` (items ``OLD:NEW``, beginnings of names), and patterns of names
         of tensors that may be ``new``, ``unused`` or ``reshaped``.
 
-        Raises UsageError if they are malformed, or there is no ``--init-from``.
+        Raises UsageError if ``--init-map`` is malformed, or there is no ``--init-from``.
         """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "--init-map")
 
@@ -464,7 +466,7 @@ class TrainConfig:
         multiplied, and the ``largest`` batch in samples.
 
         Raises:
-            UsageError: they are malformed, or conflict with the batch size, ``--lr-scale``, ``--gradient-noise``,
+            UsageError: the option is malformed, or conflicts with the batch size, ``--lr-scale``, ``--gradient-noise``,
                 ``--regime-batch`` or the schedule's milestones.
         """
         if self.batch_growth is None or self.batch_growth == "none":
@@ -504,7 +506,7 @@ class TrainConfig:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:
-            The ``metric``'s name, and ``more``, whether a higher value is better.
+            A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
 
         Raises:
             UsageError: neither the option, ``declared`` nor the metric's name decides the direction.
@@ -520,7 +522,8 @@ class TrainConfig:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:
-            The ``metric`` (name, and whether a higher value is better) and the ``value`` to reach.
+            A ``TrainingTarget``: ``metric``, which has a ``name`` and ``higher``, whether a higher value is better; and
+            ``value``, the float to reach.
 
         Raises:
             UsageError: the option is malformed, or nothing decides the metric's direction.
@@ -541,7 +544,7 @@ class TrainConfig:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:
-            The metric's ``name``, and ``higher``, whether a higher value is better.
+            A ``Metric``: ``name``, and ``higher``, whether a higher value is better.
 
         Raises:
             UsageError: the option that names the metric is malformed, or nothing decides its direction.

@@ -40,7 +40,8 @@ class TrainingTarget:
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:
-            The ``metric`` (its name, and whether higher values are better) and the ``value`` to reach.
+            A ``TrainingTarget``: ``metric``, which has a ``name`` and ``higher``, whether a higher value is better; and
+            ``value``, the float to reach.
 
         Raises:
             UsageError: the text is malformed, the direction is unknown, or ``<=`` or ``>=`` contradicts it.

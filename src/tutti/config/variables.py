@@ -133,7 +133,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def is_off(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the environment switches off the feature of the variable ``TUTTI_{name}``; it is on if unset.
+    """Return whether the environment switches off the feature of the variable ``TUTTI_{name}``; on if unset.
 
     Args:
         name: name of the variable without its prefix.

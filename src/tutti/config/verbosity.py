@@ -27,7 +27,7 @@ def take_verbosity(words: list[str], environ: MutableMapping[str, str]) -> list[
     Args:
         words: the command line without ``tutti``; words after ``--`` stay.
         environ: the environment, changed in place: the variable becomes ``quiet`` (``-q``), ``verbose`` (``-v``) or
-            ``debug`` (``-vv``); without these flags it stays.
+            ``debug`` (``-vv``); without these flags the variable stays.
 
     Returns:
         The words left over.

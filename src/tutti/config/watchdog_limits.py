@@ -43,7 +43,8 @@ class WatchdogLimits:
             save: seconds while a checkpoint or a record is written; 0 for no limit, None for 1800.
 
         Returns:
-            The three limits in seconds; ``step`` stays None where it is not given.
+            A ``WatchdogLimits`` with ``start``, ``step`` and ``save`` in seconds; ``step`` stays None where it is not
+            given.
 
         Raises:
             UsageError: a limit is neither 0 nor a finite number of at least 1.
@@ -61,7 +62,8 @@ class WatchdogLimits:
                 a step.
 
         Returns:
-            The limits ``start``, ``step`` and ``save`` in seconds; ``step`` is None where its variable is missing.
+            A ``WatchdogLimits`` with ``start``, ``step`` and ``save`` in seconds; ``step`` is None where its variable
+            is missing.
 
         Raises:
             UsageError: a value is no number, or is neither 0 nor finite and at least 1.

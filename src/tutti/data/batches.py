@@ -41,7 +41,8 @@ class CollatedBatch:
             high: index after its last sample; equal to ``low`` for a micro-batch without samples.
 
         Returns:
-            What ``collate_fn`` returned; an empty ``CollatedBatch`` for a micro-batch without samples.
+            What ``collate_fn`` returned for the micro-batch; for one without samples, a ``CollatedBatch`` (the class of
+            this object) that holds no micro-batches.
 
         Raises:
             UsageError: no call of ``collate_fn`` made a batch of exactly these samples.
@@ -76,7 +77,7 @@ def shown(batch: Batch) -> Batch:
     """Return a batch in the form that the script's model and loss function get.
 
     A ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) of one micro-batch becomes what
-    ``collate_fn`` returned for it; other batches stay as they are.
+    ``collate_fn`` returned for this micro-batch; other batches stay as they are.
 
     Args:
         batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``.
@@ -87,7 +88,8 @@ def shown(batch: Batch) -> Batch:
 def length(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor, or length of a list of strings.
 
-    For a ``CollatedBatch`` it is the sum of the sizes of its micro-batches.
+    For a ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) the number is the sum of the sizes of
+    the micro-batches.
 
     Args:
         batch: tensors, lists of strings, bytes or None, and tuples, lists and dicts of them; or a ``CollatedBatch``.
@@ -144,7 +146,7 @@ def map_tensors(
         batch: a leaf, or tuples, lists and dicts of leaves.
         function: maps a leaf to its replacement.
         leaf: type of the leaves.
-        other: maps an object that is neither a leaf nor a container; by default it is left as it is.
+        other: maps an object that is neither a leaf nor a container to its replacement; by default to itself.
     """
     if isinstance(batch, CollatedBatch):
         return CollatedBatch(tuple(map_tensors(part, function, leaf, other) for part in batch.parts), batch.sizes)

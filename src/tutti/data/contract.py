@@ -70,7 +70,7 @@ class BatchContract:
         """Whether there are more data ranks than logical workers, so that ranks share the micro-batches of a worker.
 
         A logical worker is one of N fixed shares of the global batch. If True, a data rank runs only some of its one
-        worker's micro-batches; if False, it runs all micro-batches of one or more workers.
+        worker's micro-batches; if False, the rank runs all micro-batches of one or more workers.
         """
         return self.ranks > self.workers
 
@@ -200,7 +200,7 @@ class BatchContract:
         """Return the number of micro-batches, in one step, of the data rank that has the most of them.
 
         A data rank computes one or more logical workers (fixed shares of the global batch), each cut into
-        micro-batches, which are counted together; with more data ranks than workers it computes part of one worker.
+        micro-batches, which are counted together; with more data ranks than workers a rank computes part of one worker.
 
         Args:
             samples: number of samples in the step's global batch.

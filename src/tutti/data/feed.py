@@ -101,7 +101,7 @@ class Feed:
 
         A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more. Not
         collective for a map-style data set without a sampler. With a sampler, or for an iterable data set, the method
-        is collective over all ranks: they compare digests of the sampler's order when an epoch begins, or of the
+        is collective over all ranks: the ranks compare digests of the sampler's order when an epoch begins, or of the
         iterable's samples in some of the batches. Where an iterable data set differs between data ranks, every step
         all-gathers their sample counts.
 
@@ -140,11 +140,11 @@ class Feed:
             noise: standard deviation of the random weights, of mean 1, on the losses of samples; 0 for none.
 
         Returns:
-            (index of the worker, its micro-batches) for each worker of this rank, to be run in this order. A
-            micro-batch has its samples (``batch``) and their number, the ``weight`` of each sample's loss in backward,
-            and a random ``key``. Where several ranks share a worker in reproducible mode, ranks that hold its later
-            micro-batches have an entry (worker, [micro-batch]) for each of them, because their gradients are added in a
-            fixed tree, one by one.
+            A list of pairs, one for each worker of this rank, to be run in this order: the index of the worker, and the
+            list of the worker's micro-batches. A ``MicroBatch`` has samples (``batch``), their number (``samples``),
+            the factor on each sample's loss in backward (``weight``), and a random ``key``. Where several ranks share a
+            worker in reproducible mode, ranks other than the first return a pair (worker, [micro-batch]) for each
+            micro-batch, because the gradients of these micro-batches are added in a fixed tree, one by one.
         """
         work = []
         first, single = self._first_micro(samples, length(batch)), self.is_single(samples)
@@ -175,10 +175,10 @@ class Feed:
         return contract.first_micro(samples if planned else contract.batch, self._rank)
 
     def is_single(self, samples: int) -> bool:
-        """Return whether the whole global batch is one micro-batch, whose gradient needs no sum over others.
+        """Return whether the whole global batch is one micro-batch, whose gradient needs no sum over micro-batches.
 
-        True if there is a single logical worker (share of the global batch) and it does not accumulate gradients over
-        several micro-batches. The result is equal on all ranks.
+        True if there is a single logical worker (share of the global batch), whose share is not cut into several
+        micro-batches. The result is equal on all ranks.
 
         Args:
             samples: samples in the global batch.
@@ -195,7 +195,8 @@ class Feed:
             batch: real samples, whose values do not matter.
             clock: the global step, which keys the random draws.
             worker: index of the logical worker (fixed share of the global batch), from 0.
-            last: whether it is the worker's last micro-batch in this step, after which its gradients are complete.
+            last: whether the dummy is the worker's last micro-batch in this step, after which its gradients are
+                complete.
         """
         return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
 

@@ -67,9 +67,9 @@ class HeldOutStream:
         """Read an iterable of held-out samples, and yield the blocks that this data rank evaluates, each as one batch.
 
         Every rank reads the whole iterable and cuts it into blocks; block b is for data rank b mod ``ranks``.
-        Collective over ``world``, whose ranks must all exhaust the iterator: to make sure that they read the same
-        samples, they compare digests of the samples of blocks 0, 1, 2, 4, 8, …, and the number of all samples at the
-        end.
+        Collective over ``world``, whose ranks must all exhaust the iterator: to make sure that all read the same
+        samples, the ranks compare digests of the samples of blocks 0, 1, 2, 4, 8, …, and the number of all samples at
+        the end.
 
         Args:
             ranks: number of data-parallel ranks.

@@ -66,8 +66,8 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
 
     Returns:
         The training set and the held-out set, each an ``ImageSplit``: class names, paths of the files, and a function
-        that yields the images, still encoded, with their labels. If a folder has several held-out sets, the second is
-        the first of ``val``, ``validation``, ``test``.
+        that yields the images, still encoded, with their labels. Of several held-out sets in a folder the first in the
+        order ``val``, ``validation``, ``test`` is returned.
 
     Raises:
         DataError: no such folder, none of the two layouts, no images, a link that leads out of the folder, or a

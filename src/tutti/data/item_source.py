@@ -48,8 +48,8 @@ class ItemSource:
 
         Args:
             indices: int64 (samples,), indices for the data set's ``__getitem__``.
-            augment: seed and epoch that, with the index of an item, seed the global random generators while it is read;
-                None in evaluation, which has fixed seeds.
+            augment: seed and epoch that, with the index of an item, seed the global random generators while the item is
+                read; None in evaluation, which has fixed seeds.
 
         Raises:
             DataError: an item cannot be read, or two items cannot be in one batch; the error names them.

@@ -54,9 +54,10 @@ class Fetches(Protocol):
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """Function that makes and returns one batch; loader processes call it and pass its tensors on in shared memory.
+        """Function that makes and returns one batch, called by loader processes.
 
         The function's arguments describe the batch, such as the indices of samples and a key of random augmentation.
+        Loader processes pass the batch's tensors on in shared memory.
         """
 
 

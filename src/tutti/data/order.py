@@ -30,10 +30,10 @@ class SampleOrder(Protocol):
 
         Args:
             epoch: from 0.
-            batch: samples in a global batch; the last may have fewer.
+            batch: number of samples in a global batch; the last global batch may have fewer.
 
         Returns:
-            One int64 array (samples,) for each global batch.
+            A sequence of one int64 array (samples,) for each global batch.
         """
 
     def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
@@ -77,7 +77,7 @@ class ShuffledOrder:
 
         Args:
             epoch: from 0.
-            batch: samples in a global batch; the last may have fewer.
+            batch: number of samples in a global batch; the last global batch may have fewer.
 
         Returns:
             For each global batch an int64 array (samples,) of indices in the data set.
@@ -118,7 +118,7 @@ class SequentialOrder:
 
         Args:
             epoch: from 0; has no effect.
-            batch: samples in a global batch; the last may have fewer.
+            batch: number of samples in a global batch; the last global batch may have fewer.
 
         Returns:
             For each global batch an int64 array (samples,) of indices in the data set.
@@ -200,8 +200,8 @@ class SampledOrder:
 
         Args:
             epoch: from 0.
-            batch: samples in a global batch, of which the last may have fewer; has no effect for a batch sampler, whose
-                batches are the global ones.
+            batch: number of samples in a global batch; the last global batch may have fewer. Has no effect for a batch
+                sampler, whose batches are the global ones.
 
         Returns:
             For each global batch an int64 array (samples,) of indices in the data set.
@@ -232,10 +232,11 @@ class SampledOrder:
     def digest(self, epoch: int) -> str:
         """Return a 64-bit digest, in hexadecimal, of the order in which the sampler draws an epoch's samples.
 
-        It is for comparison over ranks and with a saved run; for a batch sampler it includes the sizes of the batches.
+        The digest serves to compare ranks, and a resumed run with the saved one; for a batch sampler the digest
+        includes the sizes of the batches.
 
         Args:
-            epoch: from 0; drawn from the sampler, unless it is the last one drawn.
+            epoch: from 0; the sampler draws this epoch anew, unless the last draw was for the same epoch.
         """
         self._draw(epoch)
         state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)

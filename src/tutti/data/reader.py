@@ -64,8 +64,8 @@ class BatchReader(Protocol):
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` to the end.
 
-        Collective over all ranks if the data set is an iterable: they compare their samples, or exchange their sample
-        counts. Loader processes read ahead.
+        Collective over all ranks if the data set is an iterable: the ranks compare their samples, or exchange their
+        sample counts. Loader processes read ahead.
 
         Args:
             epoch: from 0.
@@ -150,8 +150,8 @@ class MapReader:
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
-        Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: they compare a
-        digest of it.
+        Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks compare
+        digests of this order.
 
         Args:
             epoch: from 0.

@@ -77,7 +77,7 @@ class Sampling:
         return replace(self, batch_size=max(map(len, first)))
 
     def in_an_epoch(self, count: int) -> int | None:
-        """Return the number of samples that an epoch uses; None for a batch sampler, which must be iterated to know it.
+        """Return the number of samples that an epoch uses; None for a batch sampler, whose batches are not drawn here.
 
         This is the length of the sampler, or without one ``count``; with ``drop_last`` rounded down to whole batches.
 
@@ -110,14 +110,17 @@ class Sampling:
     def order(self, seed: int, count: int) -> SampleOrder:
         """Return the object that gives the order in which each epoch draws the samples of a map-style data set.
 
-        Without a sampler the samples are shuffled, or sequential if ``shuffle`` is False.
+        These options of the data set may name a PyTorch sampler, which then gives the order. Without a sampler the
+        samples are shuffled, or sequential if the option ``shuffle`` is False.
 
         Args:
             seed: seed of the run.
             count: number of samples in the data set.
 
         Returns:
-            A ``SampleOrder``, whose ``batches(epoch, batch)`` returns the indices of each global batch's samples.
+            A ``SampleOrder``. The method ``batches(epoch, batch)``, with ``epoch`` from 0 and ``batch`` the number of
+            samples in a global batch, returns a sequence with one int64 array (samples,) for each global batch of the
+            epoch: the indices of the batch's samples in the data set.
         """
         if self.whole:
             return SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True, largest=self.batch_size)
@@ -146,8 +149,8 @@ def given_sampling(
         data_workers: number of loader processes of each rank; None for none, or for the ``DataLoader``'s number.
 
     Returns:
-        A ``Sampling``: data set, size of the global batch, collate function, sampler and number of loader processes. It
-        has the values of a ``DataLoader`` where one is given, else those of the arguments.
+        A ``Sampling``: data set, size of the global batch, collate function, sampler and number of loader processes.
+        The object has the values of a ``DataLoader`` where one is given, else those of the arguments.
 
     Raises:
         UsageError: with a ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is given, or another argument

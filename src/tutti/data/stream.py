@@ -135,8 +135,12 @@ class Stream:
         """Return a batch of 0 samples, for a rank that has no sample of a global batch.
 
         Args:
-            some: at least one sample, whose structure the batch gets; with the script's ``collate`` it is an empty
-                ``CollatedBatch``.
+            some: samples of the data set, at least one; the first gives the structure of the batch.
+
+        Returns:
+            The structure that ``collated`` makes of a sample, in which every tensor has a first dimension of 0. If the
+            script has a ``collate`` function: a ``CollatedBatch`` (a batch that consists of micro-batches collated one
+            by one) of no micro-batches.
         """
         return CollatedBatch() if self.collate is not None else slice_batch(self.collated(some[:1], 0, 0), 0, 0)
 
@@ -267,10 +271,10 @@ class Cursor:
 
         Args:
             state: the data set's ``state_dict()`` of the saved run; None for none.
-            number: samples of the epoch that had been consumed when it was saved.
+            number: samples of the epoch that had been consumed when the state was saved.
 
         Returns:
-            Whether the state was loaded; False if there is none, or the data set has no ``load_state_dict``.
+            Whether the state was loaded; False if ``state`` is None, or the data set has no ``load_state_dict``.
         """
         if state is None or not hasattr(self._items, "load_state_dict"):
             return False
@@ -307,7 +311,7 @@ def _is_json(value: Any) -> bool:
 def refuse_empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:
     """Raise DataError for an epoch of an iterable data set that is empty, or ends before the position of a resumed run.
 
-    The message says that the epoch is empty if ``found`` and ``wanted`` are 0, else that it ended too early.
+    The message says that the epoch is empty if ``found`` and ``wanted`` are 0, else that the epoch ended too early.
 
     Args:
         source: the iterable data set, named in the error.

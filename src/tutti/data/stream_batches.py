@@ -77,8 +77,9 @@ class StreamReading:
             with_state: whether the data set is asked for its ``state_dict()`` after each batch.
 
         Yields:
-            For each global batch its number and size, this rank's part of it, digests of the samples for a comparison
-            over ranks, and whether it is the epoch's last. If no sample is left, a single batch of 0 samples.
+            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), this rank's
+            part (``kept``), digests of the samples for a comparison over ranks (``lines``), and whether the epoch ends
+            with the batch (``last``). If no sample is left, a single batch of 0 samples.
 
         Raises:
             DataError: a sample cannot be read, or ``drop_last`` leaves none.
@@ -107,8 +108,9 @@ class StreamReading:
             prefetch: number of loader processes, at least one, and how they start.
 
         Yields:
-            For each global batch its number and size, this rank's part of it, digests of the samples for a comparison
-            over ranks, and whether it is the epoch's last. If the epoch has no sample, a single batch of 0 samples.
+            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), this rank's
+            part (``kept``), digests of the samples for a comparison over ranks (``lines``), and whether the epoch ends
+            with the batch (``last``). If the epoch has no sample, a single batch of 0 samples.
 
         Raises:
             DataError: two processes yield the same samples, or the epoch ends before ``start``.

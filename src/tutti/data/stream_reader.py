@@ -71,8 +71,8 @@ class ReplicatedStream:
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Read an epoch of an iterable data set, and yield this rank's part of each global batch, on the CPU.
 
-        Every rank reads all samples and keeps its own. Collective over all ranks: they compare digests of the samples
-        of global batches ``start`` + 0, 1, 2, 4, 8, …, and the number of samples at the end.
+        Every rank reads all samples and keeps its own. Collective over all ranks: the ranks compare digests of the
+        samples of global batches ``start`` + 0, 1, 2, 4, 8, …, and the number of samples at the end.
 
         Args:
             epoch: from 0.
@@ -86,7 +86,8 @@ class ReplicatedStream:
 
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
-            DataError: the data set is empty, ends before ``start``, or does not have the length that it states.
+            DataError: the data set is empty, ends before ``start``, or does not have the length that its ``__len__``
+                states.
         """
         batch = self._epochs.at(epoch).batch
         reading = StreamReading(
@@ -149,15 +150,15 @@ class ReplicatedStream:
         With it a resume need not read the consumed samples again.
 
         Returns:
-            The data set's ``state_dict()`` as a JSON value; None if it has none, and on ranks other than 0. With
-            several loader processes ``{"loader processes": their number}`` on every rank.
+            The data set's ``state_dict()`` as a JSON value; None if the data set has no such method, and on ranks other
+            than 0. With several loader processes ``{"loader processes": their number}`` on every rank.
         """
         if self._prefetch.workers > 1:
             return {_PROCESSES: self._prefetch.workers}
         return None if self._kept is None else json.loads(self._kept)
 
     def load(self, at: Position, state: Any) -> None:
-        """Keep an iterable data set's saved state for the next ``read``, which uses it if it starts at ``at``.
+        """Keep an iterable data set's saved state for the next ``read``, which uses it only when starting at ``at``.
 
         Args:
             at: the checkpoint's data position: epoch, and global batches consumed in it.

@@ -83,7 +83,7 @@ def make_transfer(device: torch.device, data: object) -> Transfer | None:
 
     None is returned on the CPU; for iterable data sets, whose data position must not run ahead of the step; and for
     data with a ``collate_fn`` of the script, whose batches may hold objects that do not say which stream uses their
-    memory. Each batch is then copied when it is needed.
+    memory. The caller then copies each batch when the step needs the batch.
 
     Args:
         device: the device of this rank.

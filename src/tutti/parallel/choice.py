@@ -109,8 +109,8 @@ class Choice:
         device.
 
         Args:
-            devices: number of devices of the run; options of the strategy that are not given (such as the number of
-                stages) follow from it.
+            devices: number of devices of the run, from which options of the strategy that are not given (such as the
+                number of stages) follow.
 
         Raises:
             UsageError: the strategy does not fit this number of devices.

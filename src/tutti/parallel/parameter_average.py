@@ -59,7 +59,7 @@ class ParameterAverage:
 
         Raises:
             UsageError: the run shards parameters, and one of the named ones is not sharded yet, because the script has
-                unfrozen it between a forward and its backward.
+                unfrozen this parameter between a forward and its backward.
         """
         new = {n: p for n, p in parameters(self._replica.parts) if n in names and n not in self._names}
         for name, parameter in new.items():

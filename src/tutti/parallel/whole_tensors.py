@@ -70,7 +70,7 @@ class WholeTensors:
             optimizer.state.pop(parameter, None)
 
     def whole(self, parameter: Tensor) -> bool:
-        """Return whether this rank gathers a tensor's slices, steps on the whole tensor and keeps its optimizer state.
+        """Return whether this rank gathers a tensor's slices, steps on the whole and keeps the optimizer state.
 
         The object gathers tensors that are split over ranks, each on one owner rank, for an optimizer that cannot step
         on slices. False for tensors that another rank gathers, and for tensors that are not gathered.
@@ -138,8 +138,8 @@ class WholeTensors:
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """Return the optimizer state, for a checkpoint, of the parameters that this rank gathers whole for the step.
 
-        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
-        collective.
+        Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
+        optimizer state of the tensor. Not collective.
 
         Args:
             optimizer: the optimizer.
@@ -160,8 +160,8 @@ class WholeTensors:
     ) -> None:
         """Load the optimizer state of the parameters that this rank gathers whole for the step from a checkpoint.
 
-        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
-        collective. The parameters keep their values.
+        Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
+        optimizer state of the tensor. Not collective. The parameters keep their values.
 
         Args:
             optimizer: the optimizer, whose ``state`` is written.
@@ -216,8 +216,8 @@ class WholeTensorsOf:
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """Return all optimizers' state, for a checkpoint, of the parameters that this rank gathers whole for a step.
 
-        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
-        collective.
+        Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
+        optimizer state of the tensor. Not collective.
 
         Args:
             optimizer: unused: the state of each optimizer of the run is returned.
@@ -240,8 +240,8 @@ class WholeTensorsOf:
     ) -> None:
         """Load the state of the parameters that this rank gathers whole for a step into each of the run's optimizers.
 
-        Each tensor that is split over ranks has one owner rank, which gathers it and alone has its optimizer state. Not
-        collective. The parameters keep their values.
+        Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
+        optimizer state of the tensor. Not collective. The parameters keep their values.
 
         Args:
             optimizer: unused: each optimizer of the run loads the state of its own parameters.
@@ -445,7 +445,8 @@ def axis(
         sizes: elements of each tensor, to balance the owners' load; default: elements gathered along this axis.
 
     Returns:
-        The tensors with their owners, for the argument ``axes`` of ``WholeTensors``.
+        An object that holds ``comm``, the tensors and each tensor's owner (a rank of ``comm``), for the argument
+        ``axes`` of ``WholeTensors``.
     """
     chosen = [math.prod(part.shape) for part in parts] if sizes is None else sizes
     return _Axis(comm, parts, [0] * len(parts) if together else owners(chosen, comm.size))

@@ -25,7 +25,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     makes the update in the last of them, and does nothing in the others. ``zero_grad`` clears the gradients that the
     script sees, too. ``state_dict``, ``load_state_dict`` and copies raise UsageError where this rank does not hold all
     optimizer state, and so does ``state`` where another object or rank makes the optimizer's updates. The methods are
-    wrapped on the instance, as PyTorch's schedulers wrap ``step``; its class stays.
+    wrapped on the instance, as PyTorch's schedulers wrap ``step``; the optimizer's class stays.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.

@@ -27,7 +27,8 @@ def engine_rank(directory: Path) -> int:
     folder ``logs`` of the run directory and printed on stderr.
 
     Args:
-        directory: the run directory, on a disk that all nodes share; the configuration is in its ``logs/engine.toml``.
+        directory: the run directory, on a disk that all nodes share; the configuration is in ``logs/engine.toml``
+            there.
 
     Returns:
         The exit code for this process: 0 after success, otherwise that of the exception.

@@ -120,7 +120,7 @@ def evaluate_samples(
 def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:
     """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
-    The batches of a ``DataLoader`` are the blocks; it is not iterated itself.
+    The batches of a ``DataLoader`` are the blocks; the loader itself is not iterated.
 
     Args:
         source: held-out samples: tensors, a data set, a stream or a ``DataLoader``.
@@ -175,8 +175,8 @@ def described(held_out: Blocks) -> str:
 def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:
     """Yield the held-out samples that this data rank evaluates, as tuples (block number, micro-batch on the device).
 
-    A block is a list of samples that is evaluated as one batch. Collective over all ranks for a stream, whose samples
-    are compared.
+    A block is a list of samples that is evaluated as one batch. Blocks are numbered from 0 over all ranks. Collective
+    over all ranks for a stream, whose samples are compared.
 
     Args:
         run: the training run whose model is evaluated.

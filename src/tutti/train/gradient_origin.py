@@ -66,10 +66,12 @@ class GradientOrigin:
         """Return the trained parameters that one of the script's optimizers updates.
 
         Args:
-            index: the optimizer's position among the optimizers that ``tutti.prepare`` got; None for all parameters.
+            index: the optimizer's position, from 0, among the optimizers that ``tutti.prepare`` got; None returns all
+                trained parameters, whichever optimizer updates them.
 
         Returns:
-            A list of the parameters, as the objects of the script's model.
+            A list of the parameters, as the objects of the script's model. If the script has no optimizer object, all
+            trained parameters, for any ``index``.
         """
         if index is None or not self._optimizers:
             return list(self.script_parameters())
@@ -99,7 +101,7 @@ class GradientOrigin:
 
         A local gradient is of one micro-batch, not reduced over ranks. A parameter that has such a hook already gets no
         second one, and a frozen parameter none. No hooks are registered where local gradients cannot be told apart
-        (FSDP2), or where they are complete because this rank computes the whole global batch in one micro-batch.
+        (FSDP2), or where gradients are complete because this rank computes the whole global batch in one micro-batch.
         """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
@@ -257,10 +259,14 @@ class GradientOrigin:
         """Return the parameters whose ``.grad`` the script has written to or replaced since the gradients were reduced.
 
         Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
-        record, any ``.grad`` counts as edited. Placeholders of gradients that the script cannot read never do.
+        record, any ``.grad`` counts as edited. Placeholders of gradients that the script cannot read never count as
+        edited.
 
         Args:
             members: parameters to look at, as the script's model has them.
+
+        Returns:
+            A list in the order of ``members``; empty if no gradient was edited.
         """
         found = []
         for parameter in members:

@@ -166,8 +166,8 @@ class HookWatch:
         """Check, before a logical worker's own update, that no gradient hook saw gradients of another scale.
 
         The script's hooks see gradients that are divided by samples; where the loss counts another unit, such as
-        tokens, the update divides by that. Used by strategies whose logical data-parallel workers each update their own
-        parameters, such as local SGD. Not collective.
+        tokens, the update divides by the number of these units. Used by strategies whose logical data-parallel workers
+        each update their own parameters, such as local SGD. Not collective.
 
         Args:
             part: sums of loss, count and samples over a logical data-parallel worker's share of the batch.
@@ -183,8 +183,8 @@ class HookWatch:
         """Check, before the update of a global batch, that no gradient hook saw gradients of another scale.
 
         The script's hooks see gradients that are divided by the global batch's samples; where the loss counts another
-        unit, such as tokens, the update divides by that. Collective under pipeline stages, if the loss counts another
-        unit: an all-gather of the hooks' names, as a stage sees only its own, and all must raise.
+        unit, such as tokens, the update divides by the number of these units. Collective under pipeline stages, if the
+        loss counts another unit: an all-gather of the hooks' names, as a stage sees only its own, and all must raise.
 
         Args:
             stats: the step's results reduced over ranks, with the count of the global batch.

@@ -77,7 +77,7 @@ class Means:
                 NaN.
 
         Raises:
-            CheckpointError: the facts have no such entry, or it does not hold numbers.
+            CheckpointError: ``facts`` has no entry ``means``, or the entry does not hold numbers.
         """
         try:
             kept = facts["means"]
@@ -303,7 +303,7 @@ def train_loop(
         saver: writes checkpoints as planned, also at the end, and before the run stops on request; None for none.
         means: means of the epoch under way in a restored run.
         windows: steps to profile or to trace.
-        clock: first start of a resumed run, and its seconds of training; default: it starts now.
+        clock: first start of a resumed run, and its seconds of training; default: the run starts now.
         throughput: returns tokens and FLOP of one sample and peak FLOP/s of a device, from this rank's first batch;
             None to report no tokens/s and MFU.
         watch: tells which evaluation ends the run; None: only the plan ends it.

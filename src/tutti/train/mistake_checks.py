@@ -106,7 +106,7 @@ class Checks:
 
         Mistakes are logical workers that train on the same samples, a loss that is a sum or mixes the samples of a
         batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of
-        the model that step once a micro-batch. Rank 0 reports findings as warnings. Call it before a step while
+        the model that step once a micro-batch. Rank 0 reports findings as warnings. To be called before a step while
         ``looking`` is True. Collective over the data ranks if the run has several logical data-parallel workers (fixed
         shares of the global batch).
 
@@ -326,7 +326,7 @@ class Checks:
             self._targets = None
 
     def probed(self, loss: LossFn) -> LossFn:
-        """Return ``loss`` wrapped to check, in its first call, whether it mixes samples; a finding is reported.
+        """Return ``loss`` wrapped to check, in the first call, whether the loss mixes samples; report a finding.
 
         A loss mixes samples if the gradient of one sample depends on the model's outputs for others. After the first
         step, and under pipeline or tensor parallelism, ``loss`` itself is returned.

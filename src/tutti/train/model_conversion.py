@@ -32,7 +32,7 @@ _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 def convert_model(
     model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
-    """Convert the model's batch norm, dtype and memory layout, before it is laid out over ranks, and return it.
+    """Convert a model's batch norm, dtype and memory layout, before the model is laid out over ranks.
 
     Collective for ``sync`` batch norm, which makes a process group.
 
@@ -128,8 +128,8 @@ def make_loss_scale(
         loss_fn: the loss function; None for none.
 
     Returns:
-        A ``LossScale``, whose ``value`` is the factor on the loss of the next step; it adapts to overflows if it is
-        dynamic.
+        A ``LossScale``, whose ``value`` is the factor on the loss of the next step; the value of a dynamic scale adapts
+        to overflows.
 
     Raises:
         UsageError: ``precision`` is a 16-bit one, which needs autocast around a loss function, and ``loss_fn`` is None;

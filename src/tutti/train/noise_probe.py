@@ -68,12 +68,14 @@ class NoiseProbe:
 
         Args:
             replica: this rank's part of the model.
-            step_context: number of the step, which decides whether it is measured, and its factor on the loss.
+            step_context: the step's number, which decides whether the step is measured, and the step's factor on the
+                loss.
 
         Returns:
             A function with the arguments and the result of ``replica.run``: (micro-batches, loss function, gradient
-            hook) → ``LossSums``. In every ``every``-th step it also records the squared norms of the gradients, to
-            measure the gradient noise scale, and does not call the hook; in other steps it is ``replica.run`` itself.
+            hook) → ``LossSums``. In every ``every``-th step this function also records the squared norms of the
+            gradients, to measure the gradient noise scale, and does not call the hook; in other steps it is
+            ``replica.run`` itself.
         """
         self._latest, self._measured = {}, None
         if step_context.global_step % self._every:
@@ -132,8 +134,9 @@ class NoiseProbe:
         Returns:
             Python floats by name: ``noise/trace`` and ``noise/square``, the step's own estimates of tr Σ (trace of the
             covariance of one sample's gradient) and |G|² (squared norm of the expected gradient); ``noise/scale``, the
-            ratio of their averages in samples, and ``noise/low`` and ``noise/high``, its 90 % confidence interval.
-            ``noise/adam/…`` are the same with Adam's preconditioner, where it can be measured.
+            running average of tr Σ divided by that of |G|², in samples; and ``noise/low`` and ``noise/high``, the ends
+            of the 90 % confidence interval of ``noise/scale``. The same five names below ``noise/adam/`` are the
+            figures of the gradient scaled by Adam's preconditioner, where these can be measured.
         """
         return self._latest
 
@@ -142,7 +145,9 @@ class NoiseProbe:
 
         Returns:
             A JSON value with the keys ``simple`` (of the gradient) and ``adam`` (of the gradient scaled by Adam's
-            preconditioner), each the result of ``NoiseAverage.state``.
+            preconditioner). Each value is a dict: ``weight`` and ``squares`` (sums of the estimates' weights and
+            squared weights), and ``sums``, a list of the weighted sums of T, S, T², TS and S², where T estimates tr Σ
+            (trace of the covariance of one sample's gradient) and S estimates |G|² (squared norm of its mean).
         """
         return {"simple": self._simple.state(), "adam": self._scaled.state()}
 

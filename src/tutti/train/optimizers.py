@@ -60,8 +60,8 @@ def factory(
 def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRule, batch_size: int) -> list[Optimizer]:
     """Construct the optimizer of another package that ``optimizer`` names, over the model's trainable parameters.
 
-    Its arguments are one group of parameters, the learning rate that ``rule`` gives for ``batch_size``, and the other
-    options of ``optimizer``.
+    The class is called with one group of parameters, the learning rate that ``rule`` gives for ``batch_size``, and the
+    other options of ``optimizer``.
 
     Args:
         optimizer: options of an optimizer.
@@ -73,7 +73,8 @@ def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRul
         A list of the one optimizer; an empty list for a built-in optimizer, which ``factory`` makes.
 
     Raises:
-        UsageError: the class cannot be imported, is no optimizer, or refuses its arguments; the rule does not fit it.
+        UsageError: the class cannot be imported, is no optimizer, or refuses these arguments; or ``rule`` does not fit
+            the class.
     """
     config = optimizer.options
     if not isinstance(config, ImportedOptimizerConfig):

@@ -25,7 +25,7 @@ def predict_samples(
     """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank. Collective.
 
     Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank computes
-    a part of the samples; an all-gather of each tensor over the data ranks puts them together.
+    a part of the samples; an all-gather of each tensor over the data ranks joins the results.
 
     Args:
         run: the training run, whose model is used in eval mode without autograd.

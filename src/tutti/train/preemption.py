@@ -63,7 +63,7 @@ def stop_on_signals(run: Run) -> Iterator[StopReason]:
         run: the run to stop.
 
     Yields:
-        A ``StopReason``, whose ``interrupted`` says after a signal whether it was Ctrl-C.
+        A ``StopReason``, whose ``interrupted`` says after a signal whether the signal was Ctrl-C.
     """
     reason = StopReason()
     if threading.current_thread() is not threading.main_thread():

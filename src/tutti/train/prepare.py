@@ -113,7 +113,8 @@ def prepare(
             several one after another. Default: the number of data ranks.
         batch_size: samples of the *global* batch; default: that of the ``DataLoader``, or 128.
         collate: makes a batch of the list of one micro-batch's samples; default: as PyTorch's ``DataLoader``.
-        shuffle: False for the data set's own order in every epoch; default: another in each, for a stream its own.
+        shuffle: False for the data set's own order in every epoch; default: another order in each epoch, for a stream
+            the stream's own.
         drop_last: end an epoch before a batch that would be smaller than the others.
         batch_growth: ``milestones=30ep+60ep,factor=5``: each milestone multiplies the batch size by the factor, up to a
             tenth of the data set or ``largest=N``. Beyond that the learning rate is divided instead, within the update
@@ -150,7 +151,8 @@ def prepare(
             that divides its samples over them. Default: those of the ``DataLoader``, or none.
         slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
         scheduler: a PyTorch scheduler of ``optimizer``, or several; the run steps, saves and restores it.
-        scheduler_every: ``update``: step it after every update that is not skipped; ``epoch``: after each epoch.
+        scheduler_every: ``update``: step the schedulers after every update that is not skipped; ``epoch``: after each
+            epoch.
         callbacks: functions ``function(run)``, called after each step, and objects with methods such as
             ``on_evaluation(run, evaluation)``; see ``docs/python.md``.
 

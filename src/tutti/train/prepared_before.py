@@ -47,10 +47,10 @@ def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
-    """Replace methods of an optimizer instance by functions of the same names, and remember them for ``check_earlier``.
+    """Replace methods of an optimizer instance by functions of the same names, which ``check_earlier`` removes.
 
-    ``check_earlier`` removes them before another run. A scheduler's wrapper of ``step`` is replaced; another function
-    that the script has put into the optimizer stays.
+    ``check_earlier`` runs before another run is prepared with the same optimizer. A scheduler's wrapper of ``step`` is
+    replaced; another function that the script has put into the optimizer stays.
 
     Args:
         optimizer: one of the script's optimizers; its class stays.

@@ -797,7 +797,7 @@ class Run:
         """Return ``function(model, batch)`` for all samples of ``source`` in their order, on the CPU of every rank.
 
         Collective: every rank computes its part of the samples, in eval mode. Where replicas of the model differ (local
-        SGD), they are merged.
+        SGD), the merged replicas are used.
 
         Args:
             source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
@@ -861,7 +861,7 @@ class Run:
                 the model's own buffers.
 
         Returns:
-            Whole tensors by name; they may be those of the model itself and not copies.
+            A dict of whole tensors by name; a tensor may be the model's own and not a copy.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average.
@@ -902,8 +902,8 @@ class Run:
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers, merged over logical data-parallel workers. Collective.
 
-        A logical worker is a fixed share of the global batch; under local SGD each has its own parameters, of which the
-        mean is returned.
+        A logical worker is a fixed share of the global batch; under local SGD each worker has its own parameters, and
+        their mean over workers is returned.
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters.

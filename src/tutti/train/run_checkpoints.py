@@ -69,7 +69,7 @@ class Checkpoints(CheckpointManager):
 
         Args:
             extra: further JSON values by key to store in the manifest, besides the run's own.
-            evaluated: held-out loss and metrics of this very step; None where it was not evaluated.
+            evaluated: held-out loss and metrics of this very step; None where this step was not evaluated.
 
         Raises:
             DiskError: the number of consecutive failed saves has reached its limit; up to then a failure is a warning.
@@ -98,10 +98,10 @@ class Checkpoints(CheckpointManager):
         self.write(run.clock, state, facts)
 
     def restore(self, named: NamedChanges = NOTHING_NAMED) -> Mapping[str, Any] | None:
-        """Restore the run from the newest checkpoint in its folder whose files are intact, on every rank. Collective.
+        """Restore the run from the newest checkpoint in the run's folder whose files are intact. Collective.
 
-        The number of workers may differ from the checkpoint's only if the user named it; a warning then says which
-        state starts afresh.
+        The number of logical workers (fixed shares of the global batch) may differ from the checkpoint's only if the
+        user named this setting; a warning then says which state starts afresh.
 
         Args:
             named: settings that may differ from the checkpoint's; a warning says what changes.

@@ -130,7 +130,7 @@ class RunOptions:
         An ``InitMap`` with tuples of texts: ``rename`` (items ``OLD:NEW``, beginnings of names), and patterns of names
         of tensors that may be ``new``, ``unused`` or ``reshaped``.
 
-        Raises UsageError if they are malformed, or ``init_from`` is missing.
+        Raises UsageError if ``init_map`` is malformed, or ``init_from`` is missing.
         """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "init_map")
 

@@ -82,7 +82,8 @@ class Schedulers:
         """Step the script's learning-rate schedulers after an update; do nothing if they step once an epoch.
 
         Args:
-            optimizer: the optimizer that made the update, whose schedulers step; None for those of all optimizers.
+            optimizer: the optimizer that made the update, whose schedulers step; None: the schedulers of all of the
+                script's optimizers step.
         """
         if self._every == "update":
             self._step([s for s in self._own if optimizer is None or s.optimizer is optimizer])

@@ -31,7 +31,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 
     Args:
         run: the run, whose steps are divided into named phases.
-        folder: directory for ``rank{N}.json`` and rank 0's ``operations.txt``; it is made.
+        folder: directory for ``rank{N}.json`` and rank 0's ``operations.txt``; made if missing.
 
     Raises:
         DiskError: the files cannot be written.

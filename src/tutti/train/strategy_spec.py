@@ -37,7 +37,7 @@ def strategy(name: str, **options: Any) -> StrategySpec:
         ``tutti.strategy("tensor", plan={"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"})``
 
     Returns:
-        The name and the options as they were given; they are checked only by ``tutti.prepare``.
+        A ``StrategySpec``: ``name`` and ``options`` as they were given; ``tutti.prepare`` checks the options.
     """
     return StrategySpec(name, options)
 

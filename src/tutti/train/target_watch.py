@@ -125,7 +125,7 @@ class TargetWatch:
         }
 
     def load(self, saved: Mapping[str, Any]) -> bool:
-        """Restore the state of the watch for target and early stopping from a checkpoint, if it is of the same metric.
+        """Restore the state of the watch for target and early stopping from a checkpoint, if saved for the same metric.
 
         A target of another value is judged by the evaluations from now on; the best value and the evaluations without a
         better one are kept.

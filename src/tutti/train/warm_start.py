@@ -63,7 +63,7 @@ def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None)
         init_map: renames of the saved tensors, and differences that are allowed; default: none.
 
     Returns:
-        A ``WarmStart`` with the path that was read, and the differences between its tensors and the model's.
+        A ``WarmStart`` with the path that was read, and the differences between the tensors there and the model's.
 
     Raises:
         UsageError: the run has stepped, ``path`` holds no weights, or ``init_map`` names tensors that do not exist.

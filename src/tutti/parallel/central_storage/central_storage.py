@@ -118,8 +118,8 @@ class CentralStorageSync(AllReduceSync):
 
         Returns:
             A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
-            of the whole gradient before clipping, whether it is finite, and whether a rank asks to stop; equal on all
-            ranks.
+            of the whole gradient before clipping, whether the gradient is finite, and whether a rank asks to stop;
+            equal on all ranks.
 
         Raises:
             UsageError: there are several ranks, and the script has written parameters since the last update.
@@ -158,12 +158,14 @@ class CentralStorageSync(AllReduceSync):
 
         All ranks of a node share one copy of the parameters in the node's memory; every parameter has one owner, the
         rank that updates it. Gradients are scaled so that the norm of the whole gradient is at most the run's clipping
-        norm, if it has one. Then each rank steps its optimizer, on accelerators in host memory. Collective: after a
-        barrier all ranks see the updates of all owners; on accelerators each rank then copies all parameters to its
-        device. Where the gradient is not finite no rank updates, and the ranks all-gather the names of its parameters.
+        norm, if the run has one. Then each rank steps its optimizer, on accelerators in host memory. Collective: after
+        a barrier all ranks see the updates of all owners; on accelerators each rank then copies all parameters to its
+        device. Where the gradient is not finite no rank updates, and the ranks all-gather the names of the parameters
+        concerned.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
+                finite.
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
@@ -245,9 +247,9 @@ class CentralStorageSync(AllReduceSync):
         The gradient noise scale is measured with these gradients. Not collective.
 
         Returns:
-            An ``OwnGradients`` with a list of the trained parameters. On a single CPU rank it also has the optimizer
-            that updates them; elsewhere its ``optimizers`` is empty, because a rank has the optimizer state of a part
-            of the parameters only, or has it in host memory.
+            An ``OwnGradients`` with a list of the trained parameters. On a single CPU rank ``optimizers`` has the
+            optimizer that updates these parameters; elsewhere its ``optimizers`` is empty, because a rank has the
+            optimizer state of a part of the parameters only, or has it in host memory.
         """
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())

@@ -199,7 +199,7 @@ class AllReduceSync:
 
         Args:
             worker: index of the logical worker.
-            part: the worker's sums of loss, count and metrics; None if it had no samples on this rank.
+            part: the worker's sums of loss, count and metrics; None if the worker had no samples on this rank.
         """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
@@ -242,11 +242,12 @@ class AllReduceSync:
         """Clip the gradients and step this rank's optimizers; skip the update where a gradient is not finite.
 
         Called on every data rank after ``reduce_gradients``; all ranks make the same update. Gradients are scaled so
-        that their norm is at most the run's clipping norm, if it has one. Collective where an optimizer gathers whole
-        tensors, and for a skipped update, which all-gathers the names of its non-finite parameters.
+        that their norm is at most the run's clipping norm, if the run has one. Collective where an optimizer gathers
+        whole tensors, and for a skipped update, which all-gathers the names of its non-finite parameters.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
+                finite.
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:

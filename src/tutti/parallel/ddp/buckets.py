@@ -186,13 +186,13 @@ class Tail:
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         """Write this rank's numbers that are summed behind the gradients: loss sums, flags and digests of the step.
 
-        In order: four digests (small hashes by which ranks find that they are in different steps), loss, count and
+        In order: four digests (small hashes by which ranks find that they are in different steps), loss, count, six
         metrics, a stop flag, and for each parameter a flag that says whether it had a gradient. In reproducible mode
         each logical worker (one of N fixed shares of the global batch) contributes such numbers in place of the rank.
         Does not wait for the device.
 
         Args:
-            tail: (size,), the end of the last bucket's flat vector, written in place.
+            tail: (13 + number of parameters,), the end of the last bucket's flat vector, written in place.
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
@@ -216,8 +216,8 @@ class Tail:
         """Parse the numbers that were summed over ranks behind the gradients of the last bucket.
 
         Args:
-            tail: the sums over all ranks, on the host: digests of the step, loss, count, metrics, stop flag and a flag
-                for each parameter, as ``fill`` writes them; ``size`` numbers.
+            tail: the sums over all ranks, on the host, in the order in which ``fill`` writes: four digests of the step,
+                loss, count, six metrics, stop flag, and a flag for each parameter; 13 + number of parameters.
 
         Returns:
             A ``ReducedSums``: sums of loss, count (samples or tokens) and metrics; whether a rank asks to stop

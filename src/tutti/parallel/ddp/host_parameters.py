@@ -82,8 +82,8 @@ class HostParameters:
         accelerator's tensor again, and every ``.grad`` is None.
 
         Yields:
-            A dictionary, empty within the context. After the exit it has the gradients that the reducer has set, on the
-            host, by parameter; parameters with ``.grad`` None have no entry.
+            A dictionary, empty within the context. After the exit the dictionary has the gradients that the reducer has
+            set, on the host, by parameter; parameters with ``.grad`` None have no entry.
         """
         received: dict[nn.Parameter, Tensor] = {}
         for parameter, home in self._homes.items():

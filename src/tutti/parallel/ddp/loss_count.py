@@ -31,7 +31,7 @@ class _Term(NamedTuple):
 
 
 def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
-    """Record on the autograd node of a loss that it is the mean over ``count`` targets.
+    """Record on the autograd node of a loss that the loss is the mean over ``count`` targets.
 
     ``loss_count``, which looks for the divisor of a mean loss in its autograd graph, then finds ``count``. Used for a
     cross-entropy that is computed in parts, whose graph has no node of PyTorch's own cross-entropy.
@@ -42,7 +42,7 @@ def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
         targets: number of all targets, with ignored ones.
 
     Returns:
-        ``loss`` itself; nothing is recorded where it needs no gradient.
+        ``loss`` itself; nothing is recorded where the loss needs no gradient.
     """
     if loss.grad_fn is not None:
         # The stubs of PyTorch call this property a method.

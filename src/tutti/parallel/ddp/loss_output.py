@@ -26,8 +26,8 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
 
     Args:
         outcome: a scalar (mean over the micro-batch's samples, or over the targets of a cross-entropy), ``(sum,
-            count)`` or ``(sum, count, metric_sums)`` with a mapping of metrics by name. In place of the mean or the sum
-            it may be a tensor (samples,) of one loss a sample.
+            count)`` or ``(sum, count, metric_sums)`` with a mapping of metrics by name. In place of the mean or of the
+            sum a tensor (samples,) of one loss a sample is allowed.
         micro_batch: the micro-batch that the loss was computed on.
 
     Returns:

@@ -45,8 +45,8 @@ class Reducer(Protocol):
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
-            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet, as on all
-                pipeline stages but the last.
+            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet, as on
+                all pipeline stages but the last.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -69,7 +69,7 @@ class Reducer(Protocol):
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
-            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
@@ -80,7 +80,7 @@ class Reducer(Protocol):
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
-                global batch); None if it had no samples.
+                global batch); None if this rank had no samples.
 
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
@@ -263,7 +263,7 @@ class OverlappedReducer:
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
-                global batch); None if it had no samples.
+                global batch); None if this rank had no samples.
 
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
@@ -309,7 +309,7 @@ class OverlappedReducer:
         return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
 
     def squares(self) -> list[float]:
-        """Return the squared L2 norm of the gradients summed by ``finish`` on this rank, as a list of one number.
+        """Return the squared L2 norm of the gradients summed by ``finish`` on this rank, as a list of one Python float.
 
         Not collective. Parameters that another rank of the replica counts in the norm are left out. Where possible
         ``finish`` has computed the number, to save a synchronisation of host and accelerator.
@@ -395,7 +395,7 @@ class TreeReducer:
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
-            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples on this rank.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples on this rank.
         """
         if loss_sums is None and not self._begins:
             # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
@@ -425,8 +425,10 @@ class TreeReducer:
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
             and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``; ``.grad`` is None where not); sums for the variance of the workers' gradients, empty where the
-            variance is not measured (``own``).
+            (``used``; ``.grad`` is None where not). The sequence ``own`` is empty unless the gradient variance is
+            measured. Then ``own`` has a float for each parameter, Σ ‖G‖²/c over the workers, where G is a worker's
+            gradient of the parameter, without loss scale, and c the worker's count; and as last number how many workers
+            have c > 0.
 
         Raises:
             MismatchError: logical workers were in different steps, or ranks hold different parameters.
@@ -441,7 +443,7 @@ class TreeReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return one number for each trained parameter: the sum of squares of its ``.grad``, in the model's order.
+        """Return a list of one float for each trained parameter, in the model's order: the sum of squares of ``.grad``.
 
         Not collective. The number is 0 for a parameter without a gradient, and for one that another rank of the replica
         counts in the norm. Added up with exact rounding, the numbers give the same norm for any partition of the model
@@ -541,7 +543,7 @@ def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Ten
     Args:
         squares: sums of squares of the worker's gradients, one for each parameter.
         step_context: the step under way, with the loss scale that the gradients contain.
-        loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
+        loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
 
     Returns:
         A float64 vector of one number more than ``squares``, to be summed over the workers by the caller: first each
@@ -610,7 +612,7 @@ def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
 
     Args:
         comm: the ranks to compare.
-        step_context: the step under way on this rank; its ``settings`` is a text of them.
+        step_context: the step under way on this rank; ``settings`` in it is a text of these settings.
 
     Raises:
         MismatchError: the settings differ on some rank; raised on every rank.
@@ -637,8 +639,8 @@ def layout_key(trainable: Named) -> int:
 def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
     """Return a hash of parameters' names, global shapes, dtypes and order, the same integer in every process.
 
-    Ranks compare it to find models that differ. For parameters of which a rank holds a shard, whose own shapes differ
-    between ranks, the caller gives the shapes of the full parameters.
+    Ranks compare the integer to find models that differ. For parameters of which a rank holds a shard, whose own shapes
+    differ between ranks, the caller gives the shapes of the full parameters.
 
     Args:
         tensors: (name, global shape, dtype) of each parameter, in order.

@@ -135,7 +135,7 @@ class SharedReducer:
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
-                global batch); None if it had no samples.
+                global batch); None if this rank had no samples.
 
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
@@ -210,7 +210,7 @@ class SharedReducer:
 
         Not collective: ``finish`` has computed the number along with the sums. Where a replica spans several ranks
         (pipeline, tensor parallelism), the caller adds up the numbers of its ranks; a parameter that two ranks hold is
-        counted on one of them.
+        counted on one rank only.
         """
         return [self._square]
 
@@ -273,7 +273,7 @@ def shared_buckets(
         borrowed: for each parameter whether another rank of the replica counts it in the norm; None: none is.
 
     Returns:
-        For each bucket a list of indices into ``sizes``.
+        For each bucket a list of indices into ``sizes``, in the order of the bucket's memory: last parameter first.
 
     >>> shared_buckets([(40, "f"), (40, "f"), (8, "f")], owners=[0, 1, 0])
     [[2, 0], [1]]

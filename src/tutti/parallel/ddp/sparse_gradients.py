@@ -74,7 +74,7 @@ class SparseReducer:
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
-            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if they are not known yet.
+            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet.
         """
         self._armed = True
         self._reducer.prepare_for_backward(step_context, loss_sums)
@@ -106,7 +106,7 @@ class SparseReducer:
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the worker; calls come in increasing order.
-            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
 
         Raises:
             UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows.
@@ -124,7 +124,7 @@ class SparseReducer:
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
-                global batch); None if it had no samples.
+                global batch); None if this rank had no samples.
 
         Returns:
             A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)

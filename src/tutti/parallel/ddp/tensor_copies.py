@@ -14,10 +14,10 @@ def share_whole_gradients(whole: Iterable[nn.Parameter], comm: Communicator) -> 
     """Broadcast the gradients of parameters that are not split from the first tensor-parallel rank into ``.grad``.
 
     Every tensor rank holds a copy of such a parameter, and the copies must stay equal. The order in which a backend
-    adds the gradients of the data ranks depends on their place in the message, which slices of unequal sizes move, and
-    on the ranks' links. The sums of two tensor ranks then differ by rounding, and so would their copies of the
-    parameter, more in each step. Collective over the tensor ranks: one broadcast a dtype. Where ``.grad`` is None it
-    stays None; sparse gradients and frozen parameters are left out.
+    adds the gradients of the data ranks depends on a gradient's place in the message, which differs between tensor
+    ranks with slices of unequal sizes, and on the links between the ranks. The sums of two tensor ranks then differ by
+    rounding, and so would their copies of the parameter, more in each step. Collective over the tensor ranks: one
+    broadcast a dtype. Where ``.grad`` is None it stays None; sparse gradients and frozen parameters are left out.
 
     Args:
         whole: this rank's parameters, or its rows of parameters, that are not split over the tensor ranks.

@@ -38,8 +38,8 @@ def wrapped_modules(
         The modules, in the reverse order of ``model.modules()``; an empty list if nothing fits.
 
     Raises:
-        UsageError: ``choice`` has a name that is neither a module's nor a class's in the model, or it selects an
-            ``nn.ModuleList``, ``ModuleDict``, ``ParameterList`` or ``ParameterDict``, which has no forward.
+        UsageError: ``choice`` has a name that is neither a module's nor a class's in the model, or ``choice`` selects
+            an ``nn.ModuleList``, ``ModuleDict``, ``ParameterList`` or ``ParameterDict``, which has no forward.
     """
     found = _named(model, choice) if tuple(choice) != ("auto",) else _stacked(model, closed) or _large(model, closed)
     chosen = {id(module) for module in found if _apart(model, module)}

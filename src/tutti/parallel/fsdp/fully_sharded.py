@@ -262,8 +262,8 @@ class FullySharded:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         The ``.grad`` of the FSDP2-sharded model's parameters are DTensors, which the script may read and edit. Most
-        reads of the ``.grad`` of the optimizer's rows raise, since its norm would cover this rank's rows only. Not
-        collective.
+        reads of the ``.grad`` of the optimizer's rows raise: a norm of them, say, would cover this rank's rows only.
+        Not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the

@@ -365,7 +365,8 @@ class ShardedSync:
 
         Args:
             worker: unused.
-            part: sums of the worker's losses and metrics over its samples; None if it had no samples on this rank.
+            part: sums of the worker's losses and metrics over its samples; None if the worker had no samples on this
+                rank.
         """
         self._counting.add(part)
 
@@ -374,11 +375,11 @@ class ShardedSync:
 
         The shard ranks hold one copy of the parameters together, each some rows of every parameter. The count is of
         samples or tokens, as the loss function reports it. Collective over all ranks. Afterwards the ``.grad`` of this
-        rank's rows is the gradient of the mean loss over the global batch, not yet clipped; it is None for a parameter
-        for which no rank computed a gradient.
+        rank's rows is the gradient of the mean loss over the global batch, not yet clipped; ``.grad`` is None for a
+        parameter for which no rank computed a gradient.
 
         Args:
-            step_context: the step under way, with its number and loss scale, by which gradients are divided.
+            step_context: the step under way, with its number, and with the loss scale that gradients are divided by.
 
         Returns:
             A ``StepStats``, equal on all ranks: loss and metrics as means over the global batch, the count of samples
@@ -421,11 +422,12 @@ class ShardedSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters (ZeRO stage 1).
 
-        Gradients are scaled so that their norm is at most the run's clipping norm, if it has one. Called on all ranks.
-        With FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates.
+        Gradients are scaled so that their norm is at most the run's clipping norm, if the run has one. Called on all
+        ranks. With FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
+                finite.
             step_context: the step under way; its ``lr_factor`` multiplies the optimizers' initial learning rates.
 
         Returns:
@@ -665,7 +667,7 @@ class ShardedSync:
         return [*(seen for rows, seen in self._pairs() if rows.parameter in own or seen in own), *uncut]
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return what the optimizers update on this rank, as detached tensors: its rows of all trained parameters.
+        """Return this rank's rows of all trained parameters, which the optimizers update, as detached tensors.
 
         The result is a list in the order of ``named_trained()``; the tensors share memory with the rows. A parameter
         that is not yet sharded, because the script has unfrozen it after a forward of this step, is there in full, at
@@ -845,8 +847,8 @@ class ShardedSync:
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True since the last call; at least
                 one.
-            late: True if a forward of this step has already used these parameters unsharded; they are then sharded
-                after its backward.
+            late: True if a forward of this step has already used these parameters unsharded; these are then sharded
+                after the step's backward.
 
         Raises:
             UsageError: the optimizer steps on whole tensors, gathered from the ranks' rows; parameters cannot be added

@@ -282,7 +282,7 @@ class ShardingEngine(Protocol):
 
 
 def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
-    """Return, for each parameter sharded by rows, its full shape and the region of it that each rank holds.
+    """Return, for each parameter sharded by rows, the shape before sharding and the region that each rank holds.
 
     Optimizers that need whole tensors, such as those with matrix preconditioners, gather tensors by these descriptions.
     Nothing is gathered here.
@@ -292,9 +292,10 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
         comm: the ranks that each hold a contiguous block of rows (of the first dimension).
 
     Returns:
-        One ``GatheredTensor`` for each of ``rows``, in order. It has the row tensor, its shape, the shape of the tensor
-        that the rows are cut from, and for each rank a list of that rank's regions in it: one tuple of slices, one for
-        each dimension, or an empty list for a rank without rows.
+        One ``GatheredTensor`` for each of ``rows``, in order: ``parameter``, the row tensor; ``local``, the shape of
+        the row tensor; ``shape``, the shape of the tensor that the rows are cut from (under tensor parallelism this
+        rank's slice); and ``regions``, for each rank a list of the regions of that tensor that the rank holds: a single
+        tuple with one ``slice`` for each dimension, or an empty list for a rank without rows.
     """
     found = []
     for sharded in rows:
@@ -313,7 +314,7 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
 def local_rows(
     name: str, parameter: nn.Parameter, spec: ShardSpec, local: Sequence[int], comm: Communicator
 ) -> ShardedParameter:
-    """Describe this rank's rows of a parameter: their name, shape, and offset in the full parameter.
+    """Describe this rank's rows of a parameter: the parameter's name, the rows' shape and offset in the parameter.
 
     Nothing is cut or copied here. The ranks of ``comm`` hold contiguous blocks of the first dimension.
 
@@ -322,7 +323,7 @@ def local_rows(
         parameter: this rank's rows, already cut.
         spec: global shape and offset of the tensor that the rows are cut from.
         local: shape of that tensor, which is a tensor slice under tensor parallelism; () for a 0-d parameter.
-        comm: the ranks that share its rows.
+        comm: the ranks that share the rows of the parameter.
 
     Returns:
         A ``ShardedParameter`` for optimizers and checkpoints: ``name``, ``parameter``, the offset of the rows in the
@@ -580,7 +581,7 @@ class ZeroSharding:
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: in ZeRO stage 1 the model has the same parameters during a forward; it needs no placeholders.
+        """Do nothing: in ZeRO stage 1 the model has the same parameters during a forward, without placeholders.
 
         With FSDP2 this puts placeholders for the sharded gradients into the ``.grad`` of the unsharded parameters.
         """
@@ -603,7 +604,8 @@ class ZeroSharding:
     def gradient_meter(self) -> None:
         """Return None: ZeRO stage 1 needs no measurement of this rank's own gradients during backward.
 
-        Backward leaves them unreduced in the ``.grad`` of the full parameters, where the caller can read them.
+        Backward leaves these gradients, unreduced, in the ``.grad`` of the full parameters, where the caller can read
+        them.
         """
 
     def apply_edits(self) -> None:

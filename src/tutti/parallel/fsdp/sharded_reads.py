@@ -162,9 +162,9 @@ class ShardedReads(ScriptMode):
     def script_code(self) -> Iterator[None]:
         """Return a context in which the script's reads and writes of FSDP2-sharded parameters are checked.
 
-        It is a PyTorch function mode around the script's own code, such as its loss function. After ``end`` has been
-        called (at the first update) the context does nothing, unless the script has asked for sizes of this rank's rows
-        or used their values.
+        The context is a PyTorch function mode around the script's own code, such as its loss function. After ``end``
+        has been called (at the first update) the context does nothing, unless the script has asked for sizes of this
+        rank's rows or used their values.
 
         Raises:
             UsageError: within the context, an operation cannot take the parameters as they are outside of the model's

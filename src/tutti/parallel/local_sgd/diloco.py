@@ -81,7 +81,8 @@ class DiLoCoSync(LocalSGDSync):
         Collective where a gradient was non-finite: an all-gather of the parameters' names.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
+                finite.
             step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
@@ -140,7 +141,7 @@ class DiLoCoSync(LocalSGDSync):
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
         In DiLoCo each logical worker, a fixed share of the global batch, has its own parameters, inner optimizer and
-        buffers, and an outer optimizer steps along their mean change.
+        buffers, and an outer optimizer steps along the mean change of the workers' parameters.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers

@@ -156,7 +156,7 @@ class LocalSGDSync:
         self._put(worker)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Step a logical worker's own optimizer with its clipped gradient; skip the step if it is not finite.
+        """Step a logical worker's own optimizer with the clipped gradient; skip the step if the gradient is not finite.
 
         A logical worker is one of N fixed shares of the global batch. In a synchronous step (the first ones of
         post-local SGD) no optimizer steps here: the gradient is added to the sum over all workers. Loss sums are added
@@ -165,7 +165,8 @@ class LocalSGDSync:
 
         Args:
             worker: index of the logical worker.
-            part: the worker's sums of loss, count and metrics over its samples in this step; None if it had no samples.
+            part: the worker's sums of loss, count and metrics over its samples in this step; None if the worker had no
+                samples.
         """
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
@@ -233,7 +234,8 @@ class LocalSGDSync:
         where a gradient was non-finite: an all-gather of the parameters' names.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
+                finite.
             step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
@@ -324,9 +326,9 @@ class LocalSGDSync:
     def load(self, saved: SavedState) -> None:
         """Restore every logical worker's parameters, optimizer state and buffers from a checkpoint. Not collective.
 
-        In local SGD each logical worker, a fixed share of the global batch, has its own. Where the checkpoint was saved
-        with another number of workers, or by another strategy, all workers start from its merged model and the state in
-        its group ``optim``.
+        In local SGD each logical worker is a fixed share of the global batch with a model copy of its own. Where the
+        checkpoint was saved with another number of workers, or by another strategy, all workers start from the
+        checkpoint's merged model and the state in the group ``optim``.
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.

@@ -206,7 +206,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Args:
             worker: index of the logical worker.
-            part: the worker's sums of loss, count and metrics in this step; None if it had no samples.
+            part: the worker's sums of loss, count and metrics in this step; None if the worker had no samples.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):

@@ -92,8 +92,9 @@ class RequestHandler(Protocol):
             request: one of these requests, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply (an ``Answer``); None if the request has to wait for requests of other logical workers (shares of
-            the global batch). In this case the server calls ``handle`` again later with the same request.
+            The reply, an ``Answer``: a status, floats, and whether the server's current parameters are sent with the
+            reply. None if the request has to wait for requests of other logical workers (shares of the global batch).
+            In this case the server calls ``handle`` again later with the same request.
         """
 
     def forget(self) -> None:
@@ -168,10 +169,11 @@ class SyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply (an ``Answer``). None for a SUM while pushes of other logical workers (shares of the global batch)
-            or ranks are missing, or while its rank is 256 steps ahead of another; the server later calls ``handle``
-            again with the same request. A PUSH gets the status LATE if its step has already been summed without its
-            gradient. Other kinds of request get the status REFUSED.
+            The reply, an ``Answer``: a status, floats, and whether the server's current parameters are sent with the
+            reply. None for a SUM while pushes of other logical workers (shares of the global batch) or of other ranks
+            are missing, or while the requesting rank is 256 steps ahead of another rank; the server later calls
+            ``handle`` again with the same request. A PUSH gets the status LATE if the sum of the pushed step has
+            already been made without the pushed gradient. Other kinds of request get the status REFUSED.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)
@@ -310,12 +312,12 @@ class AsyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply (an ``Answer``). Its floats ``extras`` are five: the staleness of the push; the updates lost in
-            restores; the step after which all workers stop, or -1; 1 if the worker may begin its next step, else 0; the
-            steps of all workers divided by the number of workers. None for a PULL with the flag WAIT while the worker
-            is further ahead of the slowest than the staleness bound allows; the server later calls ``handle`` again
-            with the same request. The status is REFUSED for a non-finite gradient, and, without floats, for other kinds
-            of request.
+            The reply, an ``Answer`` with a status and floats. The floats (``extras``) are five: the staleness of the
+            push; the updates lost in restores; the step after which all workers stop, or -1; 1 if the worker may begin
+            its next step, else 0; the steps of all workers divided by the number of workers. None for a PULL with the
+            flag WAIT while the worker is further ahead of the slowest than the staleness bound allows; the server later
+            calls ``handle`` again with the same request. The status is REFUSED for a non-finite gradient, and, without
+            floats, for other kinds of request.
         """
         header = request.header
         if header.kind == PULL:

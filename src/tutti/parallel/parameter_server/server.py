@@ -126,7 +126,7 @@ class Server:
         self._socket.bind(job.endpoint)
 
     def run(self) -> None:
-        """Receive and answer the requests of all ranks to this parameter server, until no rank needs it any more.
+        """Receive and answer the requests of all ranks to this parameter server, until no rank needs the server.
 
         The call returns only after the signal ``RETIRE`` (SIGTERM), once no rank is connected; otherwise the process is
         killed, or ends with its parent. A request that must wait for requests of other logical workers (fixed shares of
@@ -279,9 +279,10 @@ class Server:
 
 
 def serve(job: ServerJob) -> None:
-    """Build a parameter server, and answer requests of the ranks until it is told to end and no rank is connected.
+    """Build a parameter server, and answer requests until the server is told to end and no rank is connected.
 
-    A server process runs this function alone, and ends with it. The signal SIGTERM tells the server to end.
+    A server process runs only this function, and ends when the function returns. The signal SIGTERM tells the server to
+    end.
 
     Args:
         job: configuration of the server: how it makes its part of the parameters, where it listens, and which ranks may

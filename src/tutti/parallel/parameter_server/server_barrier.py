@@ -64,12 +64,13 @@ class ServerBarrier:
         Args:
             leaf: index of the worker or rank, below the constructor's ``leaves``.
             clock: number of the step.
-            vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if they are to be kept.
+            vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if the gradients are to
+                be kept.
             totals: loss sums and digests (hashes by which ranks in different steps are found), (k,) float64.
 
         Returns:
-            True if the gradients are part of the sum. False if they are dropped: the step's sum has been made, or they
-            have been pushed before.
+            True if the gradients are part of the sum. False if the gradients are dropped, because the step's sum has
+            been made already or ``leaf`` has pushed before in this step.
 
         Raises:
             ValueError: the step is later than the one under way, so that this server has missed some.

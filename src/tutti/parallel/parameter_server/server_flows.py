@@ -121,9 +121,9 @@ def sync_step_flows(plan: ServerPlan, servers: int, leaves: int, settings: int) 
 def async_step_flows(plan: ServerPlan, servers: int, settings: int, push: int, fetch: int) -> list[ServerFlow]:
     """Predict the traffic of one logical worker with asynchronous parameter servers in a step. Pure arithmetic.
 
-    A logical worker is one of N fixed shares of the global batch. In each step it makes one request ``push`` to every
-    server, which may carry gradients and be answered with parameters. Further requests, with which a worker that is too
-    many steps ahead of the slowest one waits (bounded staleness), are not in the list.
+    A logical worker is one of N fixed shares of the global batch. In each step the worker makes one request ``push`` to
+    every server; the request may carry gradients, and the reply parameters. Further requests, with which a worker that
+    is too many steps ahead of the slowest one waits (bounded staleness), are not in the list.
 
     Args:
         plan: partition of the parameters over the servers, which gives the bytes of the tensors.

@@ -256,7 +256,7 @@ class ServerSession:
         """Whether the model can compute directly with the buffer that servers write updated parameters into.
 
         True if servers and ranks share memory and the device of this rank is the CPU. The model's parameters can then
-        be views of the buffer (``values``), with no copy after a reply; otherwise they are copied to the device.
+        be views of the buffer (``values``), with no copy after a reply; otherwise the values are copied to the device.
         """
         return self._segment is not None and self.comm.device.type == "cpu"
 
@@ -327,7 +327,7 @@ class ServerSession:
                 read.
 
         Returns:
-            For each server the number of updates that it has made so far, in the servers' order.
+            A list with, for each server in order, the number of updates that the server has made so far.
 
         Raises:
             UsageError: the saved optimizer state is larger than a server accepts.
@@ -413,7 +413,7 @@ def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
     """All-gather over the data ranks which logical workers each rank computes.
 
     A logical worker is one of N fixed shares of the global batch; one rank can compute several in turn. Where a rank
-    computes its workers in one batch, as if they were one worker, its range has the first of them only.
+    computes its workers in one batch, as if they were one worker, the rank's range has the first of these workers only.
 
     Args:
         run_context: communicators and settings of the run, with this rank's own range (``mine``).

@@ -77,14 +77,14 @@ class StalenessTracker:
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
         """Record a request of a logical worker to this server: its number of steps, and the time of the request.
 
-        A logical worker is a share of the global batch that steps by itself. Its lease, the time without a request
-        after which it counts as gone, begins anew. The very first request sets the steps of all workers. After a
-        restore of the server, ``seen`` shows how many updates were lost.
+        A logical worker is a share of the global batch that steps by itself. The worker's lease, the time without a
+        request after which the worker counts as gone, begins anew. The very first request sets the steps of all
+        workers. After a restore of the server, ``seen`` shows how many updates were lost.
 
         Args:
             worker: index of the logical worker.
             clock: steps that the worker has pushed.
-            seen: version of the worker's parameters: the number of updates that they contain.
+            seen: version of the worker's parameters: the number of updates that these parameters contain.
         """
         if all(known is None for known in self._clocks):
             self._clocks = [clock] * len(self._clocks)

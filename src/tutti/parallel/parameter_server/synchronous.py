@@ -108,7 +108,7 @@ class ServerReducer:
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the logical worker.
-            loss_sums: the worker's ``[loss, count, *metrics]``; None if it had no samples.
+            loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
         """
         if self._by_worker:
             self._push(step_context, worker, loss_sums)
@@ -136,18 +136,22 @@ class ServerReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Push gradients that are left, and wait until the parameter servers have summed the pushes of all ranks.
 
-        Every rank has to call ``finish``, because the servers wait for all pushes; with b backup workers they do not
-        wait for the b latest pushes, and leave them out. The summed gradients stay on the servers.
+        Every rank has to call ``finish``, because the servers wait for all pushes; with b backup workers the servers do
+        not wait for the b latest pushes, and leave these out of the sum. The summed gradients stay on the servers.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
-                global batch); None if they had no samples.
+                global batch); None if these workers had no samples. Unused where ``collect`` pushes worker by worker.
 
         Returns:
-            A ``ReducedSums`` over all pushes that the servers have summed: loss, count (samples or tokens) and metrics;
-            whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient (``used``); sums
-            for the variance of the workers' gradients, empty where the variance is not measured (``own``).
+            A ``ReducedSums``, a named tuple of sums over all pushes that the servers have counted: floats ``loss`` and
+            ``samples`` (number of samples or tokens), a list ``metrics`` of six floats, and ``stop``, whether any rank
+            asks to stop. The list ``used`` has a bool for each trained parameter, in the model's order: whether any
+            rank had a gradient. The sequence ``own`` is empty unless the gradient variance is measured. Then ``own``
+            has a float for each trained parameter, Σ ‖G‖²/c over the logical workers, where G is a worker's gradient
+            of the parameter, without loss scale, and c the worker's count; and as last number how many workers have
+            c > 0.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -302,7 +306,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         ranks.
 
         Args:
-            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
+                finite.
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
@@ -357,8 +362,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
         Returns:
             A ``StepStats``: means of loss and metrics over the global batch (over the summed pushes with backup
-            workers), the count (samples or tokens), the L2 norm of the whole gradient before clipping, whether it is
-            finite, and whether a rank asks to stop.
+            workers), the count (samples or tokens), the L2 norm of the whole gradient before clipping, whether this
+            gradient is finite, and whether a rank asks to stop.
 
         Raises:
             UsageError: the script has written parameters since the last update.

@@ -108,9 +108,9 @@ class PipelineLayout:
             closed: names of modules that no cut may go through.
 
         Returns:
-            A list of this rank's virtual stages, in the model's order: each with its module and the names of the values
-            that it receives and sends. Then a ``StageOwnership``, which says for each parameter and buffer of the model
-            which stages hold it; None where there is one stage only.
+            A pair. First a list of this rank's virtual stages, in the model's order: each with its module and the names
+            of the values that the stage receives and sends. Second a ``StageOwnership``, which says for each parameter
+            and buffer of the model which stages hold it; None where there is one stage only.
 
         Raises:
             MismatchError: the ranks have built different models.
@@ -500,7 +500,7 @@ class PipelineRunner(ReplicaPart):
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
         """Run one pipeline stage's forward of a micro-batch: receive activations, compute, start to send the results.
 
-        The user's loss function reaches this method when it calls its model. The method blocks until the previous
+        This method runs when the user's loss function calls the model. The method blocks until the previous
         stage's activations have arrived.
 
         Args:

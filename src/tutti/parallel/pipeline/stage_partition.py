@@ -102,8 +102,8 @@ def find_stage_partition(
 ) -> StagePartition:
     """Partition a model into pipeline stages, as evenly as possible, or before the modules that ``begins`` names.
 
-    Cuts lie between the modules that the model's forward calls. They lie inside of a module only where ``begins`` names
-    one of its submodules, or where stages would otherwise be too uneven.
+    Cuts lie between the modules that the model's forward calls. A cut lies inside of a module only where ``begins``
+    names a submodule of the module, or where stages would otherwise be too uneven.
 
     Args:
         plain: the whole model; it stays as it was.

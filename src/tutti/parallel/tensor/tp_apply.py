@@ -258,8 +258,8 @@ def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
     """Return the names of modules, such as attention, whose unchanged forward runs on this rank's heads or features.
 
-    They have the role ``within`` in the tensor-parallel plan. The forward is the user's code, and the layers in it are
-    split; a graph trace must treat such a module as one operation.
+    These modules have the role ``within`` in the tensor-parallel plan. The forward is the user's code, and the layers
+    in it are split; a graph trace must treat such a module as one operation.
 
     Args:
         plan: entries of the tensor-parallel plan, one for each module that does not stay whole.
