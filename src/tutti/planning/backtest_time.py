@@ -579,10 +579,10 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
 
 
 def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the final loss of the tenth of the training runs with most training FLOP from the other runs.
+    """Predict the final losses of the largest 10 % of the training runs, by training FLOP, from the other 90 %.
 
-    The law L = E + A/N^α + B/D^β, for N parameters and D = FLOP/(6 N) tokens, is fitted to the smaller runs. At least
-    20 runs are needed.
+    The law L = E + A/N^α + B/D^β, for N parameters and D = FLOP/(6 N) tokens, is fitted to the smaller runs. With fewer
+    than 20 runs nothing is predicted.
 
     Args:
         rows: one row for each training run: model size, training FLOP and final loss, as tables of the kind ``scaling

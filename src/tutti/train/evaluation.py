@@ -175,15 +175,17 @@ def described(held_out: Blocks) -> str:
 def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:
     """Yield the held-out samples that this data rank evaluates, as tuples (block number, micro-batch on the device).
 
-    A block is a list of samples that is evaluated as one batch. Blocks are numbered from 0 over all ranks. Collective
-    over all ranks for a stream, whose samples are compared.
+    A block is a list of samples that is evaluated as one batch. Blocks are numbered from 0 over all ranks. Not
+    collective for data sets with indices. Of a stream (an iterable of samples), which every rank reads whole, all ranks
+    compare digests of some blocks and the number of samples; they must all exhaust the iterator.
 
     Args:
         run: the training run whose model is evaluated.
         held_out: the samples, divided into blocks: the result of ``in_blocks``.
         ranks: number of data ranks.
         rank: index of this data rank.
-        even: give every rank equally many blocks, padded with dummy micro-batches, which have no samples.
+        even: give every rank equally many blocks, padded with dummy micro-batches: block number 0, a batch of real
+            samples to compute with, and ``samples`` 0, so that the caller leaves their loss out.
     """
     if isinstance(held_out, HeldOutStream):
         return held_out.micro_batches(ranks, rank, run.feed.place, even, run.context.comms.world)

@@ -111,10 +111,12 @@ def class_without_flop(func: Any) -> OperatorClass:
 def lacks_formula(func: Any) -> bool:
     """Return whether an operator that ``count_flop`` cannot count may still do FLOP, so that a total would be too low.
 
-    True for an operator with a product in its name, such as ``linalg_inv_ex``, and for a custom kernel.
+    True for a custom kernel (not of the namespaces ``aten``, ``prim`` and ``prims``), and for an operator of PyTorch
+    with a word such as ``mm``, ``conv``, ``lstm``, ``fft`` or ``linalg`` in its name, as in ``linalg_inv_ex``.
 
     Args:
-        func: the operator, an overload of ``torch.ops``.
+        func: the operator, an overload of ``torch.ops``, for which ``count_flop`` has no formula; others are not told
+            apart.
 
     >>> import torch
     >>> lacks_formula(torch.ops.aten.linalg_inv_ex.default), lacks_formula(torch.ops.aten.relu.default)
