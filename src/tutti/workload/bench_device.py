@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,8 +73,6 @@ _KEPT = 16
 """Results that a measurement of elementwise operators keeps: a guess at a forward's activations."""
 _LONG = 0.5
 """Seconds of a call beyond which no larger call is measured, so that a slow device does not take an hour (a guess)."""
-_MOST_BYTES = 2**28
-"""Bytes of an elementwise operator's tensor at most: ``_KEPT`` results take 4 GiB."""
 
 
 def bench_device(device: torch.device, found: Findings) -> None:
@@ -98,14 +96,7 @@ def bench_device(device: torch.device, found: Findings) -> None:
             partial(_convolution, n, shapes.channels, shapes.pixels, dtype, device) for n in shapes.convolution
         )
         _draw(f"device/convolution/{precision}", convolution, device, found)
-    points: list[CurvePoint] = []
-    for power in shapes.bytes:
-        if _took_long(points):
-            break
-        source = torch.ones(2**power, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        points.append(curve_point(2 * 2**power, time_calls(partial(target.copy_, source), device)))
-    found.draw("device/copy", "byte", points)
+    _draw("device/copy", (partial(_copy, 2**power, device) for power in shapes.bytes), device, found, "byte")
     _elementwise(device, shapes.bytes, found)
     one = torch.zeros(1, device=device)
     found.add("device/operation/seconds", "s", time_calls(lambda: one.add_(1), device, calls=100))
@@ -113,11 +104,6 @@ def bench_device(device: torch.device, found: Findings) -> None:
 
 def _shapes(device: torch.device) -> _Shapes:
     return _ON_ACCELERATORS if is_accelerator(device) else _ON_CPUS
-
-
-def _took_long(points: Sequence[CurvePoint], results: int = 1) -> bool:
-    """Whether the last call took ``_LONG``, which has ``results`` results, and there are points enough for a line."""
-    return len(points) > 1 and points[-1].seconds * results > _LONG
 
 
 def _elementwise(device: torch.device, powers: range, found: Findings) -> None:
@@ -129,22 +115,24 @@ def _elementwise(device: torch.device, powers: range, found: Findings) -> None:
     width = 128
 
     def draw(name: str, call: Callable[[Tensor, Tensor], Tensor], tensors: int) -> None:
-        points: list[CurvePoint] = []
-        for power in powers[:-1]:
-            if _took_long(points, _KEPT) or 2**power > _MOST_BYTES:
-                break
-            one, other = (torch.randn(2**power // 4 // width, width, device=device) for _ in range(2))
-            seconds = time_calls(partial(_keep_results, call, one, other), device)
-            points.append(curve_point(tensors * one.nbytes, [each / _KEPT for each in seconds]))
-        found.draw(f"device/{name}", "byte", points)
+        works = (partial(_kept, call, tensors, 2**power // 4 // width, width, device) for power in powers[:-1])
+        _draw(f"device/{name}", works, device, found, "byte", results=_KEPT)
 
     draw("elementwise", torch.add, 3)
     draw("transcendental", lambda one, _: functional.gelu(one), 2)
     draw("normalisation", lambda one, _: functional.layer_norm(one, (width,)), 2)
 
 
-def _keep_results(call: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor) -> list[Tensor]:
-    return [call(one, other) for _ in range(_KEPT)]
+def _kept(call: Callable[[Tensor, Tensor], Tensor], tensors: int, rows: int, width: int, device: torch.device) -> _Work:
+    """Return ``_KEPT`` calls whose results live together; each call moves so many tensors (rows, width)."""
+    one, other = (torch.randn(rows, width, device=device) for _ in range(2))
+    return float(tensors * one.nbytes), lambda: [call(one, other) for _ in range(_KEPT)]
+
+
+def _copy(size: int, device: torch.device) -> _Work:
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * size, partial(target.copy_, source)
 
 
 def bench_optimizer(device: torch.device, found: Findings) -> None:
@@ -166,8 +154,8 @@ def bench_optimizer(device: torch.device, found: Findings) -> None:
         found.draw(f"optimizer/{text.partition(':')[0]}", "parameter", points)
 
 
-_Work = tuple[float, Callable[[], Tensor]]
-"""FLOP of a call, and the call."""
+_Work = tuple[float, Callable[[], object]]
+"""Size of a call, in FLOP or bytes, and the call."""
 
 
 def _products(device: torch.device, precision: str, found: Findings) -> None:
@@ -185,15 +173,31 @@ def _products(device: torch.device, precision: str, found: Findings) -> None:
     torch.set_num_threads(threads)
 
 
-def _draw(name: str, works: Iterable[Callable[[], _Work]], device: torch.device, found: Findings) -> int:
-    """Measure calls in increasing size, two at least and up to one of ``_LONG`` seconds; return how many."""
+def _draw(
+    name: str,
+    works: Iterable[Callable[[], _Work]],
+    device: torch.device,
+    found: Findings,
+    unit: str = "FLOP",
+    results: int = 1,
+) -> int:
+    """Measure calls in increasing size, two at least and up to one of ``_LONG`` seconds or that memory cannot hold.
+
+    Each call has ``results`` results, and the curve has the seconds of one. Returns the number of points.
+    """
     points: list[CurvePoint] = []
     for make in works:
-        if _took_long(points):
+        if len(points) > 1 and points[-1].seconds * results > _LONG:
             break
-        flop, call = make()
-        points.append(curve_point(flop, time_calls(call, device)))
-    found.draw(name, "FLOP", points)
+        try:
+            size, call = make()
+            seconds = time_calls(call, device)
+        except torch.OutOfMemoryError:
+            if len(points) < 2:
+                raise
+            break
+        points.append(curve_point(size, [each / results for each in seconds]))
+    found.draw(name, unit, points)
     return len(points)
 
 

@@ -415,7 +415,7 @@ class CentralStorageSync(AllReduceSync):
                 where=f"rank {self._run_context.comms.replica.global_rank}",
                 why="the owners of parameters receive sums in host memory, and the rows of sparse gradients are on the "
                 "device",
-                remedy="set sparse=False, or take --strategy mirrored, --device cpu or a reproducible run",
+                remedy="set sparse=False, or take --strategy mirrored or --device cpu",
             )
         mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
         shared = attach_shared(named, run_context, owners=None if self._custom else mine, of_devices=True)
