@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from tutti.checkpoint.weights_hash import WeightsHash
 
+_ALL = 4
+"""Occasions up to this number are all compared, later ones if their number is a power of two (a guess): a script that
+clamps its weights after every update reads them once more for each comparison."""
 _WORDS = 1 << 16
 # SplitMix64, as in ``tutti.comm.random_keys.mix``; signed, because PyTorch computes with no unsigned 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -57,6 +60,31 @@ def tensor_digest(tensor: Tensor) -> Tensor:
         total += _mixed(piece + places[: len(piece)] + start).sum()
         begin += len(piece)
     return total
+
+
+def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
+    """Return ``tensor_digest`` of each tensor as a Python int, with one synchronisation of host and device for all.
+
+    Args:
+        tensors: tensors of one device, of any dtypes and shapes.
+    """
+    found = [tensor_digest(tensor) for tensor in tensors]
+    digests: list[int] = torch.stack(found).tolist() if found else []
+    return digests
+
+
+def is_compared(count: int) -> bool:
+    """Return whether the values of parameters are compared at the ``count``-th occasion: the first four, then 8, 16, …
+
+    A digest reads every parameter, so that one at every occasion would take too long.
+
+    Args:
+        count: number of the occasion, from 1.
+
+    >>> [count for count in range(1, 40) if is_compared(count)]
+    [1, 2, 3, 4, 8, 16, 32]
+    """
+    return count <= _ALL or not count & (count - 1)
 
 
 def _mixed(words: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.checkpoint.fingerprint import is_compared, tensor_digests
 from tutti.comm.random_keys import mix
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
@@ -19,9 +18,8 @@ from tutti.types import CustomLoopSync, LossFn, MicroBatch
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
-_ALL = 4
-"""Writes up to this number are all compared, later ones if their number is a power of two (a guess): a script that
-clamps its weights after every update reads them once more for each comparison."""
+_FIRST = 4
+"""Beginnings of epochs that are all compared."""
 
 
 _APART = 16
@@ -75,12 +73,11 @@ class WrittenParameters:
         """
         if self._seen():
             self._count += 1
-            if self._count > _ALL and self._count & (self._count - 1):
+            if not is_compared(self._count):
                 return 0
         elif not self._parameters or not (self._epoch_begins() or self._is_due()):
             return 0
-        digests = torch.stack([tensor_digest(p.data) for p in self._parameters]).tolist()
-        return (mix(*digests) >> 1) or 1
+        return (mix(*tensor_digests(p.data for p in self._parameters)) >> 1) or 1
 
     def _seen(self) -> bool:
         """Return whether a version says that the script has written a parameter since ``note``."""
@@ -89,7 +86,7 @@ class WrittenParameters:
     def _epoch_begins(self) -> bool:
         """Return whether the coming step is the first of an epoch, and the last such digest is not too near."""
         run = self._run
-        if run.at.batch or (self._epochs >= _ALL and run.taken < self._digested + _APART):
+        if run.at.batch or (self._epochs >= _FIRST and run.taken < self._digested + _APART):
             return False
         self._epochs, self._digested = self._epochs + 1, run.taken
         return True
@@ -175,9 +172,7 @@ class _Guard:
         return result
 
     def _digests(self) -> list[int]:
-        found: list[Tensor] = [tensor_digest(p.data) for _, p in self._parameters]
-        digests: list[int] = torch.stack(found).tolist() if found else []
-        return digests
+        return tensor_digests(p.data for _, p in self._parameters)
 
 
 def _plain_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:

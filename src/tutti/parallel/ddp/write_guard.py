@@ -8,17 +8,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.checkpoint.fingerprint import is_compared, tensor_digests
 from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_norm, tensor_version
 
 _BY_NORM = 2
 """Updates before which norms are compared, too, in a custom training loop."""
-_ALL = 4
-"""Notes up to this number have digests, later ones if their number is a power of two (a guess): a digest of parameters
-takes some 30 times as long as their norms.
-"""
 
 
 class WriteGuard:
@@ -48,9 +44,8 @@ class WriteGuard:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
         """
         self._notes += 1
-        digested = self._notes <= _ALL or not self._notes & (self._notes - 1)
         self._norms = _norms([p.data for _, p in named])
-        self._digests = _digests(named) if digested else None
+        self._digests = tensor_digests(p.data for _, p in named) if is_compared(self._notes) else None
         self._marks = _marks(named)
 
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
@@ -73,7 +68,9 @@ class WriteGuard:
             if before != now and not (before != before and now != now):
                 self._refuse(name, where)
         if self._digests is not None:
-            for (name, _), then, now in zip(named, self._digests, _digests(named), strict=True):
+            for (name, _), then, now in zip(
+                named, self._digests, tensor_digests(p.data for _, p in named), strict=True
+            ):
                 if then != now:
                     self._refuse(name, where)
         self._marks = _marks(named)
@@ -110,13 +107,6 @@ class WriteGuard:
 def _marks(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:
     """Return version and address of each parameter."""
     return [(tensor_version(p), p.data_ptr()) for _, p in named]
-
-
-def _digests(named: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
-    """Return a hash of the bytes of each parameter."""
-    found = [tensor_digest(p.data) for _, p in named]
-    values: list[int] = torch.stack(found).tolist() if found else []
-    return values
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[float]:
