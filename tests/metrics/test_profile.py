@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import tutti
 from tests import worlds
 from tutti.errors import DiskError
-from tutti.metrics.profile import PHASES, TABLE
+from tutti.metrics.profile import PHASES, TABLE, _table
 from tutti.train.step_windows import Window, phases
 from tutti.train.step_windows import profiled as profile_of
 
@@ -143,3 +144,18 @@ def failing() -> bool:
 
 def test_names_are_taken_away_after_an_error() -> None:
     assert worlds.run(1, failing) == [True]
+
+
+class Averages(list[Any]):
+    """Averages of a profile on an accelerator, where each phase is there for the host and for its kernels."""
+
+    def table(self, **_: object) -> str:
+        return " ".join(event.key for event in self)
+
+
+def test_a_phase_has_the_hosts_time_beside_that_of_its_kernels() -> None:
+    rows = [("forward", 8000.0), ("aten::mm", 5000.0), ("forward", 0.0)]
+    found = Averages(SimpleNamespace(key=key, cpu_time_total=time) for key, time in rows)
+    profiler: Any = SimpleNamespace(key_averages=lambda: found)
+    said = _table(profiler, 4, "self_device_time_total")
+    assert said.splitlines()[1].split()[:2] == ["forward", "2.000"] and said.strip().endswith("aten::mm")

@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import tutti
 from tests import worlds
 from tests.simulated_accelerator.build import DEVICE
+from tutti.config.train_config import TrainConfig
+from tutti.device import usable_cores
 from tutti.errors import UsageError
 from tutti.launcher import context
+from tutti.train.main import prepare_process
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -275,3 +278,30 @@ def test_an_action_gives_what_it_gives_on_the_cpu(name: str, ranks: int) -> None
     want = worlds.run_on("cpu", ranks, action, **arguments)
     got = worlds.run_on(DEVICE, ranks, action, **arguments)
     assert same(got, want), (got, want)
+
+
+def reproducibly() -> bool:
+    tutti.prepare(made(), "sgd:lr=0.1", data(), loss, batch_size=8, reproducible=True)
+    try:
+        return torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [(DEVICE, True), ("cpu", False)])
+def test_reproducible_runs_take_deterministic_kernels_of_an_accelerator(device: str, chosen: bool) -> None:
+    assert worlds.run_on(device, 1, reproducibly) == [chosen]
+
+
+def threads() -> int:
+    before = torch.get_num_threads()
+    try:
+        return prepare_process(TrainConfig(), context.current())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_half_of_the_cores_are_left_to_an_accelerator() -> None:
+    cores = usable_cores()
+    assert worlds.run_on(DEVICE, 1, threads) == [max(1, cores // 2)]
+    assert worlds.run_on("cpu", 1, threads) == [cores]
