@@ -718,11 +718,15 @@ class GradientSync(Protocol):
     Attributes:
         loss_normalisation: what backward divides losses by: ``step``, the samples of the global batch; ``worker``, the
             samples of each logical worker (fixed share of the global batch), which then makes updates of its own.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters.
         optimizers: the optimizers over this rank's parameters.
     """
 
     loss_normalisation: Literal["step", "worker"]
     """Samples over which a gradient is the mean: "step" the global batch, "worker" the worker's share of it."""
+
+    shares_parameters: bool
+    """Whether other ranks write into the memory of this rank's parameters (``central_storage`` on a CPU)."""
 
     optimizers: Sequence[Optimizer]
 

@@ -219,7 +219,10 @@ class BodyComparison:
     # --- writes of parameters --------------------------------------------------------------------------------------
 
     def _values(self) -> tuple[list[int], list[float] | None]:
-        """Return versions of the parameters, and in the first global batches the sum of each parameter's values."""
+        """Return versions of the parameters, and in the first global batches the sum of each parameter's values.
+
+        Without sums where other ranks write into the same memory: a change need not be this script's.
+        """
         values = self._sync.trained_tensors()
         trained = self._sync.script_parameters()
         versions = [tensor_version(p) for p in trained]
@@ -229,7 +232,7 @@ class BodyComparison:
             rest = [p for _, p in parameters(self._run.replica.parts) if p not in own]
             versions += [tensor_version(p) for p in rest]
             values = [*values, *(p.data for p in rest)]
-        if self._batches >= _COMPARED:
+        if self._batches >= _COMPARED or self._sync.shares_parameters:
             return versions, None
         return versions, [float(value.sum(dtype=widest_float(value.device))) for value in values]
 

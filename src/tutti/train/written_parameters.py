@@ -109,13 +109,15 @@ class WrittenParameters:
 
         Returns:
             The wrapped function in the first three calls of this method; ``loss`` itself afterwards, where this rank's
-            parameters see only one micro-batch a step, and where parameters are sharded or in pipeline stages.
+            parameters see only one micro-batch a step, where parameters are sharded or in pipeline stages, and where
+            other ranks write into the same memory, so that a change during a forward need not be the forward's.
         """
         run = self._run
         self._steps += 1
         counts = [len(micro_batches) for _, micro_batches in work]
         most = sum(counts) if run.gradient_sync.loss_normalisation == "step" else max(counts, default=0)
-        if self._steps > _GUARDED or most < 2 or run.context.grid.stage > 1 or run.replica.sharded:
+        apart = run.context.grid.stage > 1 or run.replica.sharded or run.gradient_sync.shares_parameters
+        if self._steps > _GUARDED or most < 2 or apart:
             return loss
         return _Guard(loss, _plain_parameters(run.replica.parts), run)
 

@@ -230,6 +230,36 @@ def written() -> list[str]:
         return [str(error).partition("parameter")[0]]
 
 
+def written_during_a_forward() -> str:
+    """Rank 1 writes into the shared parameters while rank 0 computes with them: the write is at fault, no forward."""
+
+    def slow(net: Any, batch: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return loss(net, batch)
+
+    run = tutti.prepare(
+        model(), "adam:lr=0.01", data(), slow if tutti.rank() == 0 else loss, strategy="central_storage", workers=4,
+        batch_size=16,
+    )  # fmt: skip
+    train(run, 1)
+    batch = next(iter(run.epoch(1)))
+    if tutti.rank() == 1:
+        time.sleep(0.15)
+        for parameter in run.model.parameters():
+            parameter.data.mul_(0.5)
+    try:
+        run.step(batch)
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(worlds.DEVICE != "cpu", reason="on accelerators every rank computes with a copy")
+def test_a_write_during_another_ranks_forward_is_refused_on_both() -> None:
+    for said in worlds.run(2, written_during_a_forward):
+        assert said.startswith("the script has written the parameter"), said
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_accelerator_computes_and_the_host_updates(size: int) -> None:

@@ -102,6 +102,7 @@ class CentralStorageSync(AllReduceSync):
                 return make_optimizer(self._owned)
 
         grad_hook = super().attach(replica, make)
+        self.shares_parameters = self._host is None and self._run_context.comms.replica.size > 1
         self._guard.note(self._guarded)
         return grad_hook
 

@@ -94,6 +94,7 @@ class AllReduceSync:
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
+    shares_parameters: bool = False
     accumulated = False
 
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:

@@ -94,6 +94,7 @@ class ShardedSync:
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
+    shares_parameters: bool = False
     by_worker = accumulated = False
 
     def __init__(self, config: RowsConfig, run_context: RunContext) -> None:

@@ -68,6 +68,7 @@ class LocalSGDSync:
     """
 
     loss_normalisation: Literal["step", "worker"] = "worker"
+    shares_parameters: bool = False
 
     def __init__(self, config: LocalSGDConfig, run_context: RunContext) -> None:
         self._period, self._run_context = config.period, run_context

@@ -68,6 +68,7 @@ class AsynchronousServerSync(RemoteGradients):
     """
 
     loss_normalisation: Literal["step", "worker"] = "worker"
+    shares_parameters: bool = False
     by_worker = True
 
     def __init__(self, config: ParameterServerConfig, run_context: RunContext) -> None:
