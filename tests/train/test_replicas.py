@@ -14,7 +14,7 @@ import tutti
 from tests import worlds
 from tests.faults.commands import complaint, write_task
 from tests.faults.commands import tutti as command
-from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.checkpoint.fingerprint import tensor_digest, tensor_digests
 from tutti.errors import MismatchError
 
 
@@ -230,6 +230,17 @@ def test_a_digest_is_of_the_bytes(dtype: torch.dtype) -> None:
                 other.view(torch.uint8)[place * dtype.itemsize + bit // 8] ^= 1 << bit % 8
                 seen.add(int(tensor_digest(other)))
         assert len(seen) == 1 + len({0, count // 2, count - 1} if count else ()) * (1 if dtype == torch.bool else 2)
+
+
+def test_digests_of_several_tensors_are_those_of_each() -> None:
+    torch.manual_seed(0)
+    sizes = [(0,), (1,), (7,), (5, 3), (64, 16), (65, 16), (300, 300)]
+    tensors = [torch.randn(size).to(dtype) for size in sizes for dtype in (torch.float64, torch.bfloat16, torch.bool)]
+    tensors += [torch.tensor(3.0), torch.randn(5, 7).t(), torch.arange(24, dtype=torch.uint8).view(2, 3, 4)[:, 1:]]
+    for count in (0, 1, len(tensors)):
+        assert tensor_digests(tensors[:count]) == [int(tensor_digest(tensor)) for tensor in tensors[:count]]
+    # More than are digested together.
+    assert tensor_digests(tensors * 4) == tensor_digests(tensors) * 4
 
 
 def test_changes_do_not_cancel() -> None:

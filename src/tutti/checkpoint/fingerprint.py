@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from tutti.checkpoint.weights_hash import WeightsHash
 _ALL = 4
 """Occasions up to this number are all compared, later ones if their number is a power of two (a guess): a script that
 clamps its weights after every update reads them once more for each comparison."""
-_WORDS = 1 << 16
+_WORDS = 1 << 15
+_SMALL, _TOGETHER = 1 << 13, 32
+"""Bytes of the largest tensor whose digest is computed together with those of others, and the most such tensors."""
 # SplitMix64, as in ``tutti.comm.random_keys.mix``; signed, because PyTorch computes with no unsigned 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
@@ -52,7 +55,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     if whole < len(data):
         words.append(torch.cat([data[whole:], data.new_zeros(8 - len(data) + whole)]).view(torch.int64))
     # Blocks that stay in a CPU's cache; an accelerator gets larger blocks, which means fewer kernel launches.
-    most = min(-(-len(data) // 8), _WORDS if tensor.device.type == "cpu" else _WORDS << 8)
+    most = min(-(-len(data) // 8), _WORDS if tensor.device.type == "cpu" else _WORDS << 9)
     places = torch.arange(1, most + 1, device=tensor.device) * _GOLDEN
     begin = 0
     for piece in (piece for run in words for piece in run.split(most)):
@@ -65,12 +68,37 @@ def tensor_digest(tensor: Tensor) -> Tensor:
 def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
     """Return ``tensor_digest`` of each tensor as a Python int, with one synchronisation of host and device for all.
 
+    Up to 32 tensors of at most 8 KiB are digested together: one by one, each takes some twenty operations.
+
     Args:
         tensors: tensors of one device, of any dtypes and shapes.
     """
-    found = [tensor_digest(tensor) for tensor in tensors]
-    digests: list[int] = torch.stack(found).tolist() if found else []
+    every = list(tensors)
+    small = [i for i, tensor in enumerate(every) if tensor.nbytes <= _SMALL]
+    found: list[Tensor | None] = [None if tensor.nbytes <= _SMALL else tensor_digest(tensor) for tensor in every]
+    for first in range(0, len(small), _TOGETHER):
+        places = small[first : first + _TOGETHER]
+        for i, digest in zip(places, _digests_together([every[i] for i in places]), strict=True):
+            found[i] = digest
+    digests: list[int] = torch.stack(cast(list[Tensor], found)).tolist() if found else []
     return digests
+
+
+def _digests_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return ``tensor_digest`` of each of several small tensors, from one array with the words of all."""
+    device = tensors[0].device
+    padding = torch.zeros(8, dtype=torch.uint8, device=device)
+    pieces, ends = [], [0]
+    for tensor in tensors:
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        pieces += [data, padding[: -len(data) % 8]]
+        ends.append(ends[-1] - -len(data) // 8)
+    words = torch.cat(pieces).view(torch.int64)
+    bounds = torch.tensor(ends, device=device)
+    starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=len(words))
+    places = torch.arange(1, len(words) + 1, device=device) - starts
+    sums = torch.cat([bounds.new_zeros(1), _mixed(words + places * _GOLDEN).cumsum(0)])
+    return (sums[bounds[1:]] - sums[bounds[:-1]]).unbind()
 
 
 def is_compared(count: int) -> bool:

@@ -67,6 +67,7 @@ class SplitReads(QuietMode):
     ) -> None:
         super().__init__()
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
+        self._ids = {id(parameter) for parameter in split.values()}  # of these tensors, and of some that are gone
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
         # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
@@ -100,6 +101,7 @@ class SplitReads(QuietMode):
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self._names.setdefault(tensor, name)
+                self._ids.add(id(tensor))
         return result
 
     def _whole_for_script(self, args: Any, kwargs: Any) -> Sequence[int] | None:
@@ -118,9 +120,11 @@ class SplitReads(QuietMode):
 
     def _name_in(self, args: Any, kwargs: Any) -> str | None:
         """Return the name of the first split parameter among the arguments, or None."""
-        return next(
-            (name for tensor in tensors_among(args, kwargs) if (name := self._names.get(tensor)) is not None), None
-        )
+        for tensor in tensors_among(args, kwargs):
+            # Nearly all tensors are activations, and a look into a dictionary of weak references takes microseconds.
+            if id(tensor) in self._ids and (name := self._names.get(tensor)) is not None:
+                return str(name)
+        return None
 
     def _check_operands(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Raise UsageError if an operand of an elementwise function is another one for each slice of a parameter."""
