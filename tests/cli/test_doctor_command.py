@@ -65,7 +65,8 @@ def run_doctor(
     foreign = ("OMP_", "GLOO_", "RANK", "WORLD_SIZE", "SLURM_", "OMPI_", "HOROVOD_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return subprocess.run(
-        [sys.executable, "-m", "tutti", "doctor", *words],
+        # As the command itself does, and not as python -m, which looks into the current directory first.
+        [sys.executable, "-P", "-m", "tutti", "doctor", *words],
         capture_output=True,
         text=True,
         timeout=300,
@@ -85,8 +86,9 @@ def fake_nvidia_smi(folder: Path, script: str) -> str:
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The JSON report of this machine, given a driver with two GPUs."""
+    """The JSON report of this machine, given a driver with two GPUs, in a folder with a file of the user's own."""
     folder = tmp_path_factory.mktemp("healthy")
+    (folder / "tutti.py").touch()
     path = fake_nvidia_smi(folder, "yes 'NVIDIA H200, 143771, 143000, 570.1' | head -n 2")
     done = run_doctor("--json", cwd=folder, PATH=path)
     report: dict[str, Any] = json.loads(done.stdout)
@@ -109,6 +111,10 @@ def test_collectives_sum_right_here(healthy: dict[str, Any]) -> None:
             assert entry["mark"] == "ok"
             assert entry["latency_seconds"] > 0 and entry["bandwidth_bytes_per_second"] > 0
     assert healthy["exit_code"] != ExitCode.PEER
+
+
+def test_a_file_of_the_users_own_is_a_problem_with_an_exit_code(healthy: dict[str, Any]) -> None:
+    assert healthy["checks"]["module"]["mark"] == "problem" and healthy["exit_code"] == ExitCode.USAGE
 
 
 def test_text_of_a_healthy_machine_fits(healthy: dict[str, Any]) -> None:

@@ -85,6 +85,7 @@ def test_a_task_of_the_users_own(tmp_path: Path) -> None:
     assert found["early_stopping"]["ended_by"] == "patience" and found["epochs"] == 2
 
 
+@pytest.mark.full
 def test_compare_tells_steps_samples_and_time_to_the_target(tmp_path: Path) -> None:
     prepare(tmp_path, 0.0)
     words = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "2")

@@ -95,7 +95,7 @@ def losses(epochs: list[Epoch]) -> list[float]:
 
 
 def test_ddp_before_and_after_end_alike(tmp_path: Path) -> None:
-    before = told(tmp_path, "torchrun", 2, str(SCRIPTS / "ddp_before.py"), "--order", orders(tmp_path))
+    before = told(tmp_path, "tutti run", 2, str(SCRIPTS / "ddp_before.py"), "--order", orders(tmp_path))
     after = told(tmp_path, "tutti run", 2, str(SCRIPTS / "ddp_after.py"))
     assert after[-1].loss == pytest.approx(stated("ddp"), abs=TOLERANCE)
     assert losses(before) == pytest.approx(losses(after), abs=TOLERANCE)
@@ -106,7 +106,7 @@ def test_ddp_before_and_after_end_alike(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ddp_before_and_after_end_alike_on_three_ranks(tmp_path: Path) -> None:
-    before = told(tmp_path, "tutti run", 3, str(SCRIPTS / "ddp_before.py"), "--order", orders(tmp_path))
+    before = told(tmp_path, "torchrun", 3, str(SCRIPTS / "ddp_before.py"), "--order", orders(tmp_path))
     after = told(tmp_path, "tutti run", 3, str(SCRIPTS / "ddp_after.py"))
     assert losses(before) == pytest.approx(losses(after), abs=TOLERANCE)
     assert before[-1].samples == after[-1].samples == 261

@@ -85,16 +85,6 @@ def test_a_folder_that_is_no_module_is_no_matter(tmp_path: Path) -> None:
     assert checked(tmp_path)[3] == []
 
 
-def test_doctor_says_so(tmp_path: Path) -> None:
-    (tmp_path / "tutti.py").touch()
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    # As the command itself does, and not as python -m, which looks into the current directory first.
-    words = [sys.executable, "-P", "-m", "tutti", "doctor", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ)
-    found = json.loads(done.stdout)
-    assert found["checks"]["module"]["mark"] == "problem" and done.returncode == found["exit_code"] != 0
-
-
 def test_the_version_is_the_files_own(tmp_path: Path) -> None:
     """Also where another distribution of this name says otherwise, or none is installed."""
     assert tutti.__version__ == VERSION

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.launching import SOURCE
+from tests.forkserver import run
+from tests.launching import SAFETY_NET, SOURCE
 from tutti.checkpoint.folder import last_step
 from tutti.config.train_config import TrainConfig
 from tutti.launcher.engine import EndedRank
@@ -55,22 +57,22 @@ class Elastic(HostsEngine):
 def trained(folder: Path, sizes: Sequence[int], *steps: int) -> tuple[str, list[EngineAttempt]]:
     """Train on an engine; the hash of the weights, and the attempts."""
     config = replace(CONFIG, out=str(folder), devices=str(sizes[-1]))
-    run = make_run_directory(config, "linear").absolute()
-    (run / "logs").mkdir()
-    (run / "logs" / CONFIGURATION).write_text(config_toml(config, "linear"))
+    here = make_run_directory(config, "linear").absolute()
+    (here / "logs").mkdir()
+    (here / "logs" / CONFIGURATION).write_text(config_toml(config, "linear"))
     attempts: list[EngineAttempt] = []
     job = EngineJob(
-        ["-m", "tutti.train.engine_rank", str(run)],
+        ["-m", "tutti.train.engine_rank", str(here)],
         sizes,
-        run / "logs",
+        here / "logs",
         restarts=1,
-        progress=lambda: last_step(run / "checkpoints"),
+        progress=lambda: last_step(here / "checkpoints"),
         wait=0,
         environment={"PYTHONPATH": str(SOURCE)},
         attempted=attempts.append,
     )
-    assert supervise(Elastic(run, steps), job) == 0
-    return json.loads((run / "summary.json").read_text())["weights_sha256"], attempts
+    assert supervise(Elastic(here, steps), job) == 0
+    return json.loads((here / "summary.json").read_text())["weights_sha256"], attempts
 
 
 def test_a_run_that_shrinks_and_grows_has_the_weights_of_a_run_left_alone(
@@ -81,4 +83,7 @@ def test_a_run_that_shrinks_and_grows_has_the_weights_of_a_run_left_alone(
     assert [attempt.devices for attempt in attempts] == [2, 1, 2]
     assert [attempt.ending for attempt in attempts] == ["rank 1 was lost with its slot", "more devices", "done"]
     assert 0 < attempts[1].first_step < attempts[2].first_step < 120
-    assert trained(tmp_path / "alone", [1])[0] == weights
+    (tmp_path / "alone.toml").write_text(config_toml(replace(CONFIG, out="alone", devices="1"), "linear"))
+    done = run(["-m", "tutti", "train", "--config", "alone.toml"], tmp_path, os.environ, SAFETY_NET)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "alone" / "summary.json").read_text())["weights_sha256"] == weights

@@ -163,6 +163,7 @@ sys.stdout.write(f"rank {tutti.rank()} of {tutti.size()} {tutti.local_rank()} {t
 """
 
 
+@pytest.mark.full
 def test_a_script_of_three_ranks_that_a_shell_of_each_starts(tmp_path: Path) -> None:
     """The ranks' parents are shells of their own: what they have in common is above these."""
     (tmp_path / "script.py").write_text(SCRIPT)
