@@ -979,11 +979,11 @@ class CustomLoopSync(GradientSync, Protocol):
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether a backward gave it a gradient since the last call; reset the flags.
 
-        For strategies whose backward itself reduces gradients (FSDP2), where ``.grad`` does not show it. Other
-        strategies return an empty list or only False.
+        For FSDP2, whose backward itself reduces gradients, so that ``.grad`` does not show it.
 
         Returns:
-            One flag for each trained parameter, in the order that ``mark_reached`` takes.
+            With FSDP2 one flag for each trained parameter, in the order of the strategy's own list of them, which
+            ``mark_reached`` takes; with ZeRO stage 1 only False, with other strategies an empty list.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:

@@ -380,8 +380,8 @@ class Communicator:
         To be called on one of the two ranks only, because ``traffic`` sums over the ranks.
 
         Args:
-            source: index of the sending rank.
-            to: index of the receiving rank.
+            source: index within this communicator of the sending rank.
+            to: index within this communicator of the receiving rank.
             size: bytes of the message.
         """
         messages, bytes_ = self._counted.get((source, to), (0, 0))

@@ -227,9 +227,10 @@ class LocalSGDConfig(StrategyOptions):
         return Duration.parse(text + "st" * text.isdecimal(), "post")
 
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
-        """Return a copy of local SGD's options with ``post``, the length of the initial synchronous phase, in steps.
+        """Return a copy of local SGD's options in which ``post`` is a number of steps, as text such as ``"120st"``.
 
-        Without ``post`` the options are returned as they are.
+        ``post`` is the length of the initial synchronous phase, as given in steps, epochs or samples. Without ``post``
+        the options are returned as they are.
 
         Args:
             steps: maps a duration to its number of steps in this run.

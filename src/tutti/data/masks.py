@@ -157,7 +157,8 @@ def read_masks(pairs: tuple[Pair, ...]) -> Pairs:
         pairs: paths of each image and its mask, as ``find_masks`` returns them.
 
     Returns:
-        uint8 (samples, 2, height, width): grey levels in channel 0, the mask (0 or 1) in channel 1.
+        A NumPy array (samples, 2, height, width) uint8, samples in the order of ``pairs``: grey levels in channel 0,
+        the mask (0 or 1) in channel 1.
 
     Raises:
         DataError: an image or mask is broken, has more than 8 bits a pixel or another size than the first image, or a

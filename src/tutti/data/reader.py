@@ -79,6 +79,9 @@ class BatchReader(Protocol):
     def follow(self, epochs: Epochs) -> None:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
+        Positions in the data, of ``load`` and ``read``, stay valid: the epoch, and global batches consumed in it. Not
+        to be called while a ``read`` is under way.
+
         Args:
             epochs: batch size of every epoch, and its division over logical workers (fixed shares of the global batch)
                 and ranks; epochs before the resume are included.

@@ -189,9 +189,10 @@ class TaskSizes:
             config: configuration of a run, whose activation checkpointing decides about the activations.
 
         Returns:
-            Sizes of the whole model: number of ``parameters``, bytes of all and of trainable parameters (``whole``,
-            ``trained``), state elements of the optimizer for each trainable element (``words``), bytes of ``buffers``,
-            and bytes of the ``activations`` of the largest forward.
+            A ``Facts``, whose attributes are sizes of the whole model: number of ``parameters``; bytes of all and of
+            trainable parameters, ``whole`` and ``trained``; state elements of the optimizer for each trainable element,
+            ``words``; bytes of ``buffers``; number of ``samples`` in the largest forward, and bytes of its
+            ``activations``.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:

@@ -195,8 +195,8 @@ class _ForwardReads(TorchFunctionMode):
 def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
     """Return the names of modules whose parameters another module's forward reads.
 
-    Tensor parallelism leaves these modules whole. The loss function runs once on two samples to find them; errors of
-    the loss function are ignored here.
+    Tensor parallelism leaves these modules whole. The loss function runs once on two samples to find them. If it raises
+    an error, the modules found until then are returned; the first step will raise the error again.
 
     Args:
         plain: the whole model; it stays as it was.
