@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.metrics.metrics_file import METRICS
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -36,7 +38,7 @@ class Follower:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / "metrics.jsonl"
+        self._path = directory / METRICS
         self._inode = -1
         self._forget()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from tutti.chaos.faults import duty
+from tutti.metrics.metrics_file import METRICS
 
 _LOG = re.compile(r"rank(\d+)\.log")
 _RUNS_NOT = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -85,7 +86,7 @@ def _crew(directory: Path, candidates: Iterable[psutil.Process]) -> Crew:
     ranks = {int(number[1]): _first(writers[path]) for path, number in logs.items() if number}
     if ranks:
         return Crew(ranks[min(ranks)].parent(), ranks)
-    if not (writing := writers.get(directory / "metrics.jsonl")):
+    if not (writing := writers.get(directory / METRICS)):
         return Crew()
     alone = _first(writing)
     return Crew(None if "RANK" in alone.environ() else alone, {0: alone})

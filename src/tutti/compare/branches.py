@@ -7,7 +7,6 @@ another batch size, learning rate and order of samples, and a constant rate from
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from tutti.config.settings import read_file
 from tutti.config.spec import Spec
 from tutti.config.train_config import TrainConfig
 from tutti.errors import DiskError, UsageError
+from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import config_sha256, config_toml, read_summary
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
         )
     found = _chosen(run, scan(run / "checkpoints"), step)
     facts = found.facts
-    lines = _records(run / "metrics.jsonl", int(facts["step"]))
+    # The newest first.
+    lines = [record for record in metric_records(run)[::-1] if record.get("step") == int(facts["step"])]
     held_out = next((line["loss"] for line in lines if line.get("group") == "eval"), None)
     rate = next((line["lr"] for line in lines if line.get("group") == "train" and line.get("lr") is not None), None)
     if held_out is None or rate is None:
@@ -131,23 +132,6 @@ def _chosen(run: Path, manifests: Sequence[Manifest], step: int | None) -> Manif
         why=f"at the ends of epochs it has checkpoints of steps {kept}" if kept else None,
         remedy="train it with --checkpoint-every 1ep; the batch size can change only between two epochs",
     )
-
-
-def _records(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records of a step, the newest first."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
-    found = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("step") == step:
-            found.append(record)
-    return found[::-1]
 
 
 def branch_trials(

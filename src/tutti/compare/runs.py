@@ -23,6 +23,7 @@ from tutti.config.metric_direction import Direction
 from tutti.config.train_config import TrainConfig
 from tutti.config.variables import without_settings
 from tutti.errors import FINISHED, ExitCode, Preempted, TuttiError, UsageError
+from tutti.metrics.metrics_file import METRICS, metric_records
 from tutti.metrics.records import config_sha256, config_toml, read_summary
 
 POLL = 0.25
@@ -181,7 +182,7 @@ def trial_progress(trial: Trial) -> Progress:
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
     try:
-        with (trial.directory / "metrics.jsonl").open("rb") as file:
+        with (trial.directory / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
             lines = file.read().splitlines()
     except OSError:
@@ -223,8 +224,7 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
             remedy=f"give --metric: {', '.join(held_out) or 'it has no held-out samples'}",
         )
     curve = []
-    for line in (trial.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for record in metric_records(trial.directory):
         if record.get("group") == "eval":
             curve.append((float(record["epoch"]), _number(record[metric])))
     target = summary.get("target") or {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import UsageError
+from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import read_summary
 
 CAUSES: Mapping[str, str] = {
@@ -226,19 +227,11 @@ def run_goodput(path: Path) -> Goodput:
     """
     try:
         environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
-        text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="surrogateescape")
     except (OSError, ValueError) as error:
         raise UsageError("there is no run", where=str(path), why=str(error), remedy="give a run directory") from error
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            # The last line of a run that was killed may be cut.
-            continue
     launched = environment.get("launched") or environment.get("started")
     if launched is None:
         raise UsageError(
             "the run's start is unknown", where=str(path / "env.json"), remedy="it was made by an older version"
         )
-    return measured_goodput(lines, launched, read_summary(path).get("ended"))
+    return measured_goodput(metric_records(path), launched, read_summary(path).get("ended"))

@@ -29,6 +29,7 @@ from tutti.distribution import VERSION
 from tutti.errors import DiskError, UsageError
 from tutti.metrics import server_figure
 from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
+from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records
 from tutti.native.native_library import kernels
 from tutti.types import StepRecord
 
@@ -73,7 +74,7 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
             )
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write")
-        for name in ("summary.json", "metrics.jsonl"):
+        for name in ("summary.json", METRICS):
             (path / name).unlink(missing_ok=True)
         if (path / "checkpoints").is_dir():
             shutil.rmtree(path / "checkpoints")
@@ -217,14 +218,14 @@ class RunDirectory:
         self.clock = (clock or Clock(time.time())) if resumed is None else _clock(self.path, clock or Clock(None))
         self._elapsed = self.clock.spent
         self._waiting: list[bytes] = []
-        metrics = self.path / "metrics.jsonl"
+        metrics = self.path / METRICS
         # A rerun must not write into the run that it repeats.
         rerun = dataclasses.replace(config, out=None, overwrite=False, change=None)
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             # Replace the file atomically: a run that is killed here keeps its history, and a reader that follows the
             # file sees a new one.
-            _write(metrics, b"" if resumed is None else _until(metrics, resumed, self.clock.spent, launched))
+            _write(metrics, b"" if resumed is None else _until(self.path, resumed, self.clock.spent, launched))
             self._metrics = metrics.open("ab", buffering=0)
         _write(self.path / "config.toml", config_toml(rerun, task).encode(errors="surrogateescape"))
         first = launched if resumed is None else _environment_of(self.path).get("launched")
@@ -318,10 +319,10 @@ class RunDirectory:
     def _updates(self) -> list[tuple[float, float]]:
         """Return (seconds, updates) after each step since the run was started or last resumed."""
         found: list[tuple[float, float]] = []
-        for line in map(json.loads, (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-            if line["group"] == "resume":
+        for line in metric_records(self.path):
+            if line.get("group") == "resume":
                 found.clear()
-            elif line["group"] == "train":
+            elif line.get("group") == "train":
                 found.append((line["seconds"], line["updates"]))
         return found
 
@@ -376,30 +377,23 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return f"{_ENCODE(record)}\n".encode(errors="surrogateescape")
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each complete line of a metrics file with its parsed record; a truncated line is skipped."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            yield line, json.loads(line)
-        except ValueError:
-            continue
-
-
 def _until(path: Path, step: int, seconds: float, launched: float | None) -> bytes:
-    """Return the lines of a metrics file up to ``step``, with a ``resume`` line that counts the lost steps after it.
+    """Return a run's lines of metrics up to ``step``, with a ``resume`` line that counts the lost steps after it.
 
     Args:
-        path: the file.
+        path: the run directory.
         step: of the checkpoint that the run resumes from.
         seconds: of training so far, lost steps included.
         launched: Unix time at which the resuming command was started; None if unknown.
     """
     kept, lost = [], 0
-    for line, record in _records(path):
+    for line, record in metric_lines(path) if (path / METRICS).exists() else ():
+        if record is None:
+            continue
         if record.get("step", 0) <= step:
-            kept.append(line)
+            kept.append(line.rstrip(b"\n") + b"\n")
         else:
-            lost += record["group"] == "train"
+            lost += record.get("group") == "train"
     resume: dict[str, Any] = {"group": "resume", "from": step, "lost": lost, "seconds": round(seconds, 6)}
     if launched is not None:
         resume["launched"] = launched
@@ -413,7 +407,8 @@ def _clock(path: Path, saved: Clock) -> Clock:
         path: the run directory, whose metrics give the time.
         saved: the checkpoint's clock.
     """
-    seconds = [record.get("seconds", 0.0) for _, record in _records(path / "metrics.jsonl")]
+    records = metric_records(path) if (path / METRICS).exists() else []
+    seconds = [record.get("seconds", 0.0) for record in records]
     started = saved.started
     if started is None:
         started = _environment_of(path).get("started")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import UsageError
+from tutti.metrics.metrics_file import metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
 from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
@@ -94,8 +95,10 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
             no step; or the run diverged (its last step has no finite loss or was skipped).
     """
     summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
-    lines = _lines(path / "metrics.jsonl")
-    steps = [line for line in lines if line.get("group") == "train"]
+    try:
+        steps = [record for record in metric_records(path) if record.get("group") == "train"]
+    except OSError as error:
+        raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
     if not steps or steps[-1].get("loss") is None or steps[-1].get("skipped"):
         raise UsageError(
             "the run diverged" if steps else "the run has made no step",
@@ -299,20 +302,4 @@ def _object(path: Path, remedy: str) -> dict[str, Any]:
         raise UsageError("the run's summary is not JSON", where=str(path), why=str(error), remedy=remedy) from error
     if not isinstance(found, dict) or not isinstance(found.get("global_batch_size"), int):
         raise UsageError("the summary has no global_batch_size", where=str(path), remedy=remedy)
-    return found
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
     return found

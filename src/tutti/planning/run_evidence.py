@@ -16,6 +16,7 @@ from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import TargetError, UsageError
+from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import read_summary
 from tutti.planning.device_plan import MeasuredTarget
 
@@ -97,7 +98,7 @@ def read_evidence(path: Path) -> RunEvidence:
     values = dict(read_file(path / "config.toml"))
     task = str(values.pop("task", ""))
     config = TrainConfig(**values)
-    steps, held_out = _records(path / "metrics.jsonl")
+    steps, held_out = _records(path)
     seconds, spread = _step_seconds(steps, config.batch_size)
     target = read_summary(path).get("target")
     if not config.devices.isdecimal():
@@ -109,17 +110,7 @@ def _records(path: Path) -> tuple[list[tuple[int, float, float]], tuple[str, ...
     """Return (step, samples, seconds) of the records of training, and names of held-out values."""
     found: list[tuple[int, float, float]] = []
     names: dict[str, None] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(
-            "the run has no records", where=str(path), why=error.strerror, remedy="leave it out"
-        ) from error
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+    for record in metric_records(path):
         if record.get("group") == "train":
             found.append((int(record["step"]), float(record["samples"]), float(record["seconds"])))
         elif record.get("group") == "eval":

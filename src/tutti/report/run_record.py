@@ -18,9 +18,10 @@ from typing import Any
 
 from tutti.errors import ExitCode, TuttiError, UsageError
 from tutti.metrics.goodput import Goodput, run_goodput
+from tutti.metrics.metrics_file import METRICS, metric_lines
 from tutti.metrics.timeline import TimelineSegment
 
-FILES = ("config.toml", "env.json", "metrics.jsonl", "summary.json")
+FILES = ("config.toml", "env.json", METRICS, "summary.json")
 """Files of a run directory, of which at least one, or a failure record, makes a folder a run directory."""
 
 LANDSCAPE = "landscape.json"
@@ -258,7 +259,7 @@ def read_run(path: Path) -> RunRecord:
     config = _parsed(path / "config.toml", tomllib.loads, problems)
     environment = _parsed(path / "env.json", json.loads, problems)
     summary = _parsed(path / "summary.json", json.loads, problems)
-    trained, evaluated, resumed, warnings, lines = _metrics(path / "metrics.jsonl", problems)
+    trained, evaluated, resumed, warnings, lines = _metrics(path, problems)
     if summary and finite(summary.get("exit_code")) is None:
         problems.append("summary.json has no exit code: the run was ended before it could record one")
     diagnoses = summary.get("diagnoses")
@@ -311,16 +312,12 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Lines, Lines, int, list[s
     resumed = unread = read = 0
     first = True
     try:
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        records = [record for _, record in metric_lines(path)]
     except OSError as error:
         problems.append("metrics.jsonl " + ("is missing" if isinstance(error, FileNotFoundError) else "is unreadable"))
-        texts = []
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict):
+        records = []
+    for line in records:
+        if line is None:
             unread += 1
             continue
         read += 1
@@ -337,7 +334,7 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Lines, Lines, int, list[s
     if unread:
         many = "1 line" if unread == 1 else f"{unread:,} lines"
         problems.append(f"{many} of metrics.jsonl cannot be read; the last line of a killed run may be cut")
-    if path.is_file() and not trained:
+    if (path / METRICS).is_file() and not trained:
         problems.append("metrics.jsonl has no step")
     return trained, evaluated, resumed, warnings, read
 

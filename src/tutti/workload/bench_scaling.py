@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from tutti.config.verbosity import is_quiet
 from tutti.errors import ExitCode, TuttiError, UsageError
+from tutti.metrics.metrics_file import metric_records
 from tutti.workload.machine_file import Figure
 
 STEPS = 60
@@ -89,8 +89,7 @@ def _rate(words: Sequence[str], folder: Path) -> float:
     done = subprocess.run([sys.executable, "-m", "tutti", *words, "--out", str(folder)], stdout=subprocess.DEVNULL)
     if done.returncode:
         raise _RunFailed(done.returncode)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["group"] == "train"]
+    records = [record for record in metric_records(folder) if record.get("group") == "train"]
     first, last = records[0], records[-1]
     return float((last["samples"] - first["samples"]) / (last["seconds"] - first["seconds"]))
 

@@ -1,0 +1,52 @@
+"""Read ``metrics.jsonl`` of a run directory: one JSON object a line for each step, evaluation, resume and warning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import UsageError
+
+METRICS = "metrics.jsonl"
+
+
+def metric_lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line of a run's metrics, with its end, and the record that the line holds.
+
+    The record is None for a line that is no JSON object, such as the last one of a run that was killed as it wrote.
+    File names in records may have bytes that are invalid in UTF-8; these become surrogates, as in ``os.fsdecode``.
+
+    Args:
+        run: the run directory.
+
+    Raises:
+        OSError: ``metrics.jsonl`` is missing or cannot be read.
+    """
+    for line in (run / METRICS).read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line.decode(errors="surrogateescape"))
+        except (ValueError, RecursionError):
+            record = None
+        yield line, record if isinstance(record, dict) else None
+
+
+def metric_records(run: Path) -> list[dict[str, Any]]:
+    """Return all readable records of a run's metrics, in order: of steps, evaluations, resumes and warnings.
+
+    Args:
+        run: the run directory.
+
+    Raises:
+        UsageError: ``metrics.jsonl`` is missing or cannot be read.
+    """
+    try:
+        return [record for _, record in metric_lines(run) if record is not None]
+    except OSError as error:
+        raise UsageError(
+            "cannot read the run's metrics",
+            where=str(run / METRICS),
+            why=error.strerror,
+            remedy="give the directory of a run, such as runs/digits-…",
+        ) from error
