@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import sys
@@ -193,3 +194,22 @@ def test_a_failed_run_writes_no_report(install: Install, monkeypatch: pytest.Mon
     monkeypatch.setattr(html_report, "WORTH_A_REPORT", 0.0)
     assert main(["train", "digits", "--devices", "1", "--out", "here"]) == 3
     assert not (tmp_path / "here" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 8),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection closed by peer [127.0.0.1]:1"), 5),
+    ],
+)
+def test_what_others_raise_has_the_code_that_a_rank_gives_it(
+    install: Install, capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    def fail(task: str, config: TrainConfig, directory: str | None) -> int:
+        raise error
+
+    install(fail)
+    assert main(["train", "digits", "--devices", "1", "--out", "here"]) == code
+    assert json.loads(Path("here/summary.json").read_text()) == {"exit_code": code}
+    assert capsys.readouterr().err.endswith(f"tutti: unexpected {type(error).__name__}: {error}.\n")

@@ -35,6 +35,7 @@ from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
 from tutti.horovod.run_flags import translate_flags
 from tutti.launcher.encoding import replace_unencodable
+from tutti.launcher.failure import failure_exit_code
 
 
 def version() -> str:
@@ -98,7 +99,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
     Returns:
         The command's own exit code, 0 if it has ended as it should; that of a ``TuttiError`` (a member of
         ``tutti.errors.ExitCode``); 2 for a malformed command line, 130 after Ctrl-C, 141 if the reader of standard
-        output has closed the pipe, and 1 for an unexpected exception.
+        output has closed the pipe; and for an unexpected exception 8 or 5 if it tells of a full disk or a lost peer,
+        else 1.
     """
     replace_unencodable(sys.stdout, sys.stderr)
     code = _run(tokens)
@@ -138,7 +140,9 @@ def _run(tokens: Sequence[str] | None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         traceback.print_exc()
-        return _refuse(f"unexpected {type(error).__name__}: {error}. Please report it.", ExitCode.UNEXPECTED)
+        code = failure_exit_code(error)
+        ask = " Please report it." * (code == ExitCode.UNEXPECTED)
+        return _refuse(f"unexpected {type(error).__name__}: {error}.{ask}", code)
 
 
 def _unread() -> bool:
@@ -148,7 +152,7 @@ def _unread() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _refuse(message: str, code: ExitCode) -> int:
+def _refuse(message: str, code: int) -> int:
     print(f"tutti: {message}", file=sys.stderr)
     return int(code)
 

@@ -36,11 +36,12 @@ from tutti.config.training_target import check_metric, split_target
 from tutti.data.contract import BatchContract
 from tutti.device import check_device, check_processes
 from tutti.distribution import pip_install
-from tutti.errors import FINISHED, DiskError, ExitCode, TuttiError, UsageError
+from tutti.errors import FINISHED, DiskError, ExitCode, UsageError
 from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.engines import make_engine
+from tutti.launcher.failure import failure_exit_code
 from tutti.launcher.launch import check_script, launch
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 from tutti.metrics.progress import format_number
@@ -445,7 +446,7 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
         writer.join(_MOMENT)
         raise
     except BaseException as error:
-        _leave_code(directory, process_exit_code(error))
+        _leave_code(directory, failure_exit_code(error))
         raise
     if code:
         _leave_code(directory, code)
@@ -517,7 +518,7 @@ def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: P
     except OSError as error:
         raise DiskError("cannot write into the run directory", where=str(directory), why=error.strerror) from error
     except BaseException as error:
-        _leave_code(directory, process_exit_code(error), attempts)
+        _leave_code(directory, failure_exit_code(error), attempts)
         raise
     _leave_code(directory, code or _finished_code(directory), attempts)
     if isinstance(engine, SlurmEngineConfig):
@@ -530,19 +531,6 @@ def _saved_step(directory: Path) -> int:
     from tutti.checkpoint.folder import last_step
 
     return last_step(directory / "checkpoints")
-
-
-def process_exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends with the exception ``error``.
-
-    A ``TuttiError`` has its own (a member of ``tutti.errors.ExitCode``); a SystemExit gives the code with which Python
-    would end; Ctrl-C (KeyboardInterrupt) is 130, any other exception 1.
-    """
-    if isinstance(error, TuttiError):
-        return int(error.exit_code)
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.UNEXPECTED)
 
 
 def _leave_code(directory: Path | None, code: int, attempts: Sequence[Mapping[str, Any]] = ()) -> None:

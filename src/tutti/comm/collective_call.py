@@ -24,9 +24,6 @@ class ReduceOperation(StrEnum):
     ADASUM = "adasum"
 
 
-REDUCTIONS = frozenset(("allreduce", "reducescatter"))
-"""Kinds of collectives with an operation and scale factors."""
-
 UNEVEN = frozenset(("allgather", "alltoall"))
 """Kinds whose tensors may differ between ranks in their first dimension."""
 

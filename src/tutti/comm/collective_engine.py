@@ -87,7 +87,6 @@ class CollectiveHandle:
     started: float = field(default_factory=time.perf_counter)
     completed: float = 0.0
     turn: int = 0
-    seen: bool = False
     finished: threading.Event = field(default_factory=threading.Event)
     # Of a call that is posted: where, the number of the attempt, and whether the coordinator knows.
     reduction: PostedReduction | None = None
@@ -101,7 +100,6 @@ class CollectiveHandle:
         Does not block.
         """
         if self.session.advance(self):
-            self.seen = True
             self.session.forget(self)
             return True
         return False
@@ -118,7 +116,6 @@ class CollectiveHandle:
             PeerError: a rank has ended or left, or did not make the call in time.
         """
         self.session.await_(self)
-        self.seen = True
         self.session.forget(self)
         if self.error is not None:
             raise self.error

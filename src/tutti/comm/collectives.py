@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.collective_call import CollectiveCall, ReduceOperation
-from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, default_session, engine
+from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, default_session
 from tutti.comm.object_codec import decode_object, encode_object
 from tutti.errors import UsageError
 from tutti.launcher import context
@@ -395,15 +395,13 @@ def sparse_allreduce_async(
         )
     tensor = tensor.detach().coalesce()
     base = name if name is not None else _session().name(_number(process_set), "sparse")
-    handles = [
-        grouped_allgather_async(
-            [tensor.indices().t().contiguous(), tensor.values()], name=f"{base}.sparse", process_set=process_set
-        )
-    ]
+    handle = grouped_allgather_async(
+        [tensor.indices().t().contiguous(), tensor.values()], name=f"{base}.sparse", process_set=process_set
+    )
     factor = prescale * postscale / (process_set.size() if op == AVERAGE else 1)
 
     def wait() -> Tensor:
-        indices, values = handles[0].wait()
+        indices, values = handle.wait()
         values = values * factor if factor != 1.0 else values
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
 
@@ -1106,12 +1104,3 @@ class _ReduceScatter(torch.autograd.Function):
         return None, *grouped_allgather(
             [gradient * factor for gradient in gradients], _grad_name(name), process_set=process_set
         )
-
-
-def start_engine() -> None:
-    """Start the thread that performs collectives, and make the process group of all ranks, before the first collective.
-
-    Collective over all ranks; blocks. Later calls do nothing.
-    """
-    running = engine()
-    running.make_group()

@@ -420,8 +420,8 @@ class Communicator:
             small tensors that all ranks read in the memory of their node. The bytes of a call are those of the whole
             tensor: the vector to sum or to broadcast, all rows that a rank sends in an all-to-all, all slices that it
             has after an all-gather, all ranks' tensors in shared memory. How many of these bytes pass a link depends on
-            the backend's algorithm. Collectives that PyTorch itself makes, such as those of FSDP2 on accelerators, are
-            not counted.
+            the backend's algorithm. Not counted are collectives that PyTorch itself makes, such as those of FSDP2 on
+            accelerators, and those that bring an optimizer whole tensors (``exchange_parts``).
         """
         return dict(self._collectives)
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from tutti.comm.collective_call import UNEVEN, CollectiveCall, ReduceOperation, describe_mismatch
 from tutti.comm.posted_reduction import PostedReduction
 
@@ -50,8 +52,6 @@ SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
     "allgather or broadcast a tensor after one of the ranks finished execution."
 )
-
-_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
 
 
 @dataclass
@@ -99,9 +99,11 @@ class _Ready:
 
     @property
     def size(self) -> int:
+        """Bytes of this rank's tensors in the call."""
+        call = self.call
         return sum(
-            math.prod(shape) * _BYTES.get(dtype, 2)
-            for shape, dtype in zip(self.call.shapes, self.call.dtypes, strict=True)
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
         )
 
     def to_json(self) -> list[Any]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
@@ -156,18 +156,6 @@ def shipped_anchors() -> tuple[HardwareAnchor, ...]:
     """
     text = (resources.files("tutti.planning") / "published_hardware.json").read_text(encoding="utf-8")
     return tuple(HardwareAnchor(**row) for row in json.loads(text)["anchors"])
-
-
-def write_anchors(anchors: Sequence[HardwareAnchor]) -> str:
-    """Return utilisations (FLOP/s over the chip's peak) of published jobs as the text of ``published_hardware.json``.
-
-    The JSON object has the keys ``version`` (1) and ``anchors``, a list with one object for each element of
-    ``anchors``, whose keys are its attributes, such as ``chip``, ``precision`` and ``utilisation``.
-
-    Args:
-        anchors: utilisations, one for each chip, memory, precision and published source.
-    """
-    return json.dumps({"version": 1, "anchors": [asdict(each) for each in anchors]}, indent=1) + "\n"
 
 
 def _narrowness(published: float, width: float) -> float:
