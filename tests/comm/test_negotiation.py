@@ -29,20 +29,20 @@ def reduction(name: str = "x", shape: tuple[int, ...] = (2,), dtype: str = "floa
 def test_a_call_runs_once_all_ranks_have_made_it() -> None:
     made = coordinator()
     made.receive(0, reduction())
-    assert made.posts() == []
+    assert made.take_answers() == []
     made.receive(1, reduction())
-    assert [(rank, message[0]) for rank, message in made.posts()] == [(0, "run"), (1, "run")]
+    assert [(rank, message[0]) for rank, message in made.take_answers()] == [(0, "run"), (1, "run")]
 
 
 def test_an_agreed_call_travels_as_a_number() -> None:
     made = coordinator()
     for rank in range(2):
         made.receive(rank, reduction())
-    [(_, message), _] = made.posts()
+    [(_, message), _] = made.take_answers()
     number = message[2][0][2]
     for rank in range(2):
         made.receive(rank, ["hit", 1, number, []])
-    [(_, message), _] = made.posts()
+    [(_, message), _] = made.take_answers()
     assert message[2] == [[number, None, number, None]]
 
 
@@ -50,10 +50,10 @@ def test_a_call_of_another_shape_under_a_cached_name_is_compared() -> None:
     made = coordinator()
     for rank in range(2):
         made.receive(rank, reduction())
-    made.posts()
+    made.take_answers()
     made.receive(0, ["hit", 1, 0, []])
     made.receive(1, reduction(shape=(3,)))
-    errors = made.posts()
+    errors = made.take_answers()
     assert [message[0] for _, message in errors] == ["error", "error"]
     assert "shape [2], but another rank sent a tensor of shape [3]" in errors[0][1][4]
 
@@ -63,7 +63,7 @@ def test_order_does_not_matter_and_fused_calls_are_those_of_one_turn() -> None:
     for rank, names in ((0, "abc"), (1, "cba")):
         for name in names:
             made.receive(rank, reduction(name))
-    runs = [message[2] for rank, message in made.posts() if rank == 0]
+    runs = [message[2] for rank, message in made.take_answers() if rank == 0]
     # 8 bytes each, 16 fit into one.
     assert [[item[0][1] for item in items] for items in runs] == [["c", "b"], ["a"]]
 
@@ -73,7 +73,7 @@ def test_a_barrier_overtakes_an_incomplete_call() -> None:
     made.receive(0, reduction())
     for rank in range(2):
         made.receive(rank, ["call", 1, CollectiveCall("barrier", "b").to_json()])
-    assert [message[0] for _, message in made.posts()] == ["done", "done"]
+    assert [message[0] for _, message in made.take_answers()] == ["done", "done"]
 
 
 def test_joined_ranks_send_zeros_to_sums_only() -> None:
@@ -81,15 +81,15 @@ def test_joined_ranks_send_zeros_to_sums_only() -> None:
     made.receive(2, ["join", 1])
     for rank in range(2):
         made.receive(rank, reduction())
-    runs = made.posts()
+    runs = made.take_answers()
     assert [rank for rank, _ in runs] == [0, 1, 2]
     assert CollectiveCall.from_json(runs[2][1][2][0][3]).shapes == ((2,),)
     for rank in range(2):
         made.receive(rank, ["call", 1, CollectiveCall("allgather", "g", shapes=((),), dtypes=("int8",)).to_json()])
-    assert "Allgather is not supported with Join" in made.posts()[0][1][4]
+    assert "Allgather is not supported with Join" in made.take_answers()[0][1][4]
     for rank in (1, 0):
         made.receive(rank, ["join", 1])
-    assert [message for _, message in made.posts()] == [["joined", 1, 0]] * 3
+    assert [message for _, message in made.take_answers()] == [["joined", 1, 0]] * 3
 
 
 def test_ranks_that_all_wait_for_different_calls_are_told_so() -> None:
@@ -97,9 +97,9 @@ def test_ranks_that_all_wait_for_different_calls_are_told_so() -> None:
     made.receive(0, reduction("a"))
     made.receive(1, reduction("b"))
     made.receive(0, ["wait", 1, [0, "a"]])
-    assert made.posts() == []
+    assert made.take_answers() == []
     made.receive(1, ["wait", 1, [0, "b"]])
-    text = made.posts()[0][1][4]
+    text = made.take_answers()[0][1][4]
     assert "rank 0 called allreduce 'a'" in text and "rank 1 called allreduce 'b'" in text
 
 
@@ -108,7 +108,7 @@ def test_a_rank_that_can_still_call_is_waited_for() -> None:
     for rank in range(2):
         made.receive(rank, reduction("ab"[rank]))
         made.receive(rank, ["wait", 1, [0, "ab"[rank]]])
-    assert made.posts() == []
+    assert made.take_answers() == []
 
 
 def test_a_lost_rank_fails_calls_now_and_later() -> None:
@@ -116,7 +116,7 @@ def test_a_lost_rank_fails_calls_now_and_later() -> None:
     made.receive(0, reduction("a"))
     made.lose(1, "rank 1 has ended", orderly=False)
     made.receive(0, reduction("b"))
-    kinds = [(rank, message[0]) for rank, message in made.posts()]
+    kinds = [(rank, message[0]) for rank, message in made.take_answers()]
     assert kinds == [(loss_line(0, 2), "lost"), (0, "error"), (0, "error")]
 
 
@@ -124,10 +124,10 @@ def test_a_closed_session_leaves_the_next_one_alone() -> None:
     made = coordinator()
     made.receive(0, reduction())
     made.receive(1, ["close", 1])
-    assert [message[0] for _, message in made.posts()] == ["error", "closed"]
+    assert [message[0] for _, message in made.take_answers()] == ["error", "closed"]
     for rank in range(2):
         made.receive(rank, [reduction()[0], 2, reduction()[2]])
-    assert [message[:2] for _, message in made.posts()] == [["run", 2]] * 2
+    assert [message[:2] for _, message in made.take_answers()] == [["run", 2]] * 2
 
 
 def test_a_stall_is_reported_once_and_fails_at_the_limit() -> None:
@@ -142,7 +142,7 @@ def test_a_stall_is_reported_once_and_fails_at_the_limit() -> None:
     assert made.check_stalls() == [] and made.seconds_to_stall() == 20.0
     clock.now = 30.0
     made.check_stalls()
-    assert [message[0] for _, message in made.posts()] == ["error"]
+    assert [message[0] for _, message in made.take_answers()] == ["error"]
 
 
 def test_a_removed_process_set_is_unknown() -> None:
@@ -150,9 +150,9 @@ def test_a_removed_process_set_is_unknown() -> None:
     for kind, given in (("add_process_set", {"ranks": (0,)}), ("remove_process_set", {"root": 1})):
         for rank in range(2):
             made.receive(rank, ["call", 1, CollectiveCall(kind, kind, **given).to_json()])
-    assert [message[3] for _, message in made.posts()] == [1, 1, None, None]
+    assert [message[3] for _, message in made.take_answers()] == [1, 1, None, None]
     made.receive(0, reduction(process_set=1))
-    assert "does not exist any more" in made.posts()[0][1][4]
+    assert "does not exist any more" in made.take_answers()[0][1][4]
 
 
 def test_a_mismatch_names_what_differs() -> None:

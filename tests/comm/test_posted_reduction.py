@@ -119,7 +119,7 @@ def sharing(size: int, clock: Clock | None = None, **options: Any) -> tuple[Coor
     made = coordinator(size, clock, **options)
     for rank in range(size):
         made.receive(rank, reduction())
-    made.posts()
+    made.take_answers()
     ranks = summing(size)
     made.share(1, NUMBER, ranks[0])
     return made, ranks
@@ -137,7 +137,7 @@ def test_reports_of_a_call_that_completes_need_no_answer() -> None:
     for _ in range(3):
         for rank in range(2):
             attempt = report(made, ranks, rank)
-        assert made.posts() == [] and ranks[1].complete(attempt)
+        assert made.take_answers() == [] and ranks[1].complete(attempt)
     assert made.check_stalls() == [] and made.seconds_to_stall() is None
 
 
@@ -147,24 +147,24 @@ def test_a_posted_call_is_compared_with_another_of_its_name() -> None:
     made.receive(2, reduction(shape=(3,)))
     # Rank 1 has posted, and says so later.
     ranks[1].post([vector(ranks[1], 1.0)])
-    assert made.posts() == []
+    assert made.take_answers() == []
     made.receive(1, ["posted", 1, [[NUMBER, attempt]]])
-    posts = made.posts()
-    assert sorted((rank, message[0], message[3]) for rank, message in posts) == [
+    answers = made.take_answers()
+    assert sorted((rank, message[0], message[3]) for rank, message in answers) == [
         (rank, "error", "mismatch") for rank in range(3)
     ]
     assert ranks[0].revoked(attempt)
     following = {report(made, ranks, rank) for rank in range(3)}
-    assert len(following) == 1 and made.posts() == [] and ranks[2].complete(following.pop())
+    assert len(following) == 1 and made.take_answers() == [] and ranks[2].complete(following.pop())
 
 
 def test_the_engine_of_a_joined_rank_posts_zeros() -> None:
     made, ranks = sharing(3)
     attempt = report(made, ranks, 0)
     made.receive(2, ["join", 1])
-    assert made.posts() == []
+    assert made.take_answers() == []
     report(made, ranks, 1)
-    assert made.posts() == [(2, ["post", 1, NUMBER])]
+    assert made.take_answers() == [(2, ["post", 1, NUMBER])]
     assert ranks[2].post([torch.zeros(2)]) == attempt and ranks[0].complete(attempt)
 
 
@@ -172,10 +172,10 @@ def test_a_rank_that_calls_by_message_is_told_to_post() -> None:
     made, ranks = sharing(2)
     report(made, ranks, 0)
     made.receive(1, ["hit", 1, NUMBER, []])
-    assert made.posts() == [(1, ["post", 1, NUMBER])]
+    assert made.take_answers() == [(1, ["post", 1, NUMBER])]
     # It may be lost before it does.
     made.lose(1, "rank 1 has ended", orderly=True)
-    assert made.posts() == [(0, ["error", 1, [0, "x"], "lost", "rank 1 has ended"])]
+    assert made.take_answers() == [(0, ["error", 1, [0, "x"], "lost", "rank 1 has ended"])]
 
 
 def test_a_stall_names_the_rank_that_has_not_posted() -> None:
@@ -189,10 +189,10 @@ def test_a_stall_names_the_rank_that_has_not_posted() -> None:
     assert "'x'" in warning and "called by ranks [0, 1]; missing ranks: [2]" in warning
     clock.now = 5.0
     made.check_stalls()
-    assert [(rank, message[0]) for rank, message in made.posts()] == [(0, "error")]
+    assert [(rank, message[0]) for rank, message in made.take_answers()] == [(0, "error")]
     # Rank 1 learns of it when it asks, and waits with rank 0's next call.
     made.receive(1, ["posted", 1, [[NUMBER, attempt]]])
-    assert made.posts() == [(1, ["again", 1, NUMBER])]
+    assert made.take_answers() == [(1, ["again", 1, NUMBER])]
     again = ranks[1].post_again(attempt)
     assert {report(made, ranks, 0), report(made, ranks, 2)} == {again} and ranks[1].complete(again)
 
@@ -204,9 +204,9 @@ def test_a_lost_rank_fails_posted_calls_unless_it_has_posted_too() -> None:
     assert ranks[0].complete(attempt)
     report(made, ranks, 0)
     made.lose(1, "rank 1 has ended", orderly=True)
-    assert made.posts() == [(0, ["error", 1, [0, "x"], "lost", "rank 1 has ended"])]
+    assert made.take_answers() == [(0, ["error", 1, [0, "x"], "lost", "rank 1 has ended"])]
     report(made, ranks, 0)
-    assert [message[0] for _, message in made.posts()] == ["error"]
+    assert [message[0] for _, message in made.take_answers()] == ["error"]
 
 
 def test_a_rank_that_waited_for_long_is_not_blocked_after_its_call() -> None:
@@ -214,8 +214,8 @@ def test_a_rank_that_waited_for_long_is_not_blocked_after_its_call() -> None:
     made.receive(0, reduction())
     made.receive(0, ["wait", 1, [0, "x"]])
     made.receive(1, reduction())
-    made.posts()
+    made.take_answers()
     # Rank 0 computes, while rank 1 waits for its next call of the same name.
     made.receive(1, reduction())
     made.receive(1, ["wait", 1, [0, "x"]])
-    assert made.posts() == []
+    assert made.take_answers() == []

@@ -27,7 +27,7 @@ from tutti.comm import collective_execution as execution
 from tutti.comm.collective_call import CollectiveCall
 from tutti.comm.communicator import Communicator
 from tutti.comm.message_hub import HubConnection, MessageHub
-from tutti.comm.negotiation import SHUT_DOWN, Coordinator, Post, SessionOptions, loss_line
+from tutti.comm.negotiation import SHUT_DOWN, Answer, Coordinator, SessionOptions, loss_line
 from tutti.comm.posted_reduction import PostedReduction, PostedReductions, posted_bytes
 from tutti.comm.process_groups import process_groups
 from tutti.device import current_stream, is_accelerator, synchronize
@@ -460,6 +460,8 @@ class CollectiveSession:
                 joins, self.joins = self.joins, []
             for handle in joins:
                 handle.complete(rest[0])
+        else:
+            raise ValueError(f"rank 0 has sent a message of an unknown kind: {kind}")
 
     def _take(self, key: Any) -> CollectiveHandle:
         with self.lock:
@@ -692,19 +694,19 @@ class CollectiveEngine:
         """
         self._connection.send(message)
 
-    def share(self, session: int, number: int, reduction: PostedReduction) -> None:
+    def share(self, session_number: int, call_number: int, reduction: PostedReduction) -> None:
         """Tell the coordinator on rank 0 in which shared memory an all-reduce is performed. Local.
 
         The coordinator reads there which ranks have contributed their tensors. Does nothing on ranks other than 0,
         which have no coordinator.
 
         Args:
-            session: number of the session.
-            number: number of the call in its session.
+            session_number: number of the session.
+            call_number: number of the call in its session.
             reduction: buffers and counters of the all-reduce in shared memory.
         """
         if self._coordinator is not None:
-            self._coordinator.share(session, number, reduction)
+            self._coordinator.share(session_number, call_number, reduction)
 
     @contextlib.contextmanager
     def performing(self, ranks: tuple[int, ...], call: CollectiveCall) -> Iterator[None]:
@@ -825,7 +827,7 @@ class CollectiveEngine:
     def _make_hub(self, store: dist.Store) -> MessageHub:
         coordinator = self._coordinator = Coordinator(self.size, time.monotonic)
         left: set[int] = set()
-        farewell: list[Post] = []
+        farewell: list[Answer] = []
 
         def on_message(rank: int, message: list[Any]) -> None:
             if message[0] == "bye":
@@ -850,9 +852,9 @@ class CollectiveEngine:
                 for text in coordinator.check_stalls():
                     log.warning(text)
                 pause = coordinator.seconds_to_stall()
-            posts = coordinator.posts() + farewell
+            answers = coordinator.take_answers() + farewell
             farewell.clear()
-            return posts, pause
+            return answers, pause
 
         return MessageHub(store, _hub_address(self.world), on_message, on_end, on_turn)
 

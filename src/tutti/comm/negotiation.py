@@ -8,9 +8,10 @@ waits for one only after a while, so that mismatches, stalls and joins are seen.
 
 Messages are JSON lists. To the coordinator: ``open``, ``call``, ``hit`` (a call by its number), ``posted`` (calls by
 number and attempt that a rank has posted), ``join``, ``wait`` (a rank's threads all wait for calls that are not
-complete), ``close``. From it: ``run``, ``post`` (post a call whose other ranks have posted it), ``again`` (a reported
-attempt was revoked before), ``done``, ``error``, ``joined``; ``lost`` (a rank), on a connection of its own
-(``loss_line``), because a rank reads no other within a collective.
+complete), ``close``; and to the engine around the coordinator ``failed`` (the rank cannot go on) and ``bye`` (the rank
+ends in order). From it: ``run``, ``post`` (post a call whose other ranks have posted it), ``again`` (a reported attempt
+was revoked before), ``done``, ``error``, ``joined``, ``closed``; ``lost`` (a rank) and ``bye`` on a connection of their
+own (``loss_line``), because a rank reads no other within a collective.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tutti.comm.collective_call import UNEVEN, CollectiveCall, ReduceOperation, 
 from tutti.comm.posted_reduction import PostedReduction
 
 Key = tuple[int, str]
-Post = tuple[int, list[Any]]
-"""A message and the rank that it goes to."""
+Answer = tuple[int, list[Any]]
+"""A message of the coordinator, behind the number of the rank's connection that it goes to."""
 
 log = logging.getLogger("tutti.collectives")
 
@@ -76,13 +77,13 @@ class _Waiting:
     """A call that some members have not made yet, or not reported.
 
     Attributes:
-        posts: number and attempt of the ranks that have posted the call and wait.
+        posted: number and attempt of the call on the ranks that have posted it and wait.
         asked: whether the engines of all other ranks were told to post it.
     """
 
     since: float
     calls: dict[int, CollectiveCall] = field(default_factory=dict)
-    posts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     asked: bool = False
     warned: bool = False
 
@@ -142,9 +143,9 @@ class _Session:
         self.joined: list[int] = []
         self.gone: dict[int, str] = {}
         self.blocked: dict[int, Key] = {}
-        self.ready: list[_Ready | Post] = []
-        # Places of posted all-reduces by number.
-        self.posted: dict[int, PostedReduction] = {}
+        self.ready: list[_Ready | Answer] = []
+        # Shared memory of posted all-reduces, by number.
+        self.reductions: dict[int, PostedReduction] = {}
         self._cache: list[CollectiveCall] = []
         self._numbers: dict[CollectiveCall, int] = {}
         self._next_set = 1
@@ -173,12 +174,12 @@ class _Session:
             waiting = self.waiting[call.key] = _Waiting(self.clock())
         waiting.calls[rank] = call
         if post is not None:
-            waiting.posts[rank] = post
+            waiting.posted[rank] = post
         self._try(call.key)
 
     def report(self, rank: int, number: int, attempt: int) -> None:
         """Record that ``rank`` has posted a call and waits for it."""
-        reduction = self.posted[number]
+        reduction = self.reductions[number]
         if reduction.revoked(attempt):
             self.ready.append((rank, ["again", self.number, number]))
         elif not reduction.complete(attempt):
@@ -187,8 +188,8 @@ class _Session:
     def drop_complete(self) -> None:
         """Forget calls that all ranks have posted, most of them without a report."""
         for key, waiting in list(self.waiting.items()):
-            for number, attempt in waiting.posts.values():
-                if self.posted[number].complete(attempt):
+            for number, attempt in waiting.posted.values():
+                if self.reductions[number].complete(attempt):
                     self._take(key)
                     break
 
@@ -200,13 +201,13 @@ class _Session:
     def _revoked(self, post: tuple[int, int]) -> bool:
         """Revoke a posted call; return False where it is complete."""
         number, attempt = post
-        return self.posted[number].revoke(attempt)
+        return self.reductions[number].revoke(attempt)
 
     def _fail_waiting(self, key: Key, ranks: Iterable[int], kind: str, text: str) -> None:
         """Fail a call on the ranks that have made it, unless all ranks have posted it by now."""
         waiting = self._take(key)
         # Of every number that ranks have posted, so that none of them takes part in another rank's next call.
-        if all([self._revoked(post) for post in set(waiting.posts.values())]):
+        if all([self._revoked(post) for post in set(waiting.posted.values())]):
             self._fail(ranks, key, kind, text)
 
     def hit(self, rank: int, number: int, extents: Iterable[int]) -> None:
@@ -280,8 +281,8 @@ class _Session:
 
     def _stall_text(self, key: Key, waiting: _Waiting, age: float) -> str:
         called = {*waiting.calls}
-        for number, attempt in waiting.posts.values():
-            called.update(self.posted[number].posted(attempt))
+        for number, attempt in waiting.posted.values():
+            called.update(self.reductions[number].posted(attempt))
         missing = [r for r in self.sets[key[0]] if r not in called and r not in self.joined]
         call = next(iter(waiting.calls.values()))
         return (
@@ -304,12 +305,12 @@ class _Session:
         if text is not None:
             self._fail_waiting(key, calls, "mismatch", text)
             return
-        if waiting.posts:
+        if waiting.posted:
             # The other ranks have joined, or called while they did.
             if not waiting.asked:
                 waiting.asked = True
-                number, _ = next(iter(waiting.posts.values()))
-                self.ready += [(r, ["post", self.number, number]) for r in members if r not in waiting.posts]
+                number, _ = next(iter(waiting.posted.values()))
+                self.ready += [(r, ["post", self.number, number]) for r in members if r not in waiting.posted]
             return
         self._take(key)
         if call.kind in CONTROL:
@@ -342,9 +343,9 @@ class _Session:
     def _fail(self, ranks: Iterable[int], key: Key, kind: str, text: str) -> None:
         self.ready += [(r, ["error", self.number, list(key), kind, text]) for r in ranks]
 
-    def posts(self) -> list[Post]:
+    def take_answers(self) -> list[Answer]:
         """Return what was decided since the last call, in order, and all-reduces that go together as one."""
-        found: list[Post] = []
+        found: list[Answer] = []
         ready, self.ready = self.ready, []
         groups: list[list[_Ready]] = []
 
@@ -384,7 +385,7 @@ class Coordinator:
     """Rank 0's coordinator of named collectives: matches the ranks' calls by name and orders their execution.
 
     It holds no socket and no thread: the caller passes the ranks' messages to ``receive``, and sends the answers that
-    ``posts`` returns.
+    ``take_answers`` returns.
 
     Args:
         size: number of ranks.
@@ -397,10 +398,10 @@ class Coordinator:
         self._lost: dict[int, str] = {}
         self._touched: dict[int, None] = {}
         # Answers of sessions that have ended, and notices to all ranks.
-        self._last: list[Post] = []
+        self._last: list[Answer] = []
 
     def receive(self, rank: int, message: list[Any]) -> None:
-        """Process one message of a rank about its collectives, such as a new call; ``posts`` then returns the answers.
+        """Process one message of a rank about its collectives, such as a call; answers are left for ``take_answers``.
 
         The coordinator runs on rank 0 and matches the ranks' calls by name; a session is a namespace of such names.
 
@@ -435,27 +436,29 @@ class Coordinator:
             session.leave(rank, "closed", f"{SHUT_DOWN} Rank {rank} has left the job.")
             session.ready.append((rank, ["closed", number]))
             if len(session.gone) == len(self._ranks):
-                self._last += session.posts()
+                self._last += session.take_answers()
                 del self._sessions[number]
+        else:
+            raise ValueError(f"rank {rank} has sent a message of an unknown kind: {kind}")
 
-    def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
+    def share(self, session_number: int, call_number: int, reduction: PostedReduction) -> None:
         """Tell the coordinator in which shared memory an all-reduce runs, so that it sees which ranks have contributed.
 
         The coordinator matches the ranks' calls of collectives on rank 0. Must be called before any rank can report its
         contribution, from the thread of rank 0 that performs collectives.
 
         Args:
-            number: number of the session (namespace of calls); no effect if this session is closed.
+            session_number: number of the session (namespace of calls); no effect if this session is closed.
             call_number: number of the call in its session.
             reduction: buffers and counters of the all-reduce in shared memory.
         """
-        if (session := self._sessions.get(number)) is not None:
-            session.posted[call_number] = reduction
+        if (session := self._sessions.get(session_number)) is not None:
+            session.reductions[call_number] = reduction
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
         """Fail every pending and later collective of which ``rank`` is a member, because the rank ended or failed.
 
-        A method of rank 0's coordinator, which matches the ranks' calls. Nothing is sent: ``posts`` returns the
+        A method of rank 0's coordinator, which matches the ranks' calls. Nothing is sent: ``take_answers`` returns the
         messages to the other ranks. A second call for a rank does nothing.
 
         Args:
@@ -473,7 +476,7 @@ class Coordinator:
             session.leave(rank, "lost", text)
             self._touched[number] = None
 
-    def posts(self) -> list[Post]:
+    def take_answers(self) -> list[Answer]:
         """Return the messages that rank 0's coordinator of collectives has still to send to the ranks, and forget them.
 
         Returns:
@@ -484,14 +487,14 @@ class Coordinator:
         touched, self._touched = self._touched, {}
         last, self._last = self._last, []
         return last + [
-            post for number in touched if number in self._sessions for post in self._sessions[number].posts()
+            answer for number in touched if number in self._sessions for answer in self._sessions[number].take_answers()
         ]
 
     def check_stalls(self) -> list[str]:
         """Warn about collectives that wait too long for some ranks, and fail calls that wait beyond their time limit.
 
         The times are ``warn`` and ``limit`` (seconds) of the `SessionOptions` of the session in which the call was
-        made. ``posts`` afterwards returns the messages by which the ranks learn of failures.
+        made. ``take_answers`` afterwards returns the messages by which the ranks learn of failures.
 
         Returns:
             One text for each warning, which names the missing ranks.
