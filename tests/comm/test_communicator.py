@@ -35,7 +35,7 @@ def every_collective() -> list[Any]:
         copy = torch.tensor([rank, 7])
         comm.broadcast(copy, source, "copy")
         spread = torch.tensor([float(rank)])
-        comm.broadcast_tensors(spread, source, "spread")
+        comm.broadcast_unchecked(spread, source, "spread")
         value = {"name": f"λ{rank}", "list": [rank, None, 1.5]} if rank == source else "ignored"
         told.append([copy.tolist(), spread.tolist(), comm.broadcast_json(value, source, "json")])
     told.append([t.tolist() for t in comm.all_gather(torch.tensor([rank, rank * rank]), "gather")])

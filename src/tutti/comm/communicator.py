@@ -79,8 +79,8 @@ class Communicator:
         name: shown in error messages.
         ranks: global ranks of the members, in increasing order; this rank is one of them.
         world: rank, device, store and timeout of this process.
-        group: process group for control messages (Gloo, CPU tensors); None for one rank.
-        fast: process group for gradients (default backend); None for one rank.
+        control_group: process group for control messages (Gloo, CPU tensors); None for one rank.
+        gradient_group: process group for gradients (default backend); None for one rank.
 
     Attributes:
         name, ranks: name and members, as given to the constructor.
@@ -99,14 +99,15 @@ class Communicator:
         name: str,
         ranks: tuple[int, ...],
         world: World,
-        group: ProcessGroup | None,
-        fast: ProcessGroup | None,
+        control_group: ProcessGroup | None,
+        gradient_group: ProcessGroup | None,
     ) -> None:
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(world.identity.rank)
         self.device = world.device
         identity = world.identity
-        self._group, self._fast, self.global_rank, self.node = group, fast, identity.rank, identity.cross_rank
+        self._control_group, self._gradient_group = control_group, gradient_group
+        self.global_rank, self.node = identity.rank, identity.cross_rank
         self.stall = StallInspector(world.store, identity.rank, identity.size, world.timeout, world.sent, world.left)
         self.meetings: FileAllGather | None = None
         self._small: SmallMessages | None = None
@@ -183,7 +184,7 @@ class Communicator:
         if self.size == 1:
             return _DONE
         self._count_collective("all_reduce", flat)
-        work = dist.all_reduce(flat, group=self._fast, async_op=True)
+        work = dist.all_reduce(flat, group=self._gradient_group, async_op=True)
         return Pending(work, Call(text, self.ranks), self.stall)
 
     def exchange_slices(self, send: Tensor, receive: Tensor, parts: Sequence[int], mine: int, text: str) -> None:
@@ -202,7 +203,9 @@ class Communicator:
         if self.size == 1:
             receive.copy_(send)
             return
-        work = dist.all_to_all_single(receive, send, list(parts), [mine] * self.size, group=self._fast, async_op=True)
+        work = dist.all_to_all_single(
+            receive, send, list(parts), [mine] * self.size, group=self._gradient_group, async_op=True
+        )
         self.stall.wait(work, Call(text, self.ranks))
 
     def exchange_parts(self, send: Tensor, sizes: Sequence[int], come: Sequence[int], text: str) -> Tensor:
@@ -222,7 +225,9 @@ class Communicator:
         if self.size == 1:
             return send
         received = send.new_empty(sum(come))
-        work = dist.all_to_all_single(received, send, list(come), list(sizes), group=self._fast, async_op=True)
+        work = dist.all_to_all_single(
+            received, send, list(come), list(sizes), group=self._gradient_group, async_op=True
+        )
         self._wait(work, text)
         return received
 
@@ -243,7 +248,9 @@ class Communicator:
             return self._small.gather(mine, text).flatten()
         self._count_collective("all_gather", mine, self.size)
         whole = mine.new_empty(self.size * mine.numel())
-        work = dist.all_gather(list(whole.view(self.size, -1).unbind()), mine, group=self._fast, async_op=True)
+        work = dist.all_gather(
+            list(whole.view(self.size, -1).unbind()), mine, group=self._gradient_group, async_op=True
+        )
         self._wait(work, text)
         return whole
 
@@ -262,7 +269,7 @@ class Communicator:
             whole.view(self.size, -1).copy_(self._small.gather(mine, text))
         elif self.size > 1:
             self._count_collective("all_gather", whole)
-            self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
+            self._wait(all_gather_single(whole, mine, group=self._gradient_group, async_op=True), text)
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
         """Reduce-scatter: sum ``whole`` over the ranks and write slice r of the sum into ``mine`` on rank r.
@@ -279,7 +286,7 @@ class Communicator:
             return
         if is_accelerator(whole.device):
             self._count_collective("reduce_scatter", whole)
-            self._wait(reduce_scatter_single(mine, whole, group=self._fast, async_op=True), text)
+            self._wait(reduce_scatter_single(mine, whole, group=self._gradient_group, async_op=True), text)
             return
         if self._small is not None and self._small.takes(whole):
             self._count_collective("shared_memory", whole, self.size)
@@ -289,16 +296,16 @@ class Communicator:
         # Gloo's reduce-scatter is an all-reduce, and its work cannot be waited for with a timeout.
         self._count_collective("all_to_all", whole)
         parts = torch.empty_like(whole)
-        self._wait(dist.all_to_all_single(parts, whole, group=self._fast, async_op=True), text)
+        self._wait(dist.all_to_all_single(parts, whole, group=self._gradient_group, async_op=True), text)
         torch.sum(parts.view(self.size, -1), dim=0, out=mine)
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def gradient_group(self) -> ProcessGroup | None:
         """Process group on which this communicator's gradients travel, to pass to PyTorch's own collectives.
 
         Its backend is the default one (NCCL or another for an accelerator). None for a communicator of one rank.
         """
-        return self._fast
+        return self._gradient_group
 
     def start_send(self, tensor: Tensor, to: int, kind: str) -> Pending:
         """Start to send ``tensor`` to rank ``to``, which must receive it by ``start_receive`` or ``receive``.
@@ -344,7 +351,7 @@ class Communicator:
         """
         self.start_receive(tensor, source, kind).wait()
 
-    def broadcast_tensors(self, tensor: Tensor, source: int, text: str) -> None:
+    def broadcast_unchecked(self, tensor: Tensor, source: int, text: str) -> None:
         """Broadcast one tensor in place from rank ``source``, without a comparison of the ranks' calls beforehand.
 
         Collective over the ranks of this communicator; blocks. Faster than ``broadcast``; for tensors whose shapes are
@@ -357,7 +364,7 @@ class Communicator:
         """
         if self.size > 1:
             self._count_collective("broadcast", tensor)
-            self._wait(dist.broadcast(tensor, self.ranks[source], group=self._fast, async_op=True), text)
+            self._wait(dist.broadcast(tensor, self.ranks[source], group=self._gradient_group, async_op=True), text)
 
     def _transfer(self, tensor: Tensor, source: int, to: int, kind: str, sending: bool = False) -> Pending:
         # A broadcast in a group of two: Gloo closes the connection if a receive is waited for with a timeout, whereas
@@ -651,7 +658,7 @@ class Communicator:
 
     def _carrier(self, tensor: Tensor) -> ProcessGroup | None:
         """Return the control group (Gloo) for CPU tensors, the fast group for an accelerator's, for its backend."""
-        return self._fast if is_accelerator(tensor.device) else self._group
+        return self._gradient_group if is_accelerator(tensor.device) else self._control_group
 
     def _wait(self, work: Work | None, text: str) -> None:
         if work is not None:
@@ -674,7 +681,7 @@ class Communicators:
     """
 
     def __init__(self, world: World, grid: Grid) -> None:
-        self._world, self._grid = world, grid
+        self._job, self._grid = world, grid
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self.world = everybody(world)
         self.world.share_control()
@@ -708,11 +715,11 @@ class Communicators:
         notes = lost_rank_notes.lost_rank_notes()
         if notes is None or self.replica.size < 2:
             return False
-        self.world.meetings = self.replica.meetings = meetings = FileAllGather(notes, self._world)
+        self.world.meetings = self.replica.meetings = meetings = FileAllGather(notes, self._job)
         # A barrier: after it no rank is still in a collective that a lost rank would break.
         meetings.gather(b"", "the start of all ranks")
-        if self._world.identity.rank:
-            notes.mark_expendable(self._world.identity.rank)
+        if self._job.identity.rank:
+            notes.mark_expendable(self._job.identity.rank)
         return True
 
     def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
@@ -750,7 +757,7 @@ class Communicators:
             The second and third value are given for ``hierarchical`` on a node with several of these ranks; otherwise
             they are empty and None.
         """
-        own_node = torch.tensor([self._world.identity.cross_rank])
+        own_node = torch.tensor([self._job.identity.cross_rank])
         node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]
         channel, node = f"{algorithm} all-reduce", None
         members: Sequence[int] = ()
@@ -763,7 +770,7 @@ class Communicators:
                 ranks = tuple(line[place] for place in places)
                 groups = process_groups(ranks, "within a node")
                 if self._grid.rank in ranks and len(ranks) > 1:
-                    members, node = places, Communicator("ranks of a node", ranks, self._world, *groups)
+                    members, node = places, Communicator("ranks of a node", ranks, self._job, *groups)
         return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
 
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
@@ -787,7 +794,7 @@ class Communicators:
             if line == own_line:
                 mine = made
         ranks = tuple(own_line[place] for place in places)
-        return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
+        return Communicator(purpose, ranks, self._job, *mine) if self._grid.rank in ranks else None
 
     def new_group(self, purpose: str) -> Communicator:
         """Return a communicator of the data-parallel ranks (axes replica and shard) with a process group of its own.
@@ -804,7 +811,7 @@ class Communicators:
         """Return the communicator along ``axes``. Collective: all ranks make the groups of all lines, in one order."""
         made = {line: process_groups(line, purpose) for line in self._lines(*axes)}
         mine = self._grid.along(*axes)
-        comm = Communicator(name, mine, self._world, *made[mine])
+        comm = Communicator(name, mine, self._job, *made[mine])
         comm.share_control(like=self.world)
         return comm
 

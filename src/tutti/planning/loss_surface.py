@@ -234,7 +234,7 @@ class LossSurface:
             if what == _END:
                 return
             vector = torch.empty(self.size if what == _PRODUCT else self.length, dtype=self.dtype, device=self.device)
-            self._comm.broadcast_tensors(vector, 0, "point or direction of the landscape")
+            self._comm.broadcast_unchecked(vector, 0, "point or direction of the landscape")
             if what == _PRODUCT:
                 self._product(vector)
                 continue
@@ -251,7 +251,7 @@ class LossSurface:
     def _ask(self, what: int, number: int, vector: Tensor | None) -> None:
         self._comm.broadcast(torch.tensor([what, number]), 0, "the next pass of the landscape")
         if vector is not None:
-            self._comm.broadcast_tensors(vector, 0, "point or direction of the landscape")
+            self._comm.broadcast_unchecked(vector, 0, "point or direction of the landscape")
 
     @torch.no_grad()
     def _move(self, point: Tensor) -> None:

@@ -243,4 +243,4 @@ def _reduce_scatter(group: Communicator, elements: int) -> Callable[[], object]:
 
 def _broadcast(group: Communicator, elements: int) -> Callable[[], object]:
     flat = torch.zeros(elements, device=group.device)
-    return lambda: group.broadcast_tensors(flat, 0, "broadcast")
+    return lambda: group.broadcast_unchecked(flat, 0, "broadcast")

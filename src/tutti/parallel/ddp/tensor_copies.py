@@ -35,7 +35,7 @@ def share_whole_gradients(whole: Iterable[nn.Parameter], comm: Communicator) -> 
     for dtype in sorted(kinds, key=str):
         grads = kinds[dtype]
         flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
-        comm.broadcast_tensors(flat, 0, "broadcast of the gradients of whole tensors")
+        comm.broadcast_unchecked(flat, 0, "broadcast of the gradients of whole tensors")
         if comm.rank:
             parts = flat.split([grad.numel() for grad in grads])
             for grad, part in zip(grads, parts, strict=True):

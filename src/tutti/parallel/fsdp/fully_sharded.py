@@ -533,12 +533,12 @@ def _shard(
     around_hooks: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> list[FSDPModule]:
     """Apply ``fully_shard`` to the modules of the wrap policy, then to the roots for all remaining parameters."""
-    if comm.group is None:
+    if comm.gradient_group is None:
         raise ValueError("one rank has nothing to shard")
     device = comm.device.type
     dtype = _NARROW.get(config.param_dtype or "")
     offload: OffloadPolicy = CPUOffloadPolicy() if config.offload is True else OffloadPolicy()
-    mesh, made = DeviceMesh.from_group(comm.group, device), list[FSDPModule]()
+    mesh, made = DeviceMesh.from_group(comm.gradient_group, device), list[FSDPModule]()
     names = {module: name for name, module in model.named_modules()}
     tops = root_modules(model)
     below = [unit for unit in wrapped_modules(model, config.units) if unit not in tops]

@@ -580,7 +580,7 @@ class PipelineRunner(ReplicaPart):
         sums = torch.zeros(2 + len(names), dtype=torch.float64, device=self._comm.device)
         if turn.total is not None:
             sums.copy_(turn.total.sums)
-        self._comm.broadcast_tensors(sums, self._ranks - 1, "totals of the last stage")
+        self._comm.broadcast_unchecked(sums, self._ranks - 1, "totals of the last stage")
         return LossSums(sums, names, samples)
 
 
