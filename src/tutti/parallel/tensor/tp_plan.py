@@ -219,9 +219,11 @@ class PlanFinder:
                 continue
             if begin <= taken or self._twice(sequence) or not all(self._passes(n, m) for n, m in between):
                 continue
-            region = self._examine(nn.Sequential(*(m for _, m in children[begin : end + 1])), ("0", str(end - begin)))
-            if region is not None and not region.sizes and all(dim == -1 for dim in region.draws):
-                self._pair(children[begin][0], between, children[end][0], region.units)
+            block_split = self._examine(
+                nn.Sequential(*(m for _, m in children[begin : end + 1])), ("0", str(end - begin))
+            )
+            if block_split is not None and not block_split.sizes and all(dim == -1 for dim in block_split.draws):
+                self._pair(children[begin][0], between, children[end][0], block_split.units)
                 taken = end
 
     def _passes(self, name: str, module: nn.Module) -> bool:
@@ -248,10 +250,10 @@ class PlanFinder:
             return
         if any(has_forward_hook(m) for _, _, m in inner):
             return
-        region = self._examine(module, linears, self._calls.get(name))
-        if region is None or (region.dropout and not self._drops):
+        block_split = self._examine(module, linears, self._calls.get(name))
+        if block_split is None or (block_split.dropout and not self._drops):
             return
-        self._region(name, region)
+        self._add_block(name, block_split)
 
     def _examine(
         self, block: nn.Module, linears: Sequence[str], call: BlockArguments | None = None
@@ -262,15 +264,21 @@ class PlanFinder:
             self._tried[key] = find_block_split(block, self._ranks, linears, call)
         return self._tried[key]
 
-    def _region(self, name: str, region: BlockSplit) -> None:
+    def _add_block(self, name: str, block_split: BlockSplit) -> None:
         prefix = f"{name}." if name else ""
         self._add(
             *(
                 PlanEntry(prefix + n, "column", cut.units, self._linear(prefix + n, cut))
-                for n, cut in region.columns.items()
+                for n, cut in block_split.columns.items()
             ),
-            self._row(prefix + region.row, region.units),
-            PlanEntry(name, "within", region.units, {}, (region.width, region.sizes, region.draws, region.forms)),
+            self._row(prefix + block_split.row, block_split.units),
+            PlanEntry(
+                name,
+                "within",
+                block_split.units,
+                {},
+                (block_split.width, block_split.sizes, block_split.draws, block_split.forms),
+            ),
         )
 
     def _linear(self, name: str, cut: TensorCut) -> dict[str, TensorCut]:

@@ -153,12 +153,12 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
     ways = product(reference.groups, ((True, False), (False, False), (True, True), (False, True)))
     for group, (fused, prefer_last) in ways:
         try:
-            region = trial.split(reference, group, fused=fused, prefer_last=prefer_last)
+            block_split = trial.split(reference, group, fused=fused, prefer_last=prefer_last)
         except Exception:
             # The shapes do not fit; another way to cut may.
             continue
-        if region is not None:
-            return trial.with_other_masks(region, prefer_last)
+        if block_split is not None:
+            return trial.with_other_masks(block_split, prefer_last)
     return None
 
 
@@ -411,8 +411,8 @@ class _Trial:
         if width % units or units < self.ranks or None in columns.values():
             return None
         dropout = whole.dropout and group.heads is not None
-        region = BlockSplit({n: c for n, c in columns.items() if c}, group.last, units, width, dropout=dropout)
-        return self._prove(region, whole, prefer_last)
+        block_split = BlockSplit({n: c for n, c in columns.items() if c}, group.last, units, width, dropout=dropout)
+        return self._prove(block_split, whole, prefer_last)
 
     def _cut(self, linear: nn.Module, width: int, units: int, fused: bool) -> TensorCut | None:
         """Return the cut of one layer's outputs into units; ``fused``: in each of several blocks of the width."""
@@ -422,14 +422,14 @@ class _Trial:
             return TensorCut(0, units, outputs // width) if outputs == width or output_dim(linear) == 0 else None
         return TensorCut(0, units) if outputs % units == 0 else None
 
-    def _prove(self, region: BlockSplit, whole: _Whole, prefer_last: bool) -> BlockSplit | None:
-        runs = [_Run(self, region, rank, whole, prefer_last) for rank in range(self.ranks)]
+    def _prove(self, block_split: BlockSplit, whole: _Whole, prefer_last: bool) -> BlockSplit | None:
+        runs = [_Run(self, block_split, rank, whole, prefer_last) for rank in range(self.ranks)]
         for run in runs:
             run.forward(None)
         total = torch.stack([run.part for run in runs]).sum(0)
         for run in runs:
             run.backward(total, None)
-        sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in region.columns}
+        sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in block_split.columns}
         for run in runs:
             outs, gradients = run.backward(total, sums)
             if not (_all_same(outs, whole.outs) and _all_same(gradients, whole.gradients)):
@@ -438,15 +438,21 @@ class _Trial:
         if any((run.mode.sizes, run.mode.draws) != (found.sizes, found.draws) for run in runs):
             return None
         return BlockSplit(
-            region.columns, region.row, region.units, region.width, found.sizes, found.draws, region.dropout
+            block_split.columns,
+            block_split.row,
+            block_split.units,
+            block_split.width,
+            found.sizes,
+            found.draws,
+            block_split.dropout,
         )
 
 
 class _Run:
     """One rank's slice of a block."""
 
-    def __init__(self, trial: _Trial, region: BlockSplit, rank: int, whole: _Whole, prefer_last: bool) -> None:
-        self._trial, self._region, self._rank, self._whole = trial, region, rank, whole
+    def __init__(self, trial: _Trial, block_split: BlockSplit, rank: int, whole: _Whole, prefer_last: bool) -> None:
+        self._trial, self._block_split, self._rank, self._whole = trial, block_split, rank, whole
         self._prefer_last = prefer_last
         self.part = torch.empty(0)
         self.gradients: dict[str, Tensor] = {}
@@ -461,11 +467,11 @@ class _Run:
             total: sum of the row-parallel layer's outputs over all ranks; None in the first pass.
             sums: gradients of the column-parallel layers' inputs, summed over all ranks, by layer.
         """
-        region, ranks, linears = self._region, self._trial.ranks, self._trial.linears
+        block_split, ranks, linears = self._block_split, self._trial.ranks, self._trial.linears
         x = self._whole.x.clone().requires_grad_()
-        for name, cut in region.columns.items():
+        for name, cut in block_split.columns.items():
             linears[name].forward = self._column(name, cut, sums)
-        last, cut = linears[region.row], TensorCut(1, region.units)
+        last, cut = linears[block_split.row], TensorCut(1, block_split.units)
 
         def row(inputs: Tensor) -> Tensor:
             self.part = part = functional.linear(inputs, cut.take(matrix(last), self._rank, ranks))
@@ -473,8 +479,8 @@ class _Run:
             return out if last.bias is None else out + cast(Tensor, last.bias)
 
         last.forward = row
-        slice_ = LayerSlice("", cast(SliceRanks, _Nobody(self._rank, ranks)), region.units)
-        self.mode = _Probe(slice_, region.width, self._whole.draws, self._prefer_last)
+        slice_ = LayerSlice("", cast(SliceRanks, _Nobody(self._rank, ranks)), block_split.units)
+        self.mode = _Probe(slice_, block_split.width, self._whole.draws, self._prefer_last)
         try:
             with self.mode:
                 found = self._trial.run(x)
