@@ -48,7 +48,7 @@ LISTED = {
 
 OWN_PROCESS = """
     cli.chaos_command cli.run_command cli.train_command compare.runs launcher.agent launcher.child
-    launcher.elastic_driver launcher.launch launcher.ray_engine launcher.supervisor train.main
+    launcher.elastic_driver launcher.launch launcher.ray_engine launcher.script_rank launcher.supervisor train.main
     workload.bench_device workload.bench_ranks data.loader parallel.parameter_server.server
     parallel.parameter_server.server_session
 """

@@ -132,7 +132,7 @@ def test_the_first_failure_ends_all_and_is_named(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "fail", "wait")
     _, err = launched.process.communicate(timeout=180)
     assert launched.process.returncode == 7
-    assert "rank 2 on 127.0.0.2 ended with exit code 7" in err and "rank 2 3 1 1" in err
+    assert "rank 2 on 127.0.0.2 exited with code 7" in err and "rank 2 3 1 1" in err
     assert launched.running() == []
 
 

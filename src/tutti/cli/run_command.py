@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +14,14 @@ from tutti import process_context
 from tutti.config.engine_config import SlurmEngineConfig, SshEngineConfig, parse_device_range, parse_engine
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.watchdog_limits import WatchdogLimits
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import UsageError
 from tutti.horovod.installing import run_horovod_script
 from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.engines import make_engine
 from tutti.launcher.launch import check_script, launch, run_script
+from tutti.launcher.script_rank import run_as_rank
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 
 _TIMEOUT = 300.0
@@ -189,9 +191,9 @@ def run(
             raise UsageError(
                 "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
             )
-        watchdog.start_watchdog(process_context.read_identity(os.environ).rank, limits)
-        entry(script, arguments, module)
-        return ExitCode.DONE
+        rank = process_context.read_identity(os.environ).rank
+        watchdog.start_watchdog(rank, limits)
+        return run_as_rank(partial(entry, script, arguments, module), rank, logs)
     if hosts is not None or on is not None:
         option = "-H" if hosts is not None else "--on"
         if hosts is not None and on is not None:
@@ -199,7 +201,7 @@ def run(
         if show_all:
             raise UsageError(f"--show-all cannot be combined with {option}", remedy="leave out one of the two")
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
-        words = ["-m", "tutti", "run", *_again(start_timeout, step_timeout, module, horovod), script, *arguments]
+        words = ["-m", "tutti", "run", *_again(logs, start_timeout, step_timeout, module, horovod), script, *arguments]
         text = str(on) if hosts is None else f"ssh:hosts={hosts.replace(',', '+')}"
         return _on(text, devices, words, logs, max_restarts)
     processes = count_accelerators("auto", os.environ) or 1 if devices == "auto" else int(devices)
@@ -232,10 +234,13 @@ def _elastic(devices: str, least: int | None, most: int | None, script: Path | N
     return ElasticOptions(np, least, most, None if script is None else script.absolute())
 
 
-def _again(start_timeout: float | None, step_timeout: float | None, module: bool, horovod: bool) -> list[str]:
+def _again(
+    logs: Path, start_timeout: float | None, step_timeout: float | None, module: bool, horovod: bool
+) -> list[str]:
     """Return the options that are passed on to every process."""
     timeouts = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
-    words = [f"{name}={value:g}" for name, value in timeouts.items() if value is not None]
+    words = [f"--logs={logs.absolute()}"]
+    words += [f"{name}={value:g}" for name, value in timeouts.items() if value is not None]
     return [*words, *(["-m"] if module else []), *(["--horovod"] if horovod else []), "--"]
 
 

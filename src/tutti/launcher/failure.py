@@ -17,7 +17,8 @@ from pathlib import Path
 from tutti.errors import ExitCode, LoaderError, TuttiError, UsageError
 
 _TAIL = 20
-_WORKER = Path(__file__).with_name("child.py")
+# Modules that start a rank's work.
+_STARTERS = tuple(f'  File "{Path(__file__).with_name(name)}", line ' for name in ("child.py", "script_rank.py"))
 # Orderly ends, which the run itself has already reported to the user.
 QUIET = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 # Exit codes for which a restart is useless; for the lasting ones only if tutti raised them.
@@ -50,6 +51,7 @@ class Failure:
         step: the training step, if known.
         remedy: advice for the user, if known.
         signal: the signal that ended the process, if any.
+        node: name of the node on which the rank ran, if the job has several.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Failure:
     step: int | None = None
     remedy: str | None = None
     signal: int | None = None
+    node: str = ""
 
 
 def path(directory: Path, rank: int) -> Path:
@@ -271,14 +274,14 @@ def is_final(cause: Failure) -> bool:
     return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
 
 
-def describe_failure(failure: Failure, log: Path) -> str:
+def describe_failure(failure: Failure, log: Path | None) -> str:
     """Return the user's message about a failed rank, of several lines: rank, error, end of the rank's log, remedy.
 
     A usage error before training is the same on every rank; its message names no rank.
 
     Args:
         failure: the failure to describe.
-        log: path of the rank's log.
+        log: path of the rank's log; None if the rank's output, with its traceback, is on the terminal.
     """
     if failure.kind == UsageError.__name__ and failure.step is None:
         return f"tutti: {failure.message}"
@@ -290,13 +293,14 @@ def describe_failure(failure: Failure, log: Path) -> str:
         what = f"failed{at}: {failure.kind}: {failure.message}"
     else:
         what = failure.message
-    lines = [f"tutti: rank {failure.rank} {what}"]
+    place = f" on {failure.node}" if failure.node else ""
+    lines = [f"tutti: rank {failure.rank}{place} {what}"]
     if failure.traceback and not failure.kind:
         lines += _indented(failure.traceback.splitlines(), "innermost lines of its stack:")
-    elif failure.rank != 0 or not failure.kind:
+    elif log is not None and (failure.rank != 0 or not failure.kind):
         last = tail(log)
         lines += _indented(last, f"last lines of {log}:") if last else [f"  Its log, {log}, is empty."]
-    elif failure.exit_code == ExitCode.UNEXPECTED and failure.kind != "SystemExit":
+    elif log is not None and failure.exit_code == ExitCode.UNEXPECTED and failure.kind != "SystemExit":
         lines += _indented(failure.traceback.splitlines()[-_TAIL:], "traceback:")
     if failure.remedy and failure.remedy.lower().rstrip(".") not in failure.message.lower():
         lines.append(failure.remedy)
@@ -322,7 +326,7 @@ def tail(log: Path, lines: int = _TAIL) -> list[str]:
             text = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    below = (index for index, line in enumerate(text) if line.startswith(f'  File "{_WORKER}", line '))
+    below = (index for index, line in enumerate(text) if line.startswith(_STARTERS))
     return text[: next(below, None)][-lines:]
 
 

@@ -213,10 +213,13 @@ class _Supervisor:
         if outcome.first is None or self._asked:
             return self._asked_code(outcome), "signal" if self._asked else "done"
         cause = self._cause(outcome)
-        ending = f"rank {cause.rank} {cause.message.splitlines()[0] if cause.message else cause.kind}"
+        place = f" on {cause.node}" if cause.node else ""
+        ending = f"rank {cause.rank}{place} {cause.message.splitlines()[0] if cause.message else cause.kind}"
         restart = None if failure.is_final(cause) else self._budget.spend()
         if cause.exit_code not in failure.QUIET:
-            self._say(failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank)))
+            # The engine shows rank 0's output on the terminal.
+            log = failure.log_path(self._job.logs, cause.rank) if cause.rank else None
+            self._say(failure.describe_failure(cause, log))
         if restart is None:
             if not failure.is_final(cause) and self._budget.describe():
                 self._say(f"tutti: {self._budget.describe()}")
@@ -347,9 +350,10 @@ class _Supervisor:
                 found.append(Failure(rank, 0.0, "", ended.lost, int(ExitCode.PEER), remedy=ended.remedy, signal=9))
             elif ended.code:
                 death = failure.from_death(rank, ended.code, now - (rank == outcome.first))
-                told = f"on {ended.node} {ended.why or death.message}"
-                death = replace(death, message=told, remedy=ended.remedy or death.remedy)
-                found.append(failure.read_failure([self._job.logs], rank) or death)
+                # Without a shared disk, an exception is in the rank's output alone.
+                message = death.message if ended.code < 0 else f"ended with exit code {ended.code}"
+                death = replace(death, message=ended.why or message, remedy=ended.remedy or death.remedy)
+                found.append(replace(failure.read_failure([self._job.logs], rank) or death, node=ended.node))
         return failure.root_cause(found)
 
     def _asked_code(self, outcome: _Outcome | None) -> int:
