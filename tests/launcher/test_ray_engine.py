@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +116,27 @@ def test_a_script_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=250)
     assert (process.returncode, out) == (0, "rank 0 of 2\n"), err
     assert (tmp_path / "runs" / "logs" / "rank1.log").read_text() == "rank 1 of 2\n"
+
+
+def test_the_address_of_a_dashboard_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = started(tmp_path, "run", "-np", "1", "--on", "ray", "script.py", RAY_ADDRESS="http://127.0.0.1:8265")
+    _, err = process.communicate(timeout=250)
+    assert process.returncode == 2 and "dashboard, at which no ranks can be started (http://127.0.0.1:8265)" in err
+
+
+@pytest.mark.engines
+def test_an_interrupt_ends_the_wait_for_a_server_that_is_no_cluster(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.create_server((HERE, 0)) as server:
+        address = f"{HERE}:{server.getsockname()[1]}"
+        process = started(tmp_path, "run", "-np", "1", "--on", f"ray:address={address}", "script.py")
+        server.settimeout(250)
+        # The launcher looks whether a server listens, then Ray connects.
+        with server.accept()[0], server.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "tutti: interrupted" in err, err
 
 
 class Nodes:

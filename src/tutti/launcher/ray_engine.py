@@ -6,6 +6,7 @@ groups and checkpoints are tutti's. Values go through Ray as it serialises them:
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import os
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tutti.config.engine_config import RayEngineConfig
-from tutti.errors import DiskError, PeerError, TuttiError
+from tutti.errors import DiskError, ExitCode, PeerError, TuttiError, UsageError
 from tutti.launcher import failure
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
 from tutti.launcher.hosts import Host, passed_variables, plan_processes
@@ -47,6 +48,8 @@ _PACE = 0.25
 _QUIET = 2.0
 _AWAY = 5.0
 _REACH = 10.0
+_TRIES = "2"
+_PATIENCE = 2.0
 _SERIALISERS = ("numpy", "pyarrow", "pydantic.main")
 _EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
 # Ray's public names know the sum over all nodes alone. By way of ray:// the function runs on the cluster.
@@ -91,7 +94,11 @@ class RayEngine:
         self._upload = config.code == "upload" and not own
         self._connect(own)
         self._answered = time.monotonic()
-        threading.Thread(target=self._listen, name="ray-head", daemon=True).start()
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=self._listen, name="ray-head", daemon=True)]
+        self._threads[0].start()
+        # Called before Ray's own handler, which Ray has registered earlier.
+        atexit.register(self._close)
 
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of each live node of the Ray cluster.
@@ -249,6 +256,9 @@ class RayEngine:
         address = self._config.address or os.environ.get("RAY_ADDRESS")
         if address is not None:
             _check_address(address)
+            if not own:
+                # Where another server listens, or a token is missing, Ray tries twenty times, 40 seconds each.
+                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _TRIES)
         environment: dict[str, Any] = {}
         if path := os.environ.get("PYTHONPATH"):
             environment["env_vars"] = {"PYTHONPATH": path}
@@ -261,13 +271,14 @@ class RayEngine:
         options: dict[str, Any] = {"include_dashboard": False} if own else {}
         threading.Thread(target=_import_early, name="ray-imports", daemon=True).start()
         try:
-            ray.init(
-                self._config.address,
-                runtime_env=environment,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **options,
-            )
+            with _interruptible():
+                ray.init(
+                    self._config.address,
+                    runtime_env=environment,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **options,
+                )
         except (ConnectionError, TimeoutError, ray.exceptions.RpcError) as error:
             raise _no_cluster(address, first_line(error)) from error
         except ray.exceptions.AuthenticationError as error:
@@ -280,11 +291,20 @@ class RayEngine:
 
     def _listen(self) -> None:
         """Note when the head has answered last; without it Ray itself would abort this process after a minute."""
-        while ray.is_initialized():
+        while not self._closed.is_set():
             with suppress(Exception):
                 ray.nodes()
                 self._answered = time.monotonic()
-            time.sleep(2)
+            self._closed.wait(2)
+
+    def _close(self) -> None:
+        """Let the threads end before Ray shuts down: Ray ends a process that calls it later, with exit code 1."""
+        # An interrupted shutdown has the same effect.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._closed.set()
+        end = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _ask(self, question: Callable[[], T], seconds: float = _HEAD) -> T:
         """Return the head's answer, from a thread, because Ray waits for a lost head without a limit.
@@ -308,6 +328,7 @@ class RayEngine:
                 errors.append(error)
 
         thread = threading.Thread(target=call, daemon=True)
+        self._threads = [each for each in (*self._threads, thread) if each is thread or each.is_alive()]
         thread.start()
         end = time.monotonic() + seconds
         while thread.is_alive() and time.monotonic() < min(end, self._answered + _HEAD):
@@ -388,8 +409,47 @@ def _import_early() -> None:
             importlib.import_module(name)
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within the block, Ctrl-C ends this process although Ray waits in native code, which Python does not interrupt.
+
+    No rank has been started by then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left = threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        with os.fdopen(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] == signal.SIGINT and not left.wait(_PATIENCE):
+                    os.write(2, b"tutti: interrupted\n")
+                    os._exit(ExitCode.INTERRUPTED)
+
+    threading.Thread(target=watch, name="ray-interrupt", daemon=True).start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
 def _check_address(address: str) -> None:
-    """Raise PeerError if nothing listens at ``HOST:PORT`` or ``ray://HOST:PORT``: Ray would try for minutes."""
+    """Raise PeerError if nothing listens at ``HOST:PORT`` or ``ray://HOST:PORT``: Ray would try for minutes.
+
+    Raises UsageError for an HTTP address, which ``ray job submit`` reads from ``RAY_ADDRESS``.
+    """
+    if address.startswith(("http://", "https://")):
+        raise UsageError(
+            "an HTTP address is that of Ray's dashboard, at which no ranks can be started",
+            where=address,
+            remedy="give the head's address, ray:address=HOST:6379 or ray://HOST:10001, or unset RAY_ADDRESS",
+        )
     host, colon, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
     if not colon or not port.isdecimal():
         return

@@ -125,13 +125,13 @@ def supervise(engine: Engine, job: EngineJob) -> int:
     """
     for old in job.logs.glob("rank*.log"):
         old.unlink()
-    try:
-        with _signals() as asked:
+    with _signals() as asked:
+        try:
             return _Supervisor(engine, job, asked).run()
-    except EngineGone as gone:
-        raise PeerError(str(gone), remedy="start the command again with --resume when it is back") from gone
-    finally:
-        engine.stop(signal.SIGKILL)
+        except EngineGone as gone:
+            raise PeerError(str(gone), remedy="start the command again with --resume when it is back") from gone
+        finally:
+            engine.stop(signal.SIGKILL)
 
 
 def describe_slots(slots: Mapping[str, int]) -> str:
