@@ -169,9 +169,11 @@ these measurements in sight. Only measurements that are not in these sets can co
 | extrapolated, at least 8 × | batch sizes of at most 1/8 of the predicted one | each batch size |
 | time, from at most 1/4 of the devices | a round's trainings on at most N/4 devices of the kind | time on N devices |
 
-*Extrapolated* predicts a published job from the nearest job of its series on at most half as many devices, and the
-tenth of the scaling law's runs with most FLOP from all other runs. A series of published jobs has one set, model,
-hardware, precision, framework and sequence length."""
+*Extrapolated* predicts a published job from the nearest job of its series on at most half as many devices, with
+constants fitted to other sets and to the set's own jobs on at most half as many, and the tenth of the scaling law's
+runs with most FLOP from all other runs. A series of published jobs has one set, model, hardware, precision, framework
+and sequence length. The nearest job is one with the same split into tensor and pipeline ranks where there is one; a
+prediction from another split has a cell of its own."""
 
 BANDS_TEXT = """\
 A band is an interval around a prediction that should contain 90 % of the measurements. Its width comes from the errors

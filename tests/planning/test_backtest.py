@@ -28,7 +28,7 @@ from tutti.planning.conformal_band import (
 from tutti.planning.hardware_anchor import HardwareAnchor, anchored_rate, shipped_anchors
 from tutti.planning.law_fit import FittedLaw, fit_law, fit_target
 from tutti.planning.measurement_table import read_tables
-from tutti.planning.scaling_laws import ALLREDUCE_LAW, ANCHORED_LAW, DATA_PARALLEL_LAW
+from tutti.planning.scaling_laws import ALLREDUCE_LAW, ANCHORED_LAW, DATA_PARALLEL_LAW, GPT_GRID_LAW
 
 ROOT = Path(__file__).parents[2]
 DATA = os.environ.get("TUTTI_SCALING_DATA", "")
@@ -64,7 +64,7 @@ def synthetic_folder(folder: Path, noise: float = 0.02) -> Path:
     for ranks in (2, 3, 4, 6, 8):
         for size in 2.0 ** np.arange(12, 28):
             one = {"ranks": np.array([float(ranks)]), "bytes": np.array([size])}
-            seconds = ALLREDUCE_LAW.seconds(np.array([2e-6, 1e-5, 1e11, 4e11]), one)
+            seconds = ALLREDUCE_LAW.seconds(np.array([2e-6, 1e-5, 1e11, 4e11, 1e-5, 1e10]), one)
             ring.append([ranks, size, near(float(seconds[0])), "x1"])
     write(folder / "b.csv", ["ranks", "bytes", "out_of_place_s", "hardware"], ring)
     target = [
@@ -451,6 +451,68 @@ def test_fewer_points_than_constants_leave_the_prior_wide() -> None:
     fitted = fit_law(ALLREDUCE_LAW, one, np.array([1e-4]))
     _, sigma = fitted.predict({"ranks": np.array([8.0]), "bytes": np.array([1e9])})
     assert sigma[0] > 0.2
+
+
+def test_rings_over_nodes_are_priced_by_the_usual_network_of_the_hardware() -> None:
+    inputs = {"replicas": np.ones(3), "nodes": np.ones(3), "local_batch": np.array([1.0, 2.0, 4.0])}
+    seconds = np.array([0.1, 0.15, 0.25])
+    asked = {"replicas": np.array([16.0]), "nodes": np.array([16.0]), "local_batch": np.array([1.0])}
+    slow, fast = (
+        fit_law(DATA_PARALLEL_LAW, inputs | {"wire": np.full(3, wire)}, seconds).predict(asked)[0][0]
+        for wire in (1.5e9, 2.5e10)
+    )
+    assert slow > 1.5 * fast
+
+
+def test_hops_over_nodes_grow_as_the_logarithm_and_within_a_node_one_by_one(tmp_path: Path) -> None:
+    constants = np.array([2e-6, 1e-5, 2e11, 8e11, 1e-5, 2.5e10])
+
+    def seconds(ranks: float, nodes: float, size: float) -> float:
+        one = {"ranks": np.array([ranks]), "nodes": np.array([nodes]), "bytes": np.array([size])}
+        return float(ALLREDUCE_LAW.seconds(constants, one)[0])
+
+    chain, tree = (seconds(*many, 1.0) - seconds(*few, 1.0) for few, many in (((2, 1), (8, 1)), ((8, 1), (64, 8))))
+    assert chain == pytest.approx(12 * 2e-6, rel=1e-3) and tree == pytest.approx(6 * 1e-5, rel=1e-3)
+    # Two ranks of a node have two adapters, which a ring over nodes uses, up to the rate of the node's own links.
+    assert seconds(4, 2, 1e12) > 1.8 * seconds(8, 2, 1e12) * (3 / 4) / (7 / 8)
+    sizes = [2.0**power for power in range(12, 30)]
+    measured = [(4, 1), (8, 1), (16, 2), (32, 4), (128, 16), (512, 64)]
+    rows = [["x", nodes, ranks, size, seconds(ranks, nodes, size)] for ranks, nodes in measured for size in sizes]
+    write(tmp_path / "a.csv", ["hardware", "nodes", "ranks", "bytes", "out_of_place_s"], rows)
+    result = backtest.run_backtest(tmp_path, {})
+    assert named(result, "all-reduce", "extrapolated, more than 4 ×")[0]["mean"] < 0.45
+    near = [one for each, one in result.checked if each.protocol == "extrapolated" and one.distance == 4]
+    assert max(abs(one.predicted / one.measured - 1) for one in near[-len(sizes) :]) < 0.1
+
+
+def test_tensor_ranks_of_several_nodes_wait_for_the_network() -> None:
+    plain = {"micro_batch": 1.0, "hidden": 4096.0, "layers": 32.0, "seq_len": 2048.0, "global_batch": 64.0}
+    plain |= {"heads": 32.0, "data": 1.0, "pipeline": 1.0}
+
+    def seconds(tensor: float, per_node: float) -> float:
+        inputs = {name: np.array([value]) for name, value in (plain | {"tensor": tensor, "per_node": per_node}).items()}
+        return float(GPT_GRID_LAW.seconds(GPT_GRID_LAW.centre(inputs, np.ones(1)), inputs)[0])
+
+    assert seconds(8, 8) == pytest.approx(seconds(8, 16))
+    assert seconds(16, 4) > seconds(16, 8) > 1.1 * seconds(16, 16)
+
+
+def split_jobs(tmp_path: Path, plans: Sequence[tuple[int, int, float]]) -> list[CheckedPrediction]:
+    """Predictions from at most half the devices of jobs with a number of devices, tensor ranks and seconds a step."""
+    header = "set,model,params_b,layers,hidden,seq_len,hardware,devices,tp,pp,micro_batch,global_batch,precision"
+    rows = [
+        ["s", "m", 1.3, 24, 2048, 2048, "A100 80GB", devices, tensor, 1, 4, 4 * devices, "bf16", seconds]
+        for devices, tensor, seconds in plans
+    ]
+    write(tmp_path / "a.csv", [*header.split(","), "step_time_s"], rows)
+    result = backtest.run_backtest(tmp_path, {})
+    return [one for each, one in result.checked if each.protocol == "extrapolated"]
+
+
+def test_a_job_is_predicted_from_one_with_its_split_and_else_says_so(tmp_path: Path) -> None:
+    found = split_jobs(tmp_path, [(8, 1, 1.0), (8, 2, 1.5), (16, 2, 1.5), (16, 4, 2.5)])
+    assert [one.basis for one in found] == ["several measured sizes", "one measured row of another split of the model"]
+    assert found[0].predicted == pytest.approx(found[0].measured, rel=0.1)
 
 
 def job(**changed: float) -> dict[str, float]:

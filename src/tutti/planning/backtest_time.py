@@ -28,7 +28,9 @@ from tutti.planning.protocol import (
     NOT_STATED,
     ONE_LENGTH,
     ONE_ROW,
+    OTHER_SPLIT,
     PUBLISHED_ROWS,
+    PUBLISHED_ROWS_SPLIT,
     SEVERAL_SIZES,
     ZERO_SHOT,
     Asked,
@@ -130,6 +132,8 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
         inputs = _inputs(same, {"ranks": "ranks", "bytes": "size"})
+        inputs["nodes"] = np.array([_ring_nodes(row) for row in same])
+        inputs["wire"] = np.full(len(same), usual_links(group)[1])
         # Sizes in other units come back with a rounding error, which must not change the power of two below.
         series = [f"{group} 2^{math.floor(math.log2(size) + 1e-6)} B" for size in inputs["bytes"]]
         many = inputs["ranks"] > 1
@@ -148,6 +152,16 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
         yield from _fit_and_ask(
             ALLREDUCE_LAW, group, f"all-reduce {group}", data, lambda fitted: bool(fitted.sum() >= 4)
         )
+
+
+_NODE_RANKS = 8.0
+"""Ranks of a node where a table does not say it: those of the usual server."""
+
+
+def _ring_nodes(row: TableRow) -> float:
+    """Return the number of nodes of an all-reduce; where the row does not state it, of full nodes."""
+    ranks = row.number("ranks")
+    return min(row.number("nodes", math.ceil(ranks / row.number("per_node", _NODE_RANKS))), ranks)
 
 
 def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
@@ -178,7 +192,9 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
             networks[group] = fitted.log_constants - np.log(DATA_PARALLEL_LAW.centre(inputs, seconds))
     for group, (inputs, seconds) in steps.items():
         series = [f"{group} {batch:g}" for batch in inputs["local_batch"]]
-        others = [found for other, found in networks.items() if workloads[other] != workloads[group]]
+        others = {other: found for other, found in networks.items() if workloads[other] != workloads[group]}
+        hardware = groups[group][0].label("hardware")
+        same = [found for other, found in others.items() if groups[other][0].label("hardware") == hardware]
 
         def enough(fitted: Mask, nodes: Array = inputs["nodes"], replicas: Array = inputs["replicas"]) -> bool:
             below = nodes[fitted]
@@ -194,7 +210,7 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
             asked.reason = asked.reason or guess
             yield asked
         if others:
-            asked = next(_fit_and_ask(_with_network(others), group, name, data, enough))
+            asked = next(_fit_and_ask(_with_network(same or [*others.values()]), group, name, data, enough))
             basis = "one measured row and a known network"
             asked.predictions = [replace(one, basis=basis) for one in asked.predictions]
             asked.protocol = f"{ANCHORED}, other workloads' network"
@@ -205,6 +221,7 @@ def _steps(rows: Sequence[TableRow]) -> tuple[dict[str, Array], Array]:
     inputs = _inputs(rows, {"replicas": "replicas", "nodes": "nodes", "local_batch": "local_batch"})
     inputs["nodes"] = np.fmin(inputs["nodes"], inputs["replicas"])
     inputs["local_batch"] = np.nan_to_num(inputs["local_batch"], nan=1.0)
+    inputs["wire"] = np.array([usual_links(row.label("hardware"))[1] for row in rows])
     return inputs, np.array([row.number("step_time") for row in rows])
 
 
@@ -249,6 +266,8 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
         inputs["heads"] = np.array(heads)
         if all("vocabulary" in row.numbers for row in same):
             inputs["vocabulary"] = np.array([row.number("vocabulary") for row in same])
+        if all("per_node" in row.numbers for row in same):
+            inputs["per_node"] = np.array([row.number("per_node") for row in same])
         sizes = np.array([row.number("devices") for row in same])
         seconds = np.array([row.number("step_time") for row in same])
         shape = ("hidden", "layers", "seq_len", "micro_batch")
@@ -279,7 +298,8 @@ class _Job:
         if not row.text.get("model"):
             # Rows without a model's name are one series where they have one shape.
             self.kind += tuple(row.label(role) for role in ("params_b", "layers", "hidden"))
-        self.split = number("tp", 1.0) * number("pp", 1.0)
+        self.plan = number("tp", 1.0), number("pp", 1.0)
+        self.split = math.prod(self.plan)
         self.tokens = _TOKENS if math.isnan(self.length) else self.length
         batch = number("global_batch")
         if row.text.get("batch_unit", "").startswith("token"):
@@ -392,11 +412,12 @@ def _pairs(pairs: Sequence[tuple[_Job, _Job]]) -> dict[str, Array]:
 
 
 def _nearest(job: _Job, jobs: Sequence[_Job]) -> _Job:
-    """Return the job that is most like another: in passes over the model first, then in micro-batch and devices."""
+    """Return the job that is most like another: in the split of the model, then in passes over it, then in devices."""
 
-    def far(other: _Job) -> tuple[float, float]:
+    def far(other: _Job) -> tuple[bool, float, float]:
         size = abs(math.log2(other.devices / job.devices))
-        return abs(math.log2(other.call / job.call)) + float(other.recompute != job.recompute), size
+        call = abs(math.log2(other.call / job.call)) + float(other.recompute != job.recompute)
+        return other.plan != job.plan, call, size
 
     return min(jobs, key=far)
 
@@ -407,7 +428,8 @@ def _predict(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]], basis: str) 
     centre, sigma = fitted.predict(_pairs(pairs))
     return [
         CheckedPrediction(
-            *(job.set_name, basis, job.devices / anchor.devices, job.series),
+            *(job.set_name, basis if job.plan == anchor.plan else OTHER_SPLIT, job.devices / anchor.devices),
+            job.series,
             *(float(value), float(wide), job.seconds),
         )
         for (anchor, job), value, wide in zip(pairs, centre, sigma, strict=True)
@@ -489,13 +511,31 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
         ]
         if lengths:
             yield Asked(group, f"{ANCHORED}, other sequence lengths", _predict(fitted, lengths, ONE_LENGTH))
-        near = [
-            (_nearest(job, below), job)
-            for same in grouped(members, lambda job: job.series).values()
-            for job in same
-            if (below := [other for other in same if other.devices <= job.devices / 2])
-        ]
-        yield Asked(group, EXTRAPOLATED, _predict(fitted, near, SEVERAL_SIZES), guess if near else alone)
+        near = _half_the_devices(members)
+        predictions: list[CheckedPrediction] = []
+        for devices, asked in grouped(near, lambda pair: pair[1].devices).items():
+            own = [pair for pair in near if pair[1].devices <= devices / 2]
+            predictions += _predict(_refit(fitted, own), asked, SEVERAL_SIZES)
+        yield Asked(group, EXTRAPOLATED, predictions, guess if near else alone)
+
+
+def _half_the_devices(jobs: Sequence[_Job]) -> list[tuple[_Job, _Job]]:
+    """Return pairs of an anchor and a job of one series: the job most like it of those on at most half the devices."""
+    return [
+        (_nearest(job, below), job)
+        for same in grouped(jobs, lambda job: job.series).values()
+        for job in same
+        if (below := [other for other in same if other.devices <= job.devices / 2])
+    ]
+
+
+def _refit(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]]) -> FittedLaw:
+    """Fit a law's constants to pairs of the set that is predicted, with what other sets say as the prior."""
+    if not pairs:
+        return fitted
+    constants, spread = np.exp(fitted.log_constants), np.sqrt(np.diag(fitted.covariance))
+    law = replace(fitted.law, centre=lambda inputs, seconds: constants, spread=tuple(spread.tolist()))
+    return fit_law(law, _pairs(pairs), np.array([job.seconds for _, job in pairs]))
 
 
 def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: Sequence[HardwareAnchor]) -> Asked:
@@ -529,7 +569,7 @@ def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: 
         centre, sigma = fitted.predict(inputs)
         asked.predictions = [
             CheckedPrediction(
-                *(job.set_name, PUBLISHED_ROWS, 1.0, job.series),
+                *(job.set_name, PUBLISHED_ROWS if job.split == 1 else PUBLISHED_ROWS_SPLIT, 1.0, job.series),
                 *(float(value), float(np.hypot(wide, spread)), job.seconds),
             )
             for (job, spread), value, wide in zip(kept, centre, sigma, strict=True)

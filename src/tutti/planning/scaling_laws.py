@@ -60,21 +60,35 @@ def ring_allreduce_law(ranks: Array, size: Array, latency: Array | float, rate: 
 
 
 def _allreduce_seconds(constants: Array, inputs: Inputs) -> Array:
-    """Ring, plus a start and one pass over the message: c + 2(N−1)α + n/β_copy + 2(N−1)/N · n/β."""
-    latency, start, rate, copy = constants
-    ring = ring_allreduce_law(inputs["ranks"], inputs["bytes"], latency, rate)
-    return np.asarray(start + inputs["bytes"] / copy + ring)
+    """A start, one pass over the message, hops, and a ring of which the slowest link counts.
+
+    Within nodes of r = N/K ranks the hops are a chain's, between K nodes those of a binary tree, there and back:
+    c + n/β_copy + 2(r−1)α + 2·log₂K·α_n + 2(N−1)/N · n/β. In a ring of one node β is that of its links; over nodes it
+    is at most that of the adapters, one a rank. Source: Jeaugey 2019 (double binary trees of NCCL 2.4).
+    """
+    latency, start, rate, copy, node_latency, wire = constants
+    ranks, nodes = inputs["ranks"], inputs.get("nodes", np.ones_like(inputs["ranks"]))
+    each = ranks / nodes
+    slowest = np.where(nodes > 1, np.minimum(rate, wire * each), rate)
+    ring = ring_allreduce_law(ranks, inputs["bytes"], 0.0, slowest)
+    hops = 2 * (each - 1) * latency + 2 * np.log2(nodes) * node_latency
+    return np.asarray(start + inputs["bytes"] / copy + hops + ring)
+
+
+_NODE_HOP = 1e-5
+"""Seconds of a hop between nodes, there and back with the accelerator's part: a guess of its order."""
 
 
 def _allreduce_centre(inputs: Inputs, seconds: Array) -> Array:
     rate = float(np.median(inputs["bytes"] / seconds))
-    return np.array([1e-6, min(2e-5, float(seconds.min())), 1.5 * rate, 4 * rate])
+    wire = float(np.median(inputs["wire"])) if "wire" in inputs else rate
+    return np.array([1e-6, min(2e-5, float(seconds.min())), 1.5 * rate, 4 * rate, _NODE_HOP, wire])
 
 
 ALLREDUCE_LAW = ScalingLaw(
     "ring all-reduce with a start and a copy",
-    ("latency_s", "start_s", "link_bytes_per_s", "copy_bytes_per_s"),
-    (1.0, 1.0, 1.0, 1.0),
+    ("latency_s", "start_s", "link_bytes_per_s", "copy_bytes_per_s", "node_latency_s", "node_bytes_per_s"),
+    (1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
     _allreduce_centre,
     _allreduce_seconds,
 )
@@ -103,11 +117,17 @@ def _data_parallel_seconds(constants: Array, inputs: Inputs) -> Array:
     return np.asarray(_FORWARD * compute + (((1 - _FORWARD) * compute) ** power + sync**power) ** (1 / power))
 
 
+_GRADIENTS = 3.75e9
+"""Bytes of gradients that go round the nodes' ring for each second of the shortest step: a guess, near the median over
+published workloads, on the fast networks of large accelerators as on the slow ones of small accelerators."""
+
+
 def _data_parallel_centre(inputs: Inputs, seconds: Array) -> Array:
-    """Rings take 1 and 2.5 times the shortest step: guesses, near the median over published workloads."""
+    """The ring within a node takes as long as the shortest step, that over nodes its bytes over the usual network."""
     least = float(seconds.min())
     batch = max(float(inputs["local_batch"].max()), 1.0)
-    return np.array([least, least / batch, 2e-4, least, 2e-4, 2.5 * least, 1.0, 2.4])
+    wire = float(np.median(inputs["wire"])) if "wire" in inputs else _GRADIENTS
+    return np.array([least, least / batch, 2e-4, least, 2e-4, _GRADIENTS / wire * least, 1.0, 2.4])
 
 
 DATA_PARALLEL_LAW = ScalingLaw(
@@ -122,35 +142,46 @@ _VOCABULARY = 51200.0
 """Rows of the vocabulary where a table states none (GPT-2's 50,257, rounded up as Megatron-LM does): a guess."""
 
 
+_RANKS_OF_A_NODE = 8.0
+"""Ranks of a node where a table does not say it: those of the usual server."""
+
+
 def _gpt_grid_seconds(constants: Array, inputs: Inputs) -> Array:
-    """One iteration of a GPT split over tensor, data and pipeline ranks of one host.
+    """One iteration of a GPT split over tensor, data and pipeline ranks.
 
     A layer takes the larger (as a 4-norm) of its kernels and of launching them. Kernels: 6·(12h² + 2hs)·tokens FLOP
     over the tensor ranks at a rate, and activation bytes sbh(10 + 24/t) + 5as²b/t words (Korthikanti et al. 2022,
     arXiv 2205.05198, eq. 2) at a bandwidth; tensor ranks all-reduce 4 times a layer (Shoeybi et al. 2019,
     arXiv 1909.08053). The pipeline takes m + p − 1 slots (Narayanan et al. 2021, arXiv 2104.04473); then gradients are
-    all-reduced and the optimizer passes over its words.
+    all-reduced and the optimizer passes over its words. Tensor ranks are neighbours, then data ranks: a ring over more
+    ranks than a node has waits for the latency of nodes and for the adapters of its ranks in one node.
     """
-    rate, memory, launch, latency, link, grad_latency, grad_link, head, words = constants
+    rate, memory, launch, latency, link, grad_latency, grad_link, head, words, node_latency, wire = constants
     tensor, data, pipe = inputs["tensor"], inputs["data"], inputs["pipeline"]
     micro, hidden, length = inputs["micro_batch"], inputs["hidden"], inputs["seq_len"]
     tokens = micro * length
     flops = tokens * (72 * hidden**2 + 12 * hidden * length) / tensor
     moved = 2 * tokens * (hidden * (10 + 24 / tensor) + 5 * inputs["heads"] * length / tensor)
     layer = ((flops / rate + moved / memory) ** 4 + launch**4) ** 0.25
-    layer = layer + 4 * ring_allreduce_law(tensor, 2 * tokens * hidden, latency, link)
+    per_node = inputs.get("per_node", np.full_like(hidden, _RANKS_OF_A_NODE))
+    far = tensor > per_node
+    slowest = np.where(far, np.minimum(link, wire * per_node), link)
+    layer = layer + 4 * ring_allreduce_law(tensor, 2 * tokens * hidden, latency, slowest)
+    layer = layer + 4 * np.where(far, 2 * np.maximum(tensor / per_node - 1, 0.0) * node_latency, 0.0)
     stage = layer * inputs["layers"] / pipe
     vocabulary = inputs.get("vocabulary", np.full_like(hidden, _VOCABULARY))
     logits = 6 * tokens * hidden * vocabulary / tensor / rate + 16 * tokens * vocabulary / tensor / memory
     slots = inputs["global_batch"] / (micro * data)
     parameters = (12 * hidden**2 * inputs["layers"] / pipe + vocabulary * hidden) / tensor
-    gradients = ring_allreduce_law(data, 4 * parameters, grad_latency, grad_link)
+    each = np.clip(per_node / tensor, 1.0, data)
+    slowest = np.where(tensor * data > per_node, np.minimum(grad_link, wire * each), grad_link)
+    gradients = ring_allreduce_law(data, 4 * parameters, grad_latency, slowest)
     return np.asarray(slots * (stage + head * logits) + (pipe - 1) * stage + gradients + 32 * parameters / words)
 
 
 def _gpt_grid_centre(inputs: Inputs, seconds: Array) -> Array:
     del inputs, seconds
-    return np.array([2e14, 1.5e12, 1e-3, 1e-5, 2e11, 1e-4, 2e11, 1.0, 1.5e12])
+    return np.array([2e14, 1.5e12, 1e-3, 1e-5, 2e11, 1e-4, 2e11, 1.0, 1.5e12, 1e-4, 2.5e10])
 
 
 GPT_GRID_LAW = ScalingLaw(
@@ -158,8 +189,9 @@ GPT_GRID_LAW = ScalingLaw(
     (
         *("flop_per_s", "memory_bytes_per_s", "layer_launch_s", "tensor_latency_s", "tensor_bytes_per_s"),
         *("gradient_latency_s", "gradient_bytes_per_s", "head_factor", "optimizer_bytes_per_s"),
+        *("node_latency_s", "node_bytes_per_s"),
     ),
-    (2.0,) * 9,
+    (2.0,) * 11,
     _gpt_grid_centre,
     _gpt_grid_seconds,
 )
@@ -229,7 +261,7 @@ def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     reduced = (4 + 2 * inputs["recompute"]) * 2 * (tensor - 1) * activations / link
     slowest = 1 + sigma * np.sqrt(2 * np.log(np.maximum(devices, 1.0)))
     summand = (sync + fixed) * devices / inputs["global_batch"] + reduced
-    return np.asarray(slowest * (1 + half / inputs["call"])), np.asarray(summand)
+    return np.asarray(slowest * (1 + half * tensor / inputs["call"])), np.asarray(summand)
 
 
 def _overhead_seconds(constants: Array, inputs: Inputs) -> Array:
