@@ -179,6 +179,9 @@ BANDS_TEXT = """\
 A band is an interval around a prediction that should contain 90 % of the measurements. Its width comes from the errors
 of other published sets in the same cell, never of the predicted set. A cell is a *basis*, the measurements on which
 the prediction rests, and a *distance*, the number of devices or the batch size divided by the largest measured one.
+A prediction's own uncertainty scales the width: the spread of the law's constants, and the errors that the law leaves
+on the rows that it is fitted to. The width is chosen so that, on average over the other sets of the cell, 90 % of a set
+lies in bands that rest on the rest of them.
 
 Rows of one series are not independent, so each series counts once. A cell has bands only if it has at least 30 series,
 and a prediction only if at least 9 of them, of at least 2 sets, are not of its set: fewer have no 90 % quantile, and

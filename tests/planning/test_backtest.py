@@ -268,6 +268,21 @@ def test_bands_cover_nine_in_ten_new_sets() -> None:
     assert 0.85 < np.mean(inside) < 0.95
 
 
+def test_bands_cover_a_source_that_differs_from_the_others_as_they_differ() -> None:
+    random = np.random.default_rng(1)
+    spreads = np.exp(random.standard_normal(24))
+    sets = [
+        CheckedPrediction(f"set {name}", "basis", 2.0, f"{name} {each}", 1.0, 0.0, float(np.exp(0.1 * spread * error)))
+        for name, spread in enumerate(spreads)
+        for each, error in enumerate(random.standard_normal(40))
+    ]
+    seen, unseen = sets[: 12 * 40], sets[12 * 40 :]
+    factor = band_factor(collect_scores(seen), seen[0].cell, "")
+    pooled = np.quantile([one.score for one in seen], 0.9)
+    assert factor is not None and factor > pooled
+    assert 0.86 < np.mean([one.score <= factor for one in unseen]) < 0.97
+
+
 THREE = ("zero-shot", "anchored", "extrapolated")
 
 
@@ -453,6 +468,15 @@ def test_fewer_points_than_constants_leave_the_prior_wide() -> None:
     assert sigma[0] > 0.2
 
 
+def test_what_the_best_constants_leave_widens_predictions() -> None:
+    replicas = np.repeat([1.0, 2.0, 4.0, 8.0], 12)
+    inputs = {"replicas": replicas, "nodes": np.ones(48), "local_batch": np.tile([1.0, 2.0, 4.0], 16)}
+    exact = DATA_PARALLEL_LAW.seconds(TRUTH, inputs)
+    noise = np.exp(0.3 * np.random.default_rng(0).standard_normal(48))
+    tame, wild = (fit_law(DATA_PARALLEL_LAW, inputs, seconds).predict(inputs)[1] for seconds in (exact, exact * noise))
+    assert tame.max() < 0.1 and wild.min() > 0.2
+
+
 def test_rings_over_nodes_are_priced_by_the_usual_network_of_the_hardware() -> None:
     inputs = {"replicas": np.ones(3), "nodes": np.ones(3), "local_batch": np.array([1.0, 2.0, 4.0])}
     seconds = np.array([0.1, 0.15, 0.25])
@@ -513,6 +537,13 @@ def test_a_job_is_predicted_from_one_with_its_split_and_else_says_so(tmp_path: P
     found = split_jobs(tmp_path, [(8, 1, 1.0), (8, 2, 1.5), (16, 2, 1.5), (16, 4, 2.5)])
     assert [one.basis for one in found] == ["several measured sizes", "one measured row of another split of the model"]
     assert found[0].predicted == pytest.approx(found[0].measured, rel=0.1)
+
+
+def test_own_rows_on_fewer_devices_say_how_far_the_law_is_off(tmp_path: Path) -> None:
+    tame = [(8, 1, 1.0), (16, 1, 1.01), (32, 1, 1.02), (64, 1, 1.03)]
+    wild = [(8, 1, 1.0), (16, 1, 2.5), (32, 1, 1.0), (64, 1, 2.5)]
+    calm, wide = (split_jobs(tmp_path, plans)[-1].sigma for plans in (tame, wild))
+    assert calm < 0.1 < 0.3 < wide
 
 
 def job(**changed: float) -> dict[str, float]:

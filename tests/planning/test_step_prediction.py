@@ -440,7 +440,7 @@ def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
     few, enough = ({cell: {name: CellScores((2.0,), each) for name in "ab"}} for each in (14, 15))
     assert step_band(seconds, costs(), 2, few) == (None, NO_BAND)
     band, text = step_band(seconds, costs(), 2, enough)
-    wide = np.exp(2 * np.sqrt(0.05))
+    wide = np.exp(2 * 0.05**0.75)
     assert band == pytest.approx((2 / wide, 2 * wide)) and cell in text
     assert step_band(seconds, costs(), 64, enough) == (None, NO_BAND)
 

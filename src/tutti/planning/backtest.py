@@ -90,7 +90,7 @@ class BacktestResult:
 
         An error is that of a predicted time, or amount of data, against the published measurement. A class of
         predictions (key ``cell``) has one basis, such as one measured row, and a similar extrapolation distance. A
-        score is |ln(measured ÷ predicted)| divided by (σ² + 0.05²)^¼, where σ is the standard deviation that the
+        score is |ln(measured ÷ predicted)| divided by (σ² + 0.05²)^⅜, where σ is the standard deviation that the
         prediction states for its logarithm.
 
         Returns:

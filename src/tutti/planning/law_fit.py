@@ -33,12 +33,14 @@ class FittedLaw:
         log_constants: (constants,) natural logarithms of the constants at the optimum.
         covariance: (constants, constants) posterior covariance of these logarithms.
         rows: number of measurements that the law was fitted to.
+        misfit: standard deviation of the errors of log seconds that the fit leaves.
     """
 
     law: ScalingLaw
     log_constants: Array
     covariance: Array
     rows: int
+    misfit: float = _RESIDUAL
 
     def predict(self, inputs: Inputs) -> tuple[Array, Array]:
         """Predict by the fitted law the seconds of further measurements from their inputs.
@@ -48,14 +50,15 @@ class FittedLaw:
 
         Returns:
             A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard
-            deviation of the natural logarithm of the seconds over 256 random draws of the law's constants from the
-            posterior.
+            deviation of the natural logarithm of a measurement, which has two parts: that of the seconds over 256
+            random draws of the law's constants from the posterior, and ``misfit``, what the law with the best
+            constants leaves.
         """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
         normal = np.random.default_rng(0).standard_normal((_DRAWS, len(self.log_constants)))
         draws = self.log_constants + normal @ _root(self.covariance).T
         drawn = np.stack([self.law.seconds(np.exp(draw), inputs) for draw in draws])
-        return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
+        return centre, np.hypot(np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0), self.misfit)
 
     def constants(self) -> dict[str, float]:
         """Return the constants of the scaling law of time, as fitted to measurements.
@@ -114,7 +117,10 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
     bounds = (start - 6 * spread, start + 6 * spread)
     found = least_squares(errors, start, loss="soft_l1", max_nfev=200, bounds=bounds)
     precision = found.jac.T @ found.jac + 1e-9 * np.eye(len(start))
-    return FittedLaw(law, found.x, np.linalg.inv(precision), len(seconds))
+    left = errors(found.x)[: len(seconds)] / weight
+    # The assumed residual counts as many rows as the law has constants: few rows do not show how far a law is off.
+    misfit = np.sqrt((len(start) * _RESIDUAL**2 + left @ left) / (len(start) + len(left)))
+    return FittedLaw(law, found.x, np.linalg.inv(precision), len(seconds), float(misfit))
 
 
 @dataclass(frozen=True)
