@@ -27,7 +27,7 @@ from tutti.planning.conformal_band import (
 )
 from tutti.planning.hardware_anchor import HardwareAnchor, anchored_rate, shipped_anchors
 from tutti.planning.law_fit import FittedLaw, fit_law, fit_target
-from tutti.planning.measurement_table import read_tables
+from tutti.planning.measurement_table import column_role, read_tables
 from tutti.planning.scaling_laws import ALLREDUCE_LAW, ANCHORED_LAW, DATA_PARALLEL_LAW, GPT_GRID_LAW
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +126,33 @@ def test_units_and_spellings_of_columns(tmp_path: Path) -> None:
     assert table.kind == "iteration by grid"
     assert table.rows[0].number("step_time") == 0.25
     assert table.rows[0].number("global_batch") == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("#-GPUs", "devices"),
+        ("Tokens / sec / GPU", "tokens_per_s_per_device"),
+        ("Model TFLOP / sec / GPU", "tflops_per_device"),
+        ("Time per Global Step (s)", "step_time"),
+        ("images/sec", "samples_per_s"),
+        ("Batch size / GPU", "micro_batch"),
+        ("MBS", "micro_batch"),
+        ("GBS", "global_batch"),
+        ("VP", "vpp"),
+    ],
+)
+def test_names_that_people_give_to_columns(name: str, role: str) -> None:
+    assert column_role(name) == (role, 1.0)
+
+
+def test_a_page_of_a_framework_is_recognised(tmp_path: Path) -> None:
+    header = ["Model", "#-GPUs", "GBS", "MBS", "Sequence Length", "TP", "PP", "CP", "VP", "Tokens / sec / GPU"]
+    rows = [["m", 64 * share, 256 * share, 2, 2048, 2, 1, 1, 1, 5851 - share] for share in (1, 2, 4)]
+    write(tmp_path / "x.csv", header, rows)
+    result = backtest.run_backtest(tmp_path, {})
+    (row,) = named(result, "published jobs", "anchored")
+    assert row["n"] == 2 and row["mean"] < 0.05
 
 
 def test_commas_group_digits_or_stand_for_a_point_and_other_cells_are_missing(tmp_path: Path) -> None:
