@@ -492,6 +492,25 @@ def describe_products(device: torch.device, precision: str) -> str | None:
     return f"matrix products in {products}, convolutions in {convolutions}"
 
 
+def replays_graphs(device: torch.device) -> bool:
+    """Return whether ``torch.compile`` records kernels on a device as graphs, in the modes that do: CUDA and ROCm.
+
+    Args:
+        device: the device; elsewhere inductor compiles the same kernels and launches them one by one.
+    """
+    return device.type == "cuda"
+
+
+def release_graph_results() -> None:
+    """Let the graphs of ``torch.compile`` overwrite the results of their last replays, from the next compiled call on.
+
+    Called at the start of each step. Within a step results stay: gradients, which micro-batches add up, are among them.
+    """
+    import torch
+
+    torch.compiler.cudagraph_mark_step_begin()
+
+
 def reason_against_float8(device: torch.device) -> str | None:
     """Return why a device has no matrix products of 8-bit floats, as a text for messages; None if it has such products.
 

@@ -21,7 +21,6 @@ ALLOWED = {
     *("nccl_built", "cuda_built", "rocm_built"),  # names of Horovod's interface
     "--num-nccl-streams",  # a flag of horovodrun
     "max-autotune-no-cudagraphs",  # a mode of torch.compile, as the user types it
-    "take default or max-autotune-no-cudagraphs",
 }
 
 

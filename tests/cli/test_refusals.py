@@ -84,7 +84,7 @@ REFUSALS = [
     ("train digits --loss-scale dynamic", 2, "--loss-scale does nothing for fp32"),
     ("train digits --precision fp16 --loss-scale dynamic:int=1", 2, "Did you mean 'init'?"),
     ("train digits --compile reduce", 2, "unknown mode of torch.compile 'reduce'"),
-    ("train digits --compile reduce-overhead", 2, "swapped by address. Take default or"),
+    ("train digits --compile max-autotune --strategy local_sgd", 2, "this strategy moves parameters"),
     ("train digits --reproducible --compile", 2, "--reproducible cannot be combined with --compile"),
     ("train digits --activation-checkpointing block", 2, "Did you mean 'blocks'?"),
     ("train digits --activation-checkpointing blocks:every=0", 2, "every is 0 and should be at least 1"),

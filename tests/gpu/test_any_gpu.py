@@ -92,7 +92,7 @@ def raised(**options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compile": "reduce-overhead"}, "records CUDA graphs"),
+        ({"compile": "reduce-overhead", "strategy": "local_sgd"}, "records CUDA graphs"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(options: dict[str, str], words: str) -> None:

@@ -135,6 +135,26 @@ def test_compiled_code_trains_as_eager_code() -> None:
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
 
 
+def train_with_graphs(**options: Any) -> tuple[dict[str, Any], int, int]:
+    """Six steps of several micro-batches: warm-up, recording, replays; with numbers of inputs and of skipped graphs."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    found = train(precision="fp32", micro_batch=2, **options)
+    counted = counters["inductor"]
+    return found, counted["cudagraph_recorded_non_static_inputs"], counted["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_graphs_train_as_eager_code(mode: str, ranks: int) -> None:
+    [(eager, recorded, _)] = worlds.run_on("cuda", 1, train_with_graphs)
+    assert recorded == 0
+    for found, recorded, skipped in worlds.run_on("cuda", ranks, train_with_graphs, compile=mode):
+        assert found["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+        assert recorded > 0 and skipped == 0
+
+
 def train_in_8_bits(precision: str) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 3))

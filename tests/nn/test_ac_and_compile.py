@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,15 +17,17 @@ from torch.utils.checkpoint import checkpoint
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
-from tutti.config.module_config import Blocks, check_checkpointing
+from tutti.config.module_config import GRAPH_MODES, Blocks, check_checkpointing, check_compile
 from tutti.config.task_config import CnnConfig, GptConfig, LineConfig, Resnet18Config, UnetConfig
 from tutti.errors import UsageError
+from tutti.nn.ac_and_compile import apply_ac_and_compile
 from tutti.nn.ac_policy import check_units, find_units
 from tutti.nn.rng_streams import RngStreams
 from tutti.nn.swap import describe_tensors
 from tutti.tasks.gpt import gpt
 from tutti.tasks.models import cnn, line_model, resnet18
 from tutti.tasks.unet import unet
+from tutti.types import RunContext
 
 CPU = torch.device("cpu")
 BACKEND = "default:backend=aot_eager"
@@ -277,6 +280,21 @@ def test_a_models_own_checkpoint_draws_the_same_again_or_is_refused() -> None:
 
 
 # --- compiled ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_only_training_records_graphs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: Callable[..., Any], backend: str, options: dict[str, Any]) -> Callable[..., Any]:
+        return lambda module, inputs: (function(module, inputs), options.get("triton.cudagraphs", False))
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model, world = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), SimpleNamespace(device=torch.device("meta"))
+    comms = SimpleNamespace(world=world, replica=SimpleNamespace(size=1))
+    facts = SimpleNamespace(activation_checkpointing=None, compile=check_compile(mode), comms=comms, workers=1)
+    apply_ac_and_compile(model, RngStreams(model, CPU), cast(RunContext, facts))
+    assert model(torch.ones(1, 2))[1] is True
+    with torch.no_grad():
+        assert model(torch.ones(1, 2))[1] is False
 
 
 def test_compiling_changes_nothing_and_ends() -> None:

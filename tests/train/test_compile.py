@@ -109,7 +109,7 @@ def test_from_python_true_means_the_default_and_what_cannot_be_is_refused_on_eve
         {"compile": False},
         {"compile": "default:backend=eager"},
         {"compile": "default:backed=eager"},
-        {"compile": "max-autotune"},
+        {"compile": "max-autotune", "strategy": "sharded"},
         {"compile": True, "reproducible": True},
         {"activation_checkpointing": "blocks"},
     ]

@@ -325,6 +325,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         adaptive=adaptive,
         averaging=config.averaging is not None,
         compiled=compiling is not None,
+        graphs=compiling is not None and compiling.records_graphs,
         accelerated=accelerated,
     )
     ranks = choice.data_ranks(devices)

@@ -96,15 +96,23 @@ class CompileChoice:
     mode: str
     options: Compile
 
+    @property
+    def records_graphs(self) -> bool:
+        """Whether the mode records CUDA graphs of forward and backward, which each step then replays."""
+        return self.mode in GRAPH_MODES
 
-MODES: Mapping[str, type[Any]] = {"none": Compile, "default": Compile, "max-autotune-no-cudagraphs": Compile}
-_GRAPHS = ("reduce-overhead", "max-autotune")
+
+GRAPH_MODES: Mapping[str, str] = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""Modes of ``torch.compile`` that record CUDA graphs; for each the mode that does the same without graphs."""
+
+MODES: Mapping[str, type[Any]] = dict.fromkeys(("none", "default", "max-autotune-no-cudagraphs", *GRAPH_MODES), Compile)
 
 
 def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None:
     """Parse ``--compile``: ``mode:key=value,…``, such as ``default:backend=inductor``.
 
-    Modes are ``none``, ``default`` and ``max-autotune-no-cudagraphs``.
+    Modes are ``none``, ``default`` and ``max-autotune-no-cudagraphs``, and those that record CUDA graphs:
+    ``reduce-overhead`` and ``max-autotune``, for ``mirrored`` and ``single`` (``check_strategy``).
 
     Args:
         text: value of the option.
@@ -114,16 +122,10 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
         Mode and options; None for ``none``.
 
     Raises:
-        UsageError: the text is malformed, a mode or key is unknown (naming the nearest), the mode records CUDA graphs,
-            or the run is reproducible, which compiled code is not.
+        UsageError: the text is malformed, a mode or key is unknown (naming the nearest), or the run is reproducible,
+            which compiled code is not.
     """
     spec = Spec.parse(text, _COMPILE)
-    if spec.name in _GRAPHS:
-        raise UsageError(
-            f"{_COMPILE} {spec.name} records CUDA graphs",
-            why="they record tensor addresses, and buffers of workers that share a device are swapped by address",
-            remedy="take default or max-autotune-no-cudagraphs",
-        )
     options = spec.build(spec.choose(MODES, "mode of torch.compile"), _COMPILE)
     if spec.name == "none":
         return None

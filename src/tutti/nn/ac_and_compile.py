@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.config.module_config import Checkpointing, CompileChoice, check_checkpointing, check_compiler
+from tutti.config.module_config import GRAPH_MODES, Checkpointing, CompileChoice, check_checkpointing, check_compiler
+from tutti.errors import UsageError
 from tutti.nn.ac_policy import CheckpointUnits, find_units, is_sequence
 from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.rng_streams import RngStreams
 from tutti.nn.rng_streams import module_draws as draws_by_itself
-from tutti.nn.swap import describe_tensors, registered_children
+from tutti.nn.swap import buffers, describe_tensors, registered_children
 from tutti.nn.sync import SyncBatchNorm
-from tutti.torch_compat import has_forward_hook, inductor_mode_options
+from tutti.torch_compat import has_forward_hook, inductor_mode_options, tree_map
 from tutti.types import RunContext
 
 
@@ -50,7 +51,8 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
         run_context: holds the options ``activation_checkpointing`` and ``compile``.
 
     Raises:
-        UsageError: the options exclude each other, or the CPU has no compiler for the backend.
+        UsageError: the options exclude each other, the CPU has no compiler for the backend, or the mode records CUDA
+            graphs and buffers of the model would move between steps.
     """
     units = find_units(part, run_context.activation_checkpointing)
     compiler = None
@@ -58,6 +60,8 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
         check_checkpointing(run_context.activation_checkpointing, compiled=True)
         if run_context.comms.world.device.type == "cpu":
             check_compiler(run_context.compile.options)
+        if run_context.compile.records_graphs:
+            _check_fixed_buffers(part, run_context, run_context.compile.mode)
         compiler = _Compiler(run_context.compile)
     if compiler is not None or units:
         _Transformation(compiler, units, draws).of(part, root=True)
@@ -76,15 +80,33 @@ def recompute(part: nn.Module, choice: Checkpointing) -> None:
         _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)
 
 
+def _check_fixed_buffers(part: nn.Module, run_context: RunContext, mode: str) -> None:
+    """Raise UsageError where buffers would be other tensors in each step, for which PyTorch records new CUDA graphs."""
+    if found := next((name for name, each in part.named_modules() if isinstance(each, SyncBatchNorm)), None):
+        raise UsageError(
+            f"--compile {mode} cannot be combined with --batch-norm sync",
+            where=found,
+            why="a device without samples computes with copies of the buffers, for which CUDA graphs would be recorded"
+            " again",
+            remedy=f"take --compile {GRAPH_MODES[mode]}, or --batch-norm worker",
+        )
+    own, ranks = buffers([part]), run_context.comms.replica.size
+    if own and run_context.workers != ranks:
+        raise UsageError(
+            f"--compile {mode} cannot be combined with {run_context.workers} logical workers on {ranks} data ranks for"
+            " this model",
+            why=f"each worker has a buffer {own[0].name} of its own, at addresses that change, and CUDA graphs would be"
+            " recorded again in every step",
+            remedy=f"take --workers {ranks}, or --compile {GRAPH_MODES[mode]}",
+        )
+
+
 class _Compiler:
     """``torch.compile`` of forwards; modules of the same code, structure and shapes share one compiled function."""
 
     def __init__(self, choice: CompileChoice) -> None:
-        self._backend, self._settings = choice.options.backend, None
-        if self._backend == "inductor":
-            # Draw random numbers as in eager mode, from the generator that the micro-batch's key has seeded.
-            own = inductor_mode_options(choice.mode) if choice.mode != "default" else {}
-            self._settings = {**own, "fallback_random": True}
+        self._mode, self._backend = choice.mode, choice.options.backend
+        self._without_graphs = GRAPH_MODES.get(choice.mode)
         self._kept: dict[Any, Forward] = {}
         # An eager module call, with the hook that keys its draws or its messages: the graph breaks there.
         self.never: Forward = torch.compiler.disable(nn.Module.__call__)
@@ -102,14 +124,57 @@ class _Compiler:
 
     def function(self, function: Forward) -> Forward:
         """Return ``function``, called as ``function(module, …)``, compiled by ``torch.compile``."""
+        compiled = self._compiled(function, self._mode)
+        if self._without_graphs is None:
+            return compiled
+        return _graphed(compiled, self._compiled(function, self._without_graphs))
+
+    def _compiled(self, function: Forward, mode: str) -> Forward:
+        settings: dict[str, Any] | None = None
+        if self._backend == "inductor":
+            # Draw random numbers as in eager mode, from the generator that the micro-batch's key has seeded.
+            settings = {**(inductor_mode_options(mode) if mode != "default" else {}), "fallback_random": True}
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return function(module, *args, **kwargs)
 
         # A code object of its own, because Dynamo caches recompilations, and limits their number, by code object.
         own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-        compiled: Forward = torch.compile(own, backend=self._backend, options=self._settings)
+        compiled: Forward = torch.compile(own, backend=self._backend, options=settings)
         return compiled
+
+
+def _graphed(recording: Forward, plain: Forward) -> Forward:
+    """Return a forward that replays CUDA graphs in training, and compiled code without graphs where autograd is off.
+
+    The next step's replay overwrites the results of a graph (torch/_inductor/cudagraph_trees.py). So the script, which
+    may keep them, gets copies. Evaluation and predictions put averaged weights and merged buffers into the model, at
+    other addresses, for which graphs would be recorded again.
+
+    Args:
+        recording: the forward, compiled with graphs.
+        plain: the same forward, compiled without.
+    """
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(module, *args, **kwargs)
+        return tree_map(_copied, recording(module, *args, **kwargs))
+
+    return forward
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor, and other values as they are; raise UsageError for an object that may hold tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return value
+    raise UsageError(
+        f"a forward returns a {type(value).__name__}, and --compile records CUDA graphs",
+        why="the next step overwrites tensors in it, which tutti cannot find and copy",
+        remedy="return tensors in tuples, lists and dicts, or take --compile default",
+    )
 
 
 class _Transformation:

@@ -22,6 +22,7 @@ def check_strategy(
     adaptive: bool = False,
     averaging: bool = False,
     compiled: bool = False,
+    graphs: bool = False,
     accelerated: bool = False,
     sparse: bool = False,
 ) -> Choice:
@@ -36,6 +37,7 @@ def check_strategy(
         adaptive: whether the run has ``--lr-scale adascale``.
         averaging: whether the run has ``--ema``.
         compiled: whether the run has ``--compile``.
+        graphs: whether its mode records CUDA graphs.
         accelerated: whether the devices are accelerators.
         sparse: whether the model has sparse gradients.
 
@@ -56,6 +58,13 @@ def check_strategy(
         )
     for config in (choice.layout, choice.exchange):
         config.check(choice.shape(devices), accelerated, compiled)
+    if graphs and not row.fixed_addresses:
+        raise UsageError(
+            f"strategy '{choice.name}' cannot be combined with a mode of --compile that records CUDA graphs",
+            why="a graph has the addresses of its tensors, and this strategy moves parameters, or sends results of a"
+            " forward to other devices while the graph may be replayed",
+            remedy="take --compile default, or --strategy mirrored",
+        )
     ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
         _check_shared_workers(choice, workers, devices, adaptive)

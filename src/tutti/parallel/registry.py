@@ -45,6 +45,8 @@ class Strategy:
         one_copy: whether parameters and optimizer state exist once for all devices, in host memory or on servers.
         fault_tolerant: whether the run goes on when a rank is killed: no rank needs another for a step.
         synchronous: whether every rank makes all steps of the run.
+        fixed_addresses: whether parameters are the same tensors at the same addresses in all steps, and no tensor of a
+            forward or backward is read by another device or in another step, so that CUDA graphs can be replayed.
         shares_workers: whether several data ranks may share the micro-batches of one logical worker.
         most_devices: largest number of devices; None for no limit.
         needs: a package that the strategy requires, as (name to import, name to install, extra of tutti); None for
@@ -69,6 +71,7 @@ class Strategy:
     one_copy: bool = False
     fault_tolerant: bool = False
     synchronous: bool = True
+    fixed_addresses: bool = False
     shares_workers: bool = True
     most_devices: int | None = None
     needs: tuple[str, str, str] | None = None
@@ -92,10 +95,16 @@ TABLE: Mapping[str, Strategy] = {
         "one device; still any number of workers",
         sparse_devices=None,
         own_copies=True,
+        fixed_addresses=True,
         most_devices=1,
     ),
     "mirrored": Strategy(
-        *_WHOLE, *_ALLREDUCE, "a copy on every device, gradients summed", sparse_devices=None, own_copies=True
+        *_WHOLE,
+        *_ALLREDUCE,
+        "a copy on every device, gradients summed",
+        sparse_devices=None,
+        own_copies=True,
+        fixed_addresses=True,
     ),
     "model_parallel": Strategy(
         "pipeline.pipeline_runner:PipelineLayout",

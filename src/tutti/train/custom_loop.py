@@ -183,6 +183,13 @@ class CustomLoop:
                 why="the noise is measured in run.step, which sees each micro-batch's gradient before the sum",
                 remedy="call run.step(batch) with a loss_fn, or leave out noise_every",
             )
+        compiled = self._run.context.compile
+        if compiled is not None and compiled.records_graphs:
+            raise UsageError(
+                f"compile='{compiled.mode}' cannot be combined with a custom training loop",
+                why="it records CUDA graphs, whose gradients the next step overwrites, and the script may keep them",
+                remedy="call run.step(batch) with a loss_fn, or take compile='default'",
+            )
         if self._open and self._begun and not self._accounted:
             raise UsageError(
                 "a loop over run.microbatches() begins within the body of another one, before optimizer.step()",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from tutti import parallel
 from tutti.config.train_config import TrainConfig
-from tutti.device import describe_products, is_accelerator
+from tutti.device import describe_products, is_accelerator, replays_graphs
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
 from tutti.nn.float8 import describe_layers
@@ -58,7 +60,7 @@ def derived(
         "devices": f"{grid.size} ({split}; {kind})",
         **run.replica.summary,
         **run.feed.describe(),
-        "training": f"{length}, {config.precision}{exact}{_forward(config)}",
+        "training": f"{length}, {config.precision}{exact}{_forward(config, world.device)}",
         **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
         **({"in bfloat16": describe_layers(run.in_bf16)} if run.in_bf16 else {}),
         "learning rate": _rate(config, run.context.workers),
@@ -165,7 +167,11 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
     }
 
 
-def _forward(config: TrainConfig) -> str:
+def _forward(config: TrainConfig, device: torch.device) -> str:
     """Return text on compilation and activation checkpointing, empty for neither."""
     again = f", checkpointing {config.activation_checkpointing}" * (config.activation_checkpointing != "none")
-    return f", compiled ({config.compile})" * (config.compile != "none") + again
+    chosen = config.compile_choice
+    if chosen is None:
+        return again
+    plain = chosen.records_graphs and not replays_graphs(device)
+    return f", compiled ({config.compile}{f', without graphs on {device.type}' * plain}){again}"

@@ -226,6 +226,7 @@ def _check_strategy(text: str, o: RunOptions, world: context.World, sparse: bool
         adaptive=o.lr_rule.adaptive,
         averaging=o.averaging is not None,
         compiled=o.compile_choice is not None,
+        graphs=o.compile_choice is not None and o.compile_choice.records_graphs,
         accelerated=is_accelerator(world.device),
         sparse=sparse,
     )

@@ -24,6 +24,7 @@ from tutti.data.adapt import Collate
 from tutti.data.batches import CollatedBatch, shown
 from tutti.data.feed import Feed
 from tutti.data.reader import Position, RankBatch
+from tutti.device import release_graph_results
 from tutti.errors import NonFiniteError, UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
@@ -415,6 +416,8 @@ class Run:
             if self.replica.sharded:
                 work = self._even(work, step_context)
             step_context = self._step_context_now
+            if self.context.compile is not None and self.context.compile.records_graphs:
+                release_graph_results()
             try:
                 with self._open_gate():
                     stats, updated = train_step(
