@@ -371,6 +371,13 @@ def modes_of_compiling_stand_for_options() -> None:
     assert inductor_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
 
 
+def inductor_compiles_for_some_devices() -> None:
+    assert torch_compat.inductor_lacks(torch.device("cpu")) is None
+    assert torch_compat.inductor_lacks(torch.device("hpu")) == "it generates no code for HPU"
+    with patch("torch.utils._triton.has_triton_package", lambda: False):
+        assert "the package triton" in str(torch_compat.inductor_lacks(torch.device("cuda")))
+
+
 def classes_of_layers_are_found() -> None:
     assert isinstance(nn.BatchNorm2d(2), BatchNormBase) and not isinstance(nn.InstanceNorm2d(2), BatchNormBase)
     assert isinstance(nn.InstanceNorm2d(2), NormBase) and isinstance(nn.BatchNorm1d(2), NormBase)
@@ -732,6 +739,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",
     modes_of_compiling_stand_for_options: "inductor_mode_options",
+    inductor_compiles_for_some_devices: "inductor_lacks",
     an_apple_gpu_has_one_generator: "mps_generator",
 }
 """Each check, with the names that it touches."""

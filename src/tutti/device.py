@@ -93,6 +93,15 @@ def check_device(choice: str, where: str = "--device") -> None:
     if is_device_choice(choice):
         return
     choices = ("auto", "cpu", *KNOWN)
+    kind, _, index = choice.partition(":")
+    if index.isdecimal() and is_device_choice(kind):
+        only = f", and {VISIBLE_DEVICES[0]}={index} to use that device alone" * (kind == "cuda")
+        raise UsageError(
+            f"unknown device '{choice}'",
+            where=where,
+            why="each process takes the device of its number on the node",
+            remedy=f"take {kind}{only}",
+        )
     near = [] if choice.lower() == "gpu" else difflib.get_close_matches(choice, choices, 1)
     remedy = f"take {near[0]}" if near else f"take auto for the GPU that is here; choices: {', '.join(choices)}"
     raise UsageError(f"unknown device '{choice}'", where=where, remedy=remedy)

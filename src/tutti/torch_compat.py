@@ -89,6 +89,7 @@ __all__ = [
     "has_packed_projection",
     "high_priority_options",
     "in_backward",
+    "inductor_lacks",
     "inductor_mode_options",
     "is_compiled",
     "is_fake",
@@ -713,6 +714,29 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
 
     options: dict[str, Any] = torch._inductor.list_mode_options(mode)
     return options
+
+
+def inductor_lacks(device: torch.device) -> str | None:
+    """Return why the inductor backend of ``torch.compile`` cannot compile for an accelerator; None if it can.
+
+    Inductor itself finds out at the first forward, and raises a KeyError or an error of Triton's. Publicly one can only
+    compile and see.
+
+    Args:
+        device: the accelerator.
+
+    Returns:
+        A text for messages: inductor has no code generator for the device, or needs the package triton.
+    """
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    from torch.utils._triton import has_triton_package
+
+    init_backend_registration()
+    if get_scheduling_for_device(device.type) is None:
+        return f"it generates no code for {device.type.upper()}"
+    if device.type in ("cuda", "xpu") and not has_triton_package():
+        return "it needs the package triton for this device"
+    return None
 
 
 # --- generators ----------------------------------------------------------------------------------------------------

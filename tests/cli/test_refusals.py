@@ -83,6 +83,7 @@ REFUSALS = [
     ("train digits --precision fp31", 2, '"fp32", "bf16", "fp16", "fp64"'),
     ("train digits --loss-scale dynamic", 2, "--loss-scale does nothing for fp32"),
     ("train digits --precision fp16 --loss-scale dynamic:int=1", 2, "Did you mean 'init'?"),
+    ("train digits --device cuda:1", 2, "Take cuda, and CUDA_VISIBLE_DEVICES=1 to use that device alone."),
     ("train digits --compile reduce", 2, "unknown mode of torch.compile 'reduce'"),
     ("train digits --compile max-autotune --strategy local_sgd", 2, "this strategy moves parameters"),
     ("train digits --reproducible --compile", 2, "--reproducible cannot be combined with --compile"),

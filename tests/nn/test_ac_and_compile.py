@@ -288,7 +288,8 @@ def test_only_training_records_graphs(mode: str, monkeypatch: pytest.MonkeyPatch
         return lambda module, inputs: (function(module, inputs), options.get("triton.cudagraphs", False))
 
     monkeypatch.setattr(torch, "compile", compiled)
-    model, world = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), SimpleNamespace(device=torch.device("meta"))
+    monkeypatch.setattr("tutti.nn.ac_and_compile.check_compiler", lambda options: None)
+    model, world = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), SimpleNamespace(device=CPU)
     comms = SimpleNamespace(world=world, replica=SimpleNamespace(size=1))
     facts = SimpleNamespace(activation_checkpointing=None, compile=check_compile(mode), comms=comms, workers=1)
     apply_ac_and_compile(model, RngStreams(model, CPU), cast(RunContext, facts))

@@ -293,6 +293,20 @@ def test_reproducible_runs_take_deterministic_kernels_of_an_accelerator(device: 
     assert worlds.run_on(device, 1, reproducibly) == [chosen]
 
 
+def compiled(compile: str) -> str:
+    try:
+        run = tutti.prepare(made(), "sgd:lr=0.1", data(), loss, batch_size=8, compile=compile)
+        return "" if run.step(next(run.epoch(0))) else "no loss"
+    except UsageError as error:
+        return str(error)
+
+
+def test_compiling_for_a_device_that_inductor_does_not_know_is_refused_before_the_first_step() -> None:
+    [said] = worlds.run_on(DEVICE, 1, compiled, compile="default")
+    assert "cannot compile here: it generates no code for SIMGPU. Leave out --compile, or name another" in said
+    assert worlds.run_on(DEVICE, 1, compiled, compile="default:backend=eager") == [""]
+
+
 def threads() -> int:
     before = torch.get_num_threads()
     try:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tutti.config.module_config import GRAPH_MODES, Checkpointing, CompileChoice, check_checkpointing, check_compiler
+from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import CheckpointUnits, find_units, is_sequence
 from tutti.nn.eager_layer import EagerLayer
@@ -23,7 +24,7 @@ from tutti.nn.rng_streams import RngStreams
 from tutti.nn.rng_streams import module_draws as draws_by_itself
 from tutti.nn.swap import buffers, describe_tensors, registered_children
 from tutti.nn.sync import SyncBatchNorm
-from tutti.torch_compat import has_forward_hook, inductor_mode_options, tree_map
+from tutti.torch_compat import has_forward_hook, inductor_lacks, inductor_mode_options, tree_map
 from tutti.types import RunContext
 
 
@@ -51,14 +52,17 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
         run_context: holds the options ``activation_checkpointing`` and ``compile``.
 
     Raises:
-        UsageError: the options exclude each other, the CPU has no compiler for the backend, or the mode records CUDA
+        UsageError: the options exclude each other, the backend cannot compile for the device, or the mode records CUDA
             graphs and buffers of the model would move between steps.
     """
     units = find_units(part, run_context.activation_checkpointing)
     compiler = None
     if run_context.compile is not None:
         check_checkpointing(run_context.activation_checkpointing, compiled=True)
-        if run_context.comms.world.device.type == "cpu":
+        device = run_context.comms.world.device
+        if is_accelerator(device):
+            _check_inductor(run_context.compile, device)
+        else:
             check_compiler(run_context.compile.options)
         if run_context.compile.records_graphs:
             _check_fixed_buffers(part, run_context, run_context.compile.mode)
@@ -78,6 +82,16 @@ def recompute(part: nn.Module, choice: Checkpointing) -> None:
     """
     if units := find_units(part, choice):
         _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)
+
+
+def _check_inductor(choice: CompileChoice, device: torch.device) -> None:
+    """Raise UsageError where the compiler backend is inductor, and it cannot compile for an accelerator."""
+    if choice.options.backend == "inductor" and (why := inductor_lacks(device)) is not None:
+        raise UsageError(
+            f"--compile {choice.mode} needs inductor, the compiler of torch.compile, which cannot compile here",
+            why=why,
+            remedy=f"leave out --compile, or name another backend: --compile {choice.mode}:backend=NAME",
+        )
 
 
 def _check_fixed_buffers(part: nn.Module, run_context: RunContext, mode: str) -> None:
