@@ -23,6 +23,19 @@ SIZES = frozenset(
 )
 """Functions that return a tensor's sizes."""
 
+_ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clamp_max", "clamp_min", "clip", "clone"),
+        *("contiguous", "copy", "cpu", "detach", "div", "divide", "double", "empty_like", "exp", "fill"),
+        *("float", "float_power", "full_like", "half", "lerp", "log", "masked_fill", "maximum", "minimum", "mul"),
+        *("multiply", "nan_to_num", "neg", "negative", "ones_like", "pow", "reciprocal", "relu", "round", "rsqrt"),
+        *("sgn", "sigmoid", "sign", "sqrt", "square", "sub", "subtract", "tanh", "to", "true_divide", "truediv"),
+        *("type", "zero", "zeros_like"),
+    )
+)
+"""Names of functions whose result on a part of a tensor is that part of their result, without ``_foreach_`` and
+underscores."""
+
 _PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides"))
 """Modules of PyTorch between a call of one of ``SIZES`` and the function mode."""
 
@@ -148,6 +161,20 @@ def tutti_caller(mode: str) -> FrameType | None:
             return frame if package == "tutti" else None
         frame = frame.f_back
     return None
+
+
+def acts_by_element(func: Any) -> bool:
+    """Return whether a function of PyTorch computes each element from elements at the same place, judged by its name.
+
+    Its result on a part of a tensor, such as a slice or some rows, is then that part of its result on the whole.
+    Operators count (``__add__``, ``__radd__``, ``__iadd__``), and so do functions of lists such as ``_foreach_mul_``.
+
+    Args:
+        func: the function, as ``__torch_function__`` is given it.
+    """
+    name: str = getattr(func, "__name__", "")
+    base = name.removeprefix("_foreach_").strip("_")
+    return base in _ELEMENTWISE or (name.startswith("__") and base[1:] in _ELEMENTWISE)
 
 
 def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
@@ -12,6 +13,7 @@ from tutti.optim.absent_state import AbsentState
 from tutti.optim.several import members_of
 from tutti.parallel import Choice, check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
+from tutti.train.partial_state import PartialState, StateGuard, StatePart
 from tutti.train.prepared_before import keeps_state, wrap_methods
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         mark_stepped(self)
+        for guard in run.state_guards:
+            guard.check()
         if run.stepping:
             result: float | None = kind.step(self)
             return result
@@ -71,10 +75,41 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
 
     mark_wrapped_by_scheduler(step)
     wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__))
-    steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
-    if not keeps_state(choice.name, run.context) and not (steps_here and choice.row.optimizer_here):
-        absent: Any = AbsentState(lambda: _check_state(run, choice, "reading or writing the state"))
-        optimizer.state = absent
+    if not keeps_state(choice.name, run.context):
+        steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
+        here = steps_here and choice.row.optimizer_here
+        run.state_guards.append(_guard_parts(optimizer, run) if here else _refuse_state(optimizer, run, choice))
+
+
+def _refuse_state(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
+    """Guard the state of an optimizer whose updates another object makes, from which nothing can be read."""
+
+    def refuse(given: Mapping[Tensor, Any] | None = None) -> None:
+        _check_state(run, choice, "reading or writing the state")
+
+    return StateGuard(optimizer, lambda plain: AbsentState(refuse), refuse)
+
+
+def _guard_parts(optimizer: Optimizer, run: Run) -> StateGuard:
+    """Guard the state of an optimizer that steps here, on this rank's rows or slices of the parameters."""
+    originals, specs = run.hooks.originals, run.replica.specs
+    names = {id(p): name for name, p in originals.items()}
+    sharded, model = run.context.grid.shard > 1, run.model
+
+    def part_of(parameter: Tensor) -> StatePart | None:
+        name = names.get(id(parameter))
+        spec = None if name is None else specs.get(name)
+        if name is None or spec is None or not (sharded or tuple(parameter.shape) != spec.shape):
+            return None
+        return StatePart(name, tuple(spec.shape), tuple(parameter.shape))
+
+    def member(parameter: Tensor) -> Tensor:
+        if id(parameter) in names:
+            return parameter
+        found = (name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter)
+        return next((originals[name] for name in found if name in originals), parameter)
+
+    return StateGuard(optimizer, lambda plain: PartialState(plain, optimizer, part_of, member), lambda given: None)
 
 
 def _check_state(run: Run, choice: Choice, call: str) -> None:

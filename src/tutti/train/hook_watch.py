@@ -47,13 +47,13 @@ class HookWatch:
         self._elsewhere = self._hooked if self._stages else None
 
     @property
-    def originals(self) -> list[Tensor]:
-        """A list of the parameter objects that the script's model had before the strategy replaced any of them.
+    def originals(self) -> dict[str, Tensor]:
+        """The parameter objects that the script's model had before the strategy replaced any of them, by name.
 
         Sharding replaces parameters by other objects; the script may still hold the earlier ones. Objects that have
         been deleted since are left out.
         """
-        return [original for each in self._originals.values() if (original := each()) is not None]
+        return {name: original for name, each in self._originals.items() if (original := each()) is not None}
 
     def watch(self, parts: Sequence[nn.Module]) -> None:
         """Set the modules and parameters whose gradient hooks are checked in each step from now on.

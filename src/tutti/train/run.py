@@ -42,6 +42,7 @@ from tutti.train.hook_watch import HookWatch
 from tutti.train.lost_ranks import LostRanks
 from tutti.train.mistake_checks import Checks
 from tutti.train.noise_probe import NoiseProbe
+from tutti.train.partial_state import StateGuard, gathered_state
 from tutti.train.prediction import predict_samples
 from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
@@ -148,6 +149,7 @@ class Run:
         noise_probe: measures the gradient noise scale in some steps; None for never.
         hooks: refuses gradient hooks that the strategy cannot call.
         conversions: refuses conversions of the model to another dtype or device; None until ``tutti.prepare`` sets it.
+        state_guards: guards of ``state`` of the caller's optimizers where this rank does not have all of it.
         checks: checks for common mistakes, and their findings.
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
@@ -179,6 +181,7 @@ class Run:
         self.model: nn.Module = replica.parts[0]
         self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
         self.conversions: ModelConversions | None = None
+        self.state_guards: list[StateGuard] = []
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.noise_probe = settings.noise_probe
@@ -200,7 +203,7 @@ class Run:
         self._step_told = self._epoch_told = True
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
         self._trainability = TrainabilityWatch(
-            replica, sync, optimizers, self.average, hooks.originals, run_context.grid.shard > 1
+            replica, sync, optimizers, self.average, hooks.originals.values(), run_context.grid.shard > 1
         )
         self.settings = SharedSettings(optimizers)
         self._written = WrittenParameters(self)
@@ -541,6 +544,8 @@ class Run:
             )
         if self.conversions is not None:
             self.conversions.check()
+        for guard in self.state_guards:
+            guard.check()
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
         factor = self.lr_schedule(self.progress) * self._rate if self.lr_schedule is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
@@ -872,6 +877,23 @@ class Run:
         """
         self._read_whole(averaged)
         return self._gathered(averaged).all()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it. Collective.
+
+        For figures of the state (a norm of Adam's ``exp_avg``) under strategies that shard or split it, or keep it on
+        servers. Needs memory for the whole state on each rank.
+
+        Returns:
+            A dict of whole tensors by ``"{parameter}/{key}"``, such as ``0.weight/exp_avg``; numbers such as ``step``
+            are 0-d tensors. Of local SGD and DiLoCo, which keep one state a logical worker, that of the first worker. A
+            tensor may be the optimizer's own and not a copy.
+
+        Raises:
+            MismatchError: ranks make different calls.
+        """
+        self.together("reading the optimizer's state")
+        return gathered_state(self.gradient_sync.state().get("optim", {}), self.context.comms.world)
 
     def weights_sha256(self, averaged: bool = False) -> str:
         """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective.

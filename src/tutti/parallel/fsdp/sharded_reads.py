@@ -19,6 +19,7 @@ from tutti.nn.script_mode import (
     SIZES,
     QuietMode,
     ScriptMode,
+    acts_by_element,
     asked_by_script,
     size_of_whole,
     tensors_among,
@@ -37,16 +38,6 @@ _DRAWS = frozenset(
     )
 )
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
-_ELEMENTWISE = frozenset(
-    (
-        *("abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "copy"),
-        *("data", "detach", "div", "double", "empty_like", "exp", "fill", "float", "full_like", "lerp", "masked_fill"),
-        *("maximum", "minimum", "mul", "nan_to_num", "neg", "ones_like", "pow", "rdiv", "reciprocal", "rmul", "round"),
-        *("rsqrt", "rsub", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "to", "truediv", "type", "zero"),
-        *("zeros_like", "iadd", "isub", "imul", "itruediv", "ipow", "radd", "rtruediv", "float_power", "sgn"),
-    )
-)
-"""Functions, without the underscores around their names, that compute each element from elements at the same place."""
 _VIEWS = frozenset(
     (
         *("getitem", "chunk", "data", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape"),
@@ -304,7 +295,9 @@ class _ShardMode(QuietMode):
         tensors = list(tensors_among(args, kwargs))
         plain = name.removeprefix("_foreach").strip("_")
         single = not name.startswith("_foreach")
-        if plain not in _ELEMENTWISE or (single and any(each.dim() and each.shape != rows.shape for each in tensors)):
+        if not (name == "data" or acts_by_element(func)) or (
+            single and any(each.dim() and each.shape != rows.shape for each in tensors)
+        ):
             raise UsageError(
                 "the script reads or writes an object that was a parameter of the model before tutti.prepare, as"
                 f" optimizer.param_groups has it ({name.strip('_')})",

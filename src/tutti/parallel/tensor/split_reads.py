@@ -16,7 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import METADATA
-from tutti.nn.script_mode import SIZES, QuietMode, asked_by_script, size_of_whole, tensors_among, tutti_caller
+from tutti.nn.script_mode import (
+    SIZES,
+    QuietMode,
+    acts_by_element,
+    asked_by_script,
+    size_of_whole,
+    tensors_among,
+    tutti_caller,
+)
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor
@@ -24,17 +32,6 @@ from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallel
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled, current_autograd_node, module_parameters
 from tutti.types import ShardSpec
-
-_ELEMENTWISE = frozenset(
-    (
-        *("abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clamp_max", "clamp_min", "clip", "clone"),
-        *("contiguous", "copy", "detach", "div", "divide", "double", "empty_like", "exp", "fill", "float"),
-        *("full_like", "half", "lerp", "log", "maximum", "minimum", "mul", "multiply", "nan_to_num", "neg"),
-        *("negative", "ones_like", "pow", "reciprocal", "relu", "rsqrt", "sgn", "sign", "sqrt", "square"),
-        *("sub", "subtract", "to", "true_divide", "truediv", "type", "zero", "zeros_like"),
-    )
-)
-"""Names of functions whose result on slices is the slice of their result, without ``_foreach_`` and underscores."""
 
 _SAMPLES = 2
 """Samples of the trial of the forward."""
@@ -90,7 +87,7 @@ class SplitReads(QuietMode):
             result = func(*args, **kwargs)
             return self._split_output(caller.f_locals.get("self"), result) if func is functional.linear else result
         if func is not torch.autograd.grad:
-            elementwise, allowed = _is_elementwise(func), _in_layer_or_optimizer()
+            elementwise, allowed = func in _DATA or acts_by_element(func), _in_layer_or_optimizer()
             if not elementwise and allowed:
                 return func(*args, **kwargs)
             if not elementwise:
@@ -214,15 +211,6 @@ def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: t
     with suppress(Exception), untouched(plain, device), mode:
         trial(plain, _SAMPLES)
     return sorted(mode.names)
-
-
-def _is_elementwise(func: Callable[..., Any]) -> bool:
-    if func in _DATA:
-        return True
-    name: str = getattr(func, "__name__", "")
-    base = name.removeprefix("_foreach_").strip("_")
-    # Operators: __add__, __radd__ and __iadd__.
-    return base in _ELEMENTWISE or (name.startswith("__") and base[1:] in _ELEMENTWISE)
 
 
 def _frames() -> Iterator[FrameType]:
