@@ -8,7 +8,7 @@ except for ``copy`` and ``widen``, whose backward sums different gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,17 @@ from tutti.errors import UsageError
 from tutti.torch_compat import tensor_version
 
 
+def _left_out(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method before which graphs of ``torch.compile`` end: the script may compile at any time."""
+    never = torch.compiler.disable(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # ``never`` costs more than a microsecond, and is of use in a trace alone.
+        return never(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
+
+    return call
+
+
 class TensorRanks:
     """Differentiable collectives over the tensor axis of the device mesh, whose ranks split layers among them.
 
@@ -28,17 +39,15 @@ class TensorRanks:
 
     Args:
         comm: communicator of the tensor-parallel ranks.
-        compiled: whether the script has compiled the model, whose graphs then end before these calls.
-
     Attributes:
         rank, size: index of this tensor-parallel rank, number of these ranks.
     """
 
-    def __init__(self, comm: Communicator, compiled: bool = False) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._copied: tuple[Tensor, int, Tensor] | None = None
-        for name in ("copy", "reduce", "gather", "take", "scatter", "widen", "copies") if compiled else ():
-            vars(self)[name] = torch.compiler.disable(getattr(self, name))
+        for name in ("copy", "reduce", "gather", "take", "scatter", "widen", "copies"):
+            vars(self)[name] = _left_out(getattr(self, name))
 
     def __deepcopy__(self, memo: Any) -> TensorRanks:
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -36,21 +38,51 @@ _ELEMENTWISE = frozenset(
 """Names of functions whose result on a part of a tensor is that part of their result, without ``_foreach_`` and
 underscores."""
 
-_PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides"))
+_PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides", "torch._dynamo.eval_frame"))
 """Modules of PyTorch between a call of one of ``SIZES`` and the function mode."""
 
 _ENTERED: list[ScriptMode] = []
 """``ScriptMode`` objects whose modes are on PyTorch's stack of this thread, from the outermost."""
 
 
-class QuietMode(TorchFunctionMode):
+class QuietMode(TorchFunctionMode, ABC):
     """A torch function mode that can be told to pass every call on unchanged.
+
+    ``torch.compile`` does not compile the mode's own code: functions that it would trace under an active mode run
+    eagerly, and the mode sees them.
 
     Attributes:
         quiet: whether it passes every call on, as if it were not active. Subclasses read it.
     """
 
     quiet = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._untraced = _untraced()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return self._untraced(self, func, args, kwargs or {})
+        return self.see(func, args, kwargs or {})
+
+    @abstractmethod
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Handle a call of a function of PyTorch, and return its result.
+
+        Args:
+            func: the function, as ``__torch_function__`` is given it.
+            args, kwargs: its arguments.
+        """
+
+
+@cache
+def _untraced() -> Any:
+    return torch.compiler.disable(_see)
+
+
+def _see(mode: QuietMode, func: Any, args: Any, kwargs: Any) -> Any:
+    return mode.see(func, args, kwargs)
 
 
 class ScriptMode:
@@ -142,7 +174,7 @@ def asked_by_script(mode: str) -> bool:
 
 def _is_mode(frame: FrameType) -> bool:
     """Return whether a frame is of another function mode, which passes on what was called above it."""
-    return frame.f_code.co_name == "__torch_function__"
+    return frame.f_code.co_name == "__torch_function__" or isinstance(frame.f_locals.get("self"), QuietMode)
 
 
 def tutti_caller(mode: str) -> FrameType | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
+from tutti.nn.graph_breaks import left_out_of_graphs
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.several import members_of
 from tutti.parallel import Choice, check_custom_loop
@@ -73,6 +74,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         _check_state(run, choice, "a copy")
         return kind.__getstate__(self)
 
+    step, zero_grad = left_out_of_graphs(step), left_out_of_graphs(zero_grad)
     mark_wrapped_by_scheduler(step)
     wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__))
     if not keeps_state(choice.name, run.context):

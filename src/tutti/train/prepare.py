@@ -30,6 +30,7 @@ from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
 from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
+from tutti.nn.graph_breaks import end_graphs
 from tutti.optim.adascale import AdaScale
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.conversions import ModelConversions
@@ -320,6 +321,7 @@ def prepare_run(
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
         _log_decisions(run, checked, o)
+    end_graphs()
     run.begin_script()
     return run
 

@@ -28,6 +28,7 @@ from tutti.device import release_graph_results
 from tutti.errors import NonFiniteError, UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.nn.graph_breaks import ends_graph
 from tutti.optim.adascale import AdaScale
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.optim.loss_scale import LossScale
@@ -382,6 +383,7 @@ class Run:
         finally:
             heartbeat.training.enter(Phase.IDLE)
 
+    @ends_graph
     def step(self, batch: Batch) -> float:
         """Train on one global batch, of which ``batch`` is this rank's share: forward, backward and update.
 
@@ -666,6 +668,7 @@ class Run:
         warnings.warn("run.agreed is now run.stats", DeprecationWarning, stacklevel=2)
         return self.stats
 
+    @ends_graph
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Compute gradients, in place of ``loss.backward()``, and reduce them in a rank's last micro-batch.
 
@@ -683,6 +686,7 @@ class Run:
         """
         self.custom.backward(loss, retain_graph)
 
+    @ends_graph
     def reduce_gradients(self) -> None:
         """Reduce gradients that the script has assigned to ``.grad`` over the global batch.
 

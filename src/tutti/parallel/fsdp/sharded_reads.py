@@ -195,8 +195,8 @@ class _ShardMode(QuietMode):
         self._lost: Any = WeakIdKeyDictionary()  # gathered copies of rows of a DTensor, into which writes would be lost
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuse what gives other numbers than the whole parameters would; see the class."""
         if self.quiet:
             return func(*args, **kwargs)
         first = next(chain(args, kwargs.values()), None)

@@ -34,8 +34,8 @@ class StageWrites(QuietMode):
         self._present: Any = WeakIdKeyDictionary({parameter: name for name, parameter in present.items()})
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Keep a copy of the parameters that a function may write; see the class."""
         if not self.quiet and func not in METADATA and _may_change(func, kwargs):
             for tensor in tensors_among(args, kwargs):
                 if (

@@ -70,8 +70,8 @@ class SplitReads(QuietMode):
         # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
         self._blocks = WeakKeyDictionary({layer: ref(block) for layer, block in blocks.items()})
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuse what gives other numbers than the whole parameters would; see the class."""
         if not self.quiet and func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
             return size_of_whole(func, whole, args, kwargs)
         if not self.quiet and func == _GRADIENT:

@@ -42,7 +42,7 @@ from tutti.parallel.tensor.tp_plan import (
 from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
 from tutti.parallel.tensor.tp_verify import TensorCut
 from tutti.parallel.tensor.unwrap_split import seen_as_shares
-from tutti.torch_compat import FUSED_ACTIVATION, is_compiled, module_parameters
+from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
 from tutti.types import RunContext, ShardSpec
 
 _LARGE = 0.2
@@ -129,7 +129,7 @@ class TensorParallelizer:
             return
         broadcast_tensors(self._comm, _tensors(self._plain), "initial state")
         self._comm.share_memory()
-        ranks = TensorRanks(self._comm, any(map(is_compiled, self._plain.modules())))
+        ranks = TensorRanks(self._comm)
         self._specs = split_layers(self._plain, self.plan, ranks, sequence=self._config.sequence)
         _note_hookable(self._plain, self.plan, compiled=self._compiled)
 

@@ -1,0 +1,66 @@
+"""Methods before which graphs of ``torch.compile`` end, so that a compiled body of a loop may call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Method:
+    """A method, and its form that ``torch.compile`` does not enter.
+
+    Args:
+        plain: the method.
+    """
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain, self.untraced = plain, plain
+
+
+_METHODS: list[_Method] = []
+
+
+def ends_graph(method: _F) -> _F:
+    """Return a method before which graphs of ``torch.compile`` end, once ``end_graphs`` has been called.
+
+    The method communicates with other ranks, which no graph can hold. Outside of a trace a call costs as much as
+    before.
+
+    Args:
+        method: the method of a class, or a function that is set as a method.
+    """
+    kept = _Method(method)
+    _METHODS.append(kept)
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kept.untraced(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def left_out_of_graphs(function: _F) -> _F:
+    """Return a function before which graphs of ``torch.compile`` end. Loads the compiler's front end.
+
+    Args:
+        function: a function that is made anew for each run.
+    """
+    untraced = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return untraced(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def end_graphs() -> None:
+    """Let graphs of ``torch.compile`` end before the methods of ``ends_graph``. Loads the compiler's front end."""
+    for method in _METHODS:
+        if method.untraced is method.plain:
+            method.untraced = torch.compiler.disable(method.plain)
