@@ -18,6 +18,7 @@ from tutti.planning.device_plan import (
     best_by_devices,
     cheapest_plan,
     device_plans,
+    draw_ends,
     find_knee,
     last_gain,
     lost_reason,
@@ -154,3 +155,11 @@ def test_limits_are_judged_by_the_slow_end_of_a_band_and_by_the_point_without_on
 def test_an_algorithm_with_data_of_its_own_keeps_them() -> None:
     own = PlannedStep(4, 16, "local_sgd", 0.1, np.full(DRAWS, 0.1), {}, "measured", measured=True, samples=160000.0)
     assert plans(own)[0].seconds == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("count", [1, 2, 21, 256])
+def test_ends_of_draws_are_the_quantiles_of_numpy_to_the_last_bit(count: int) -> None:
+    generator = np.random.default_rng(count)
+    for _ in range(100):
+        draws = generator.lognormal(size=count) * 10.0 ** generator.uniform(-8, 8)
+        assert draw_ends(draws) == tuple(map(float, np.quantile(draws, [0.05, 0.95])))

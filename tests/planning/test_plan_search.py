@@ -60,6 +60,15 @@ def test_the_search_finds_what_an_evaluation_of_all_plans_finds(machine: str, ow
     assert {step.family for step in found.steps if step.devices == 4} >= {"tensor", "hybrid"}
 
 
+def test_plans_that_share_prices_have_the_bounds_of_plans_alone(own: str) -> None:
+    pricer = pricer_of(own, costs(between=SLOW))
+    for step in plan_choices((1, 2, 4), BATCHES, STRATEGIES, pricer.checkpointing()):
+        if fits(step):
+            alone = StepPricer(pricer.sizes, pricer.base, pricer.costs).floor(step)
+            shared = pricer.floor(step)
+            assert np.array_equal(shared.draws, alone.draws) and shared.terms == alone.terms, step.label
+
+
 def fits(step: PlannedStep) -> bool:
     """Five modules cannot be cut into eight stages."""
     return not ("interleaved" in step.strategy and step.devices == 4 and "stages=4" in step.strategy)

@@ -9,6 +9,7 @@ import pytest
 
 from tutti import parallel
 from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
 from tutti.planning.pipeline_memory import MicroBatchSizes, alone, timed
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import check_buildable, rank_micro_batches
@@ -30,6 +31,20 @@ def test_the_strategy_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (MicroBatchSizes.of(run).count, timed(run), alone(run).micro_batch) == (4, True, 4)
     assert (run.shape["stage"], run.data_ranks, run.device_count, run.choice.name) == (2, 2, 4, "pipeline")
     assert texts == [run.strategy]
+
+
+def test_a_resized_run_is_the_replaced_one() -> None:
+    base = PlannedRun(strategy="pipeline:stages=2", devices="4", batch_size=64, micro_batch=16)
+    made, plain = (
+        base.sized(32, 8, "blocks"),
+        replace(base, batch_size=32, micro_batch=8, activation_checkpointing="blocks"),
+    )
+    assert made == plain and (made.shape, made.data_ranks) == (plain.shape, plain.data_ranks)
+    assert made.checkpointing == plain.checkpointing and base.checkpointing is None
+    assert rank_micro_batches(made) == rank_micro_batches(plain) == [[8, 8]]
+    growing = replace(base, batch_growth="milestones=1ep,factor=5,largest=200")
+    with pytest.raises(UsageError, match="largest"):
+        growing.sized(256, None, "none")
 
 
 def test_a_planned_run_is_the_same_configuration_in_every_process() -> None:

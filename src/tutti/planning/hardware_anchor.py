@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 
 import numpy as np
@@ -129,6 +129,7 @@ def peak_flops(hardware: str, precision: str) -> float:
     return _PEAKS.get(chip_of(hardware)[0], {}).get(precision_class(precision), math.nan) * 1e12
 
 
+@lru_cache(maxsize=64)
 def usual_links(hardware: str) -> tuple[float, float]:
     """Return the usual link bandwidths of a chip within a node and between nodes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from tutti.planning.scaling_laws import Array
 from tutti.workload.workload_file import GroupWork, PassWork, Workload
 
 Pass = Literal["forward", "backward"]
+Priced = TypeVar("Priced")
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 
@@ -31,7 +32,7 @@ class PassPrices:
 
     workload: Workload
     costs: StepCosts
-    _known: dict[tuple[object, ...], Array] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def group(self, group: GroupWork, passed: Pass, samples: int, checkpointing: str) -> Array:
         """Predict the seconds of one module group's forward or backward over a micro-batch, on a typical device.
@@ -74,22 +75,23 @@ class PassPrices:
 
         return self.once(("total", passed, samples, checkpointing), add)
 
-    def once(self, key: tuple[object, ...], price: Callable[[], Array]) -> Array:
+    def once(self, key: tuple[object, ...], price: Callable[[], Priced]) -> Priced:
         """Return the seconds cached under a key; where there are none, call ``price`` and cache its result.
 
         The cache belongs to this object, and so to one model, one machine and one number of devices.
 
         Args:
             key: all that the seconds depend on, besides the model and the machine.
-            price: computes the array of predicted seconds; called without arguments, and only if the key is new.
+            price: computes the predicted seconds, such as an array whose last dimension holds 256 Monte Carlo draws;
+                called without arguments, and only if the key is new.
 
         Returns:
-            The array that ``price`` returned for this key, whose last dimension holds 256 Monte Carlo draws. All
-            callers share one array.
+            What ``price`` returned for this key. All callers share one object.
         """
         if key not in self._known:
             self._known[key] = price()
-        return self._known[key]
+        found: Priced = self._known[key]
+        return found
 
 
 def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -123,7 +124,7 @@ class PipelineBuilder(ReplicaBuilder):
         delays = [worker_delays(self.config, self._computing(facts, parts, device), device) for device in range(stages)]
         for number, worker in enumerate(parts):
             order = make_order(layout.schedule, stages, len(worker), layout.chunks)
-            self._play(program, order, facts, worker)
+            self._play(program, layout.schedule, order, facts, worker)
             # The last stage's loss, count and metrics. The stages before it end later, so that each finds them near.
             sums = 8 * (2 + self.facts.workload.metrics)
             price = self.costs.message(sums, self.config.device_count)
@@ -156,7 +157,7 @@ class PipelineBuilder(ReplicaBuilder):
     @staticmethod
     def _last(program: StepProgram, device: int) -> int:
         """Return the index of a device's last action."""
-        return max(i for i, action in enumerate(program.actions) if action.device == device)
+        return next(i for i in reversed(range(len(program.actions))) if program.actions[i].device == device)
 
     def _computing(self, facts: StageFacts, parts: Sequence[Sequence[int]], device: int) -> list[Array]:
         """Return (256,) seconds of forward and backward of each logical worker on a device's stages."""
@@ -169,20 +170,20 @@ class PipelineBuilder(ReplicaBuilder):
             found.append(total * self.slow)
         return found
 
-    def _play(self, program: StepProgram, order: Order, facts: StageFacts, samples: Sequence[int]) -> None:
-        """Append one worker's micro-batches in the order of the schedule."""
-        ranks, places = len(order.ranks), dict[Action, int]()
+    def _play(
+        self, program: StepProgram, schedule: str, order: Order, facts: StageFacts, samples: Sequence[int]
+    ) -> None:
+        """Append one worker's micro-batches, of so many samples each, in the order of the schedule."""
+        ranks, places, prices = len(order.ranks), dict[Action, int](), dict[float, Array]()
+        sizes = dict[tuple[int, int], float]()
         checkpointing, passes = self.config.activation_checkpointing, dict[tuple[Pass, int], Array]()
         arrivals: dict[Action, int] = {}
         # Collectives over the tensor ranks block their device.
         blocked = dict.fromkeys(range(ranks), -1)
-        rows = timeline(order, lambda action: 1.0)
-        flat = sorted(((span.start, rank, span.action) for rank, row in enumerate(rows) for span in row))
-        for _, rank, action in flat:
+        for rank, action, needed in _played(schedule, ranks, len(samples), order.chunks):
             count = samples[action.micro]
             needs = [
-                arrivals.get(need, places[need]) if need.stage != action.stage else places[need]
-                for need in order.needs(action)
+                arrivals.get(need, places[need]) if need.stage != action.stage else places[need] for need in needed
             ]
             passed: Pass = "forward" if action.kind == "F" else "backward"
             if (passed, count) not in passes:
@@ -205,7 +206,21 @@ class PipelineBuilder(ReplicaBuilder):
             if action.kind == "W" or not 0 <= other < order.stages or other % ranks == rank:
                 continue
             cut = min(action.stage, other)
-            size = crossing_bytes(self.prices, facts, cut, count)
+            if (cut, count) not in sizes:
+                sizes[cut, count] = crossing_bytes(self.prices, facts, cut, count)
+            size = sizes[cut, count]
             program.count_between_stages(rank, other % ranks, len(facts.crossing[cut]), round(size))
-            price = self.costs.message(size, self.config.device_count)
-            arrivals[action] = self.message(program, price, (places[action],), text, rank)
+            if size not in prices:
+                prices[size] = self.costs.message(size, self.config.device_count)
+            arrivals[action] = self.message(program, prices[size], (places[action],), text, rank)
+
+
+@lru_cache(maxsize=64)
+def _played(
+    schedule: str, ranks: int, micro_batches: int, chunks: int
+) -> tuple[tuple[int, Action, tuple[Action, ...]], ...]:
+    """Return rank, action and needed actions of a schedule, in the order of their starts if each takes one second."""
+    order = make_order(schedule, ranks, micro_batches, chunks)
+    rows = timeline(order, lambda action: 1.0)
+    flat = sorted(((span.start, rank, span.action) for rank, row in enumerate(rows) for span in row))
+    return tuple((rank, action, tuple(order.needs(action))) for _, rank, action in flat)

@@ -13,7 +13,7 @@ from tutti import parallel
 from tutti.config.layout_config import PipelineConfig
 from tutti.errors import UsageError
 from tutti.planning.device_plan import DRAWS, PlannedStep
-from tutti.planning.planned_run import PlannedRun
+from tutti.planning.planned_run import PlannedRun, mesh_extents
 from tutti.planning.run_evidence import RunEvidence
 
 _OPTIONS = ("micro_batch", "activation_checkpointing")
@@ -189,7 +189,8 @@ def step_key(step: PlannedStep) -> tuple[object, ...]:
     True
     """
     choice, options = step.choice, dict(step.options)
-    shape, ranks = choice.shape(step.devices), choice.data_ranks(step.devices)
+    shape = mesh_extents(step.strategy, step.devices)
+    ranks = shape["replica"] * shape["shard"]
     given: Any = options.pop("micro_batch", None)
     share = math.ceil(step.batch / ranks)
     micro = parallel.micro_batch(choice, given, step.batch, ranks) or share

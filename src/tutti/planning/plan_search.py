@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -157,6 +158,7 @@ class StepPricer:
     factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     _prices: dict[tuple[int, int], PassPrices] = field(default_factory=dict)
     _checked: dict[tuple[str, int], str] = field(default_factory=dict)
+    _meshes: dict[tuple[str, int], PlannedRun] = field(default_factory=dict)
 
     def floor(self, step: PlannedStep) -> PlannedStep:
         """Compute a lower bound of the seconds of a planned training step, which is much cheaper than a simulation.
@@ -210,7 +212,7 @@ class StepPricer:
             step: the plan: devices, batch, strategy and options.
             memory: bytes of a device.
         """
-        return self.sizes.device_bytes(plan_config_of(step, self.base)) - memory
+        return self.sizes.device_bytes(self._config(step)) - memory
 
     def checkpointing(self) -> tuple[str, ...]:
         """Return the choices of activation checkpointing that find anything to recompute in the task's model.
@@ -238,13 +240,21 @@ class StepPricer:
                 self._checked[key] = error.what
         if self._checked[key]:
             raise UsageError(self._checked[key])
-        config = plan_config_of(step, self.base)
+        config = self._config(step)
         facts = self.sizes.step(config)
         self.costs.share_node(step.devices)
         known = id(facts.workload), min(step.devices, self.costs.network.per_node)
         if known not in self._prices:
             self._prices[known] = PassPrices(facts.workload, self.costs)
         return config, facts, self._prices[known]
+
+    def _config(self, step: PlannedStep) -> PlannedRun:
+        """Return the configuration of a plan, as ``plan_config_of`` does; options are parsed once a device mesh."""
+        key, options = (step.strategy, step.devices), dict(step.options)
+        if key not in self._meshes:
+            self._meshes[key] = plan_config_of(step, self.base)
+        given: Any = options.get("micro_batch"), options.get("activation_checkpointing", "none")
+        return self._meshes[key].sized(step.batch, *given)
 
     def _made(self, step: PlannedStep, seconds: Array, terms: Mapping[str, float], least: bool) -> PlannedStep:
         factor, number = self.factors.get(step.family, self.factors.get("", (1.0, 0)))

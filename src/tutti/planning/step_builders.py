@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,11 +44,16 @@ def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
     ranks = config.data_ranks
     workers = config.workers or ranks
     micro = parallel.micro_batch(config.choice, config.micro_batch, config.batch_size, workers)
-    contract = BatchContract(1, config.batch_size, workers, ranks, micro)
-    return [
-        [len(part) for part in contract.micro_batches(len(contract.worker(config.batch_size, worker)))]
+    return [[*worker] for worker in _micro_batches_of_rank(config.batch_size, workers, ranks, micro)]
+
+
+@lru_cache(maxsize=4096)
+def _micro_batches_of_rank(batch: int, workers: int, ranks: int, micro: int | None) -> tuple[tuple[int, ...], ...]:
+    contract = BatchContract(1, batch, workers, ranks, micro)
+    return tuple(
+        tuple(len(part) for part in contract.micro_batches(len(contract.worker(batch, worker))))
         for worker in contract.mine(0)
-    ]
+    )
 
 
 def check_buildable(config: PlannedRun) -> None:
@@ -216,7 +222,13 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
         Seconds, array of shape (256,), as if the device held the whole model: one value for each of 256 Monte Carlo
         draws of the machine's uncertain constants.
     """
-    total, choice = np.zeros(SAMPLES), config.activation_checkpointing
-    for samples, number in Counter(samples for worker in parts for samples in worker).items():
-        total += number * (prices.total("forward", samples, choice) + prices.total("backward", samples, choice))
-    return total
+    choice = config.activation_checkpointing
+    counts = Counter(samples for worker in parts for samples in worker)
+
+    def add() -> Array:
+        total = np.zeros(SAMPLES)
+        for samples, number in counts.items():
+            total += number * (prices.total("forward", samples, choice) + prices.total("backward", samples, choice))
+        return total
+
+    return prices.once(("computing", tuple(counts.items()), choice), add)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from tutti.comm.partition import even_share
@@ -44,10 +45,10 @@ class TensorFacts:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of elements of the model parameter."""
-        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:

@@ -76,10 +76,23 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         UsageError: the speed of a link is not known, or the devices do not fit the strategy.
     """
     choice, shape, parts = config.choice, config.shape, rank_micro_batches(config)
-    computing = typical_computing(config, parts, prices)
-    floor = _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
-    if pipeline_layout(choice, shape) is not None:
-        return None if facts.stages is None else floor.pipeline(choice, facts.stages, parts)
+
+    def opened() -> _Floor:
+        computing = typical_computing(config, parts, prices)
+        return _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
+
+    layout = pipeline_layout(choice, shape)
+    if layout is not None:
+        stages = facts.stages
+        if stages is None:
+            return None
+        # In zero bubble, weight backwards follow after the last gradient has been sent.
+        drains, counts = layout.schedule != "zero_bubble", Counter(count for worker in parts for count in worker)
+        # Schedules of as many virtual stages have one bound, such as gpipe and 1f1b.
+        sizes = tuple(counts.items()), config.activation_checkpointing, config.optimizer, tuple(shape.values())
+        key = "pipeline", stages, choice.exchange, drains, *sizes
+        return prices.once(key, lambda: opened().pipeline(choice.exchange, stages, counts, drains))
+    floor = opened()
     if isinstance(choice.exchange, RowsConfig) and shape["shard"] > 1:
         return floor.rows(choice.exchange.stage, parts)
     if isinstance(choice.exchange, AllReduceConfig):
@@ -167,7 +180,10 @@ class _Floor:
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
         """
         tensors, micro_batches, shards = self.facts.tensors, sum(map(len, parts)), self.shape["shard"]
-        update = self._update(sum(t.padded(shards) for t in tensors) / shards)
+        update = self.prices.once(
+            ("update of rows", self.config.optimizer, shards),
+            lambda: self._update(sum(t.padded(shards) for t in tensors) / shards),
+        )
         sent = self._rows_sent(stage) * (micro_batches if stage > 1 else 1)
         after = self._after_rows(stage) + self._norm(squares=1)
         computed = self.computing * self.slow
@@ -222,37 +238,53 @@ class _Floor:
         each = carried(kind, ranks, size, cpu=not self.costs.overlaps, shared=shared)
         return self.prices.once((each, ranks), lambda: collective_seconds(self.costs, each, ranks))
 
-    def pipeline(self, choice: Any, stages: StageFacts, parts: Sequence[Sequence[int]]) -> StepFloor:
+    def pipeline(self, exchange: Any, stages: StageFacts, counts: Mapping[int, int], drains: bool) -> StepFloor:
         """Return a lower bound of the seconds of a pipeline's step, the largest over its devices.
 
         Each device waits for its first micro-batch, and earlier stages for their last gradient.
 
         Args:
-            choice: the parsed strategy.
+            exchange: options of gradient synchronisation.
             stages: module groups and parameters of each virtual stage.
-            parts: number of samples in each micro-batch, one list for each logical worker.
+            counts: number of micro-batches of a data rank by their samples.
+            drains: whether earlier stages compute their last gradient after the later ones.
         """
-        devices, virtual = self.shape["stage"], len(stages.groups)
-        counts = Counter(samples for worker in parts for samples in worker)
-        least, choices = min(counts), self.config.activation_checkpointing
-        work = np.zeros((virtual, SAMPLES))
-        for samples, number in counts.items():
-            for passed in PASSES:
-                work += number * stage_passes(self.prices, stages, passed, samples, choices)
-        work = work.reshape(-1, devices, SAMPLES).sum(axis=0)
-        sent_within = self._stage_messages(stages, counts).reshape(-1, devices, SAMPLES).sum(axis=0)
-        forward, backward = (stage_passes(self.prices, stages, passed, least, choices) for passed in PASSES)
-        fill, drain = (np.cumsum(each[:devices], axis=0) - each[:devices] for each in (forward, backward))
-        # In zero bubble, weight backwards follow after the last gradient has been sent.
-        drains = choice.layout.schedule != "zero_bubble"
-        sums = self._stage_sums(choice.exchange, stages, devices, self.shape["replica"])
+        devices = self.shape["stage"]
+        filled, drain, sent_within, typical = self._stage_work(stages, counts)
+        sums = self._stage_sums(exchange, stages, devices, self.shape["replica"])
         after = np.maximum(sums, drain * self.slow * drains + sums[0])
-        found = ((fill + work) * self.slow + sent_within + after).max(axis=0) + self._norm()
+        found = (filled * self.slow + sent_within + after).max(axis=0) + self._norm()
         sent = np.zeros(SAMPLES)
-        if virtual > 1 and devices > 1:
+        if len(stages.groups) > 1 and devices > 1:
             for samples, number in counts.items():
                 sent += number * self._message(crossing_bytes(self.prices, stages, 0, samples))
-        return self._of(np.maximum(found, sent), work.mean(axis=0), pipeline=True)
+        return self._of(np.maximum(found, sent), typical, pipeline=True)
+
+    def _stage_work(self, stages: StageFacts, counts: Mapping[int, int]) -> tuple[Array, Array, Array, Array]:
+        """Return seconds of the devices of a pipeline, which plans of equal micro-batches share.
+
+        For each device, (devices, 256): until the end of its passes, after earlier stages' first forward; of earlier
+        stages' last backward; and of its messages to tensor ranks. Last, (256,): of passes, the mean over devices.
+
+        Args:
+            stages: module groups and parameters of each virtual stage.
+            counts: number of micro-batches by their samples.
+        """
+        devices, choice = self.shape["stage"], self.config.activation_checkpointing
+
+        def add() -> tuple[Array, Array, Array, Array]:
+            work = np.zeros((len(stages.groups), SAMPLES))
+            for samples, number in counts.items():
+                for passed in PASSES:
+                    work += number * stage_passes(self.prices, stages, passed, samples, choice)
+            work = work.reshape(-1, devices, SAMPLES).sum(axis=0)
+            sent_within = self._stage_messages(stages, counts).reshape(-1, devices, SAMPLES).sum(axis=0)
+            forward, backward = (stage_passes(self.prices, stages, passed, min(counts), choice) for passed in PASSES)
+            fill, drain = (np.cumsum(each[:devices], axis=0) - each[:devices] for each in (forward, backward))
+            return fill + work, drain, sent_within, work.mean(axis=0)
+
+        key = "stage work", stages.groups, tuple(counts.items()), choice, devices, self.shape["tensor"]
+        return self.prices.once(key, add)
 
     def _stage_messages(self, stages: StageFacts, counts: Mapping[int, int]) -> Array:
         """Return the seconds of the collectives over the tensor ranks in all micro-batches, by virtual stage."""

@@ -134,6 +134,7 @@ class TaskSizes:
         self._messages: dict[int, Mapping[str, tuple[GroupMessage, ...]]] = {}
         self._partitions: dict[tuple[Any, ...], StagePartition] = {}
         self._splits: dict[Hashable, TensorSplit] = {}
+        self._slices: dict[int, dict[str, tuple[int, ...]]] = {}
         self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
         self._memory: dict[str, Facts] = {}
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
@@ -244,12 +245,14 @@ class TaskSizes:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         stages = None if partition is None else _stage_facts(partition, model, [name for name, _ in named])
         workload = self._workload(tuple(modules), config)
-        tensors, frozen = _tensor_facts(model, model, owners)
+        tensors, frozen = _tensor_facts(model, _shapes_of(model), owners)
         if split is None:
             return StepFacts(workload, tensors, stages, frozen)
         whole = StepFacts(workload, tensors, frozen=frozen)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            tensors, frozen = _tensor_facts(model, split.build(), owners)
+        if id(split) not in self._slices:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                self._slices[id(split)] = _shapes_of(split.build())
+        tensors, frozen = _tensor_facts(model, self._slices[id(split)], owners)
         workload = self._workload(tuple(modules), config, split)
         return StepFacts(workload, tensors, stages, frozen, self._messages[id(workload)], whole)
 
@@ -265,9 +268,15 @@ class TaskSizes:
 
     def _partition(self, layout: Any, ranks: int, closed: Collection[str]) -> StagePartition:
         """Return the partition of the model into the virtual stages of so many pipeline ranks, found once."""
-        key = ranks * layout.chunks, layout.begins, layout.modules, frozenset(closed)
+        cut = ranks * layout.chunks, layout.begins, layout.modules
+        key, anywhere = (*cut, frozenset(closed)), self._partitions.get((*cut, frozenset()))
         if key not in self._partitions:
-            self._partitions[key] = find_measured_partition(layout, self._model, ranks, {}, closed)
+            # A partition that looks into no closed module is also the one that must not look into them.
+            self._partitions[key] = (
+                anywhere
+                if anywhere is not None and anywhere.record is None and anywhere.opened.isdisjoint(closed)
+                else find_measured_partition(layout, self._model, ranks, {}, closed)
+            )
         return self._partitions[key]
 
     def _workload(self, modules: tuple[str, ...], config: PlannedRun, split: TensorSplit | None = None) -> Workload:
@@ -293,16 +302,19 @@ class TaskSizes:
 
 
 def _tensor_facts(
-    model: nn.Module, local: nn.Module, owners: Mapping[int, str]
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], owners: Mapping[int, str]
 ) -> tuple[tuple[TensorFacts, ...], tuple[TensorFacts, ...]]:
-    """Return the trainable and the frozen parameters of ``model`` with the shapes that they have in ``local``."""
-    shapes = {name: tuple(p.shape) for name, p in local.named_parameters()}
+    """Return the trainable and the frozen parameters of ``model``, with their ``shapes`` on a rank by name."""
     trainable: list[TensorFacts] = []
     frozen: list[TensorFacts] = []
     for name, parameter in model.named_parameters():
         facts = TensorFacts(name, owners.get(id(parameter), REST), shapes[name], parameter.dtype)
         (trainable if parameter.requires_grad else frozen).append(facts)
     return tuple(trainable), tuple(frozen)
+
+
+def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def _split_key(layout: Any, ranks: int) -> Hashable:

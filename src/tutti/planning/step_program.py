@@ -125,7 +125,7 @@ class StepProgram:
         Raises:
             ValueError: ``needs`` names an action that has not been added yet.
         """
-        if any(need >= len(self.actions) for need in action.needs):
+        if action.needs and max(action.needs) >= len(self.actions):
             raise ValueError(f"action {len(self.actions)} needs a later one: {action.needs}")
         self.actions.append(action)
         return len(self.actions) - 1
@@ -214,9 +214,8 @@ class StepTimes:
         place = self.median_sample
         total = float(self.seconds[place])
         parts: dict[str, float] = defaultdict(float)
-        for device in range(self.program.devices):
-            busy = self._intervals(device, place, links=False)
-            both = _union([*busy, *self._intervals(device, place, links=True)])
+        for busy, sending in self._intervals(place):
+            both = _union([*busy, *sending])
             computed = sum(end - start for start, end in _union(busy))
             parts["compute"] += computed
             parts["communication"] += sum(end - start for start, end in both) - computed
@@ -268,12 +267,15 @@ class StepTimes:
             found.append(sorted([*computing, *exposed], key=lambda segment: segment.start))
         return found
 
-    def _intervals(self, device: int, place: int, links: bool) -> list[tuple[float, float]]:
-        return [
-            (float(self.start[number, place]), float(self.end[number, place]))
-            for number, action in enumerate(self.program.actions)
-            if action.device == device and action.link == links and (links or action.phase in (*WORK, UPDATE))
-        ]
+    def _intervals(self, place: int) -> list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]:
+        """Return for each device the intervals in which it computes, and those of its messages, in one draw."""
+        found: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]
+        found = [([], []) for _ in range(self.program.devices)]
+        times = zip(self.start[:, place].tolist(), self.end[:, place].tolist(), strict=True)
+        for action, interval in zip(self.program.actions, times, strict=True):
+            if action.link or action.phase in (*WORK, UPDATE):
+                found[action.device][action.link].append(interval)
+        return found
 
 
 def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
@@ -303,10 +305,9 @@ def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
     last: dict[tuple[int, bool], int] = {}
     for place, action in enumerate(program.actions):
         resource = action.device, action.link
-        before = [*action.needs, *([last[resource]] if resource in last else [])]
-        if before:
-            start[place] = end[before].max(axis=0)
-        end[place] = start[place] + action.seconds
+        for before in (*action.needs, *([last[resource]] if resource in last else [])):
+            np.maximum(start[place], end[before], out=start[place])
+        np.add(start[place], action.seconds, out=end[place])
         last[resource] = place
     return StepTimes(program, start, end)
 

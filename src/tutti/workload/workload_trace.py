@@ -36,6 +36,7 @@ from tutti.torch_compat import (
     TorchDispatchMode,
     TorchFunctionDisabled,
     current_autograd_node,
+    is_fake,
     next_node_sequence,
     node_sequence,
     operator_arguments,
@@ -51,6 +52,7 @@ FIT, CHECK = (2, 4), 7
 """Samples of the traces that a line is drawn through, and of the trace that checks it."""
 
 CHOICES = ("none", "blocks", "selective")
+_DEVICE = torch.ops.prim.device.default
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOLERANCE = 1e-6
 
@@ -200,6 +202,7 @@ class ModuleTraces:
     subject: TracedModel
     real: bool
     _counts: Mapping[str, Sequence[_Counts]]
+    _model: nn.Module
 
     def workload(self, groups: Sequence[str]) -> Workload:
         """Return the FLOP, bytes and calls of each module group, as ``trace_workload`` does.
@@ -207,7 +210,7 @@ class ModuleTraces:
         Args:
             groups: names of the modules that are groups, the innermost first; the traces must have watched them.
         """
-        model, grouping = self._grouped(groups)
+        model, grouping = self._model, _Grouping(self._model, groups)
         lines, bent = {}, []
         for choice, counts in self._counts.items():
             lines[choice], wrong = _lines([each.sums(grouping) for each in counts])
@@ -241,12 +244,7 @@ class ModuleTraces:
             UsageError: the traces made different collectives, or their bytes are no line in samples.
         """
         log = self.subject.log
-        return {} if log is None else log.lines(self._grouped(groups)[1].group)
-
-    def _grouped(self, groups: Sequence[str]) -> tuple[nn.Module, _Grouping]:
-        with _mode(self.real):
-            model = _build(self.subject)
-        return model, _Grouping(model, groups)
+        return {} if log is None else log.lines(_Grouping(self._model, groups).group)
 
 
 def trace_modules(
@@ -281,7 +279,7 @@ def trace_modules(
         ]
         for choice in possible
     }
-    return ModuleTraces(subject, real, counts)
+    return ModuleTraces(subject, real, counts, model)
 
 
 def one_sample(training: Any) -> Batch:
@@ -446,6 +444,9 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and is_fake(args[0]):
+            # Autograd asks each gradient for its device, which is most of the calls and no work.
+            return args[0].fake_device
         with TorchFunctionDisabled():
             return self._called(func, args, kwargs or {})
 
