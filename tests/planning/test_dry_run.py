@@ -73,6 +73,12 @@ def test_a_stage_divides_what_it_shares_out(stage: int) -> None:
     assert part.parameters == whole.parameters / (2 if stage > 2 else 1)
 
 
+def test_a_batch_has_no_more_samples_than_the_data() -> None:
+    """A batch larger than the data is all of them, as in the run."""
+    found = model_facts("digits", PlannedRun(**{**BASE, "batch_size": 100_000, "workers": 1, "devices": "1"}))
+    assert found.samples == found.dataset == 1438
+
+
 def test_recomputation_and_smaller_batches_take_less() -> None:
     text = {**BASE, "model": "gpt:layers=4,width=64"}
     data = {"data": __file__}

@@ -39,6 +39,7 @@ class TensorRanks:
 
     Args:
         comm: communicator of the tensor-parallel ranks.
+
     Attributes:
         rank, size: index of this tensor-parallel rank, number of these ranks.
     """

@@ -48,6 +48,7 @@ class Facts:
         unit, rest: bytes of the parameters of the largest FSDP-wrapped module, and of those outside of all of them.
         samples: number of samples in the largest forward.
         activations: activations of these samples; None if unknown.
+        dataset: number of training samples, which a global batch has at most; None for a stream.
     """
 
     parameters: int
@@ -59,6 +60,7 @@ class Facts:
     rest: int
     samples: int
     activations: float | None
+    dataset: int | None = None
 
 
 def resolve_task(task: str | Task, config: PlannedRun) -> Task:
@@ -96,6 +98,8 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         a stream).
     """
     task = resolve_task(name, config)
+    data = adapt_training(task.train)
+    dataset = None if isinstance(data, Stream) else len(data)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(task, config)
         units = fsdp_wrap_policy.wrapped_modules(model, config.choice.exchange.wrap_policy)
@@ -110,8 +114,9 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
             sum(b.nbytes for b in model.buffers()),
             max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0),
             rest,
-            _largest(config),
+            _largest(config, dataset),
             None,
+            dataset,
         )
     return replace(found, activations=_activations(task, config, found.samples))
 
@@ -137,7 +142,7 @@ def plan_memory(found: Facts, config: PlannedRun) -> Memory:
     workers = -(-(config.workers or ranks) // ranks)
     if not config.choice.row.single_update:
         memory = replace(memory, parameters=memory.parameters * workers, optimizer=memory.optimizer * workers)
-    samples = _largest(config)
+    samples = _largest(config, found.dataset)
     return replace(
         memory,
         messages=_messages(found, split, ranks),
@@ -147,12 +152,13 @@ def plan_memory(found: Facts, config: PlannedRun) -> Memory:
     )
 
 
-def _largest(config: PlannedRun) -> int:
-    """Return the number of samples in the largest forward."""
+def _largest(config: PlannedRun, dataset: int | None) -> int:
+    """Return the number of samples in the largest forward, given the number of training samples."""
     ranks = config.data_ranks
     contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     together = isinstance(config.batch_norm_options, Sync)
-    return len(contract.part(config.batch_size, 0) if together else contract.first_micro_batch(config.batch_size))
+    batch = config.batch_size if dataset is None else min(config.batch_size, dataset)
+    return max(len(contract.part(batch, 0) if together else contract.first_micro_batch(batch)), 1)
 
 
 def model_of(task: Task, config: PlannedRun) -> nn.Module:
@@ -349,7 +355,7 @@ def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | 
         of the global batch) and samples in a global batch as devices. None if no such run fits.
     """
     own = plan_memory(found, config)
-    each = own.activations / _largest(config)
+    each = own.activations / _largest(config, found.dataset)
     most = math.floor((room - own.total + own.activations) / each) if each else 0
     if most >= 1 and not isinstance(config.batch_norm_options, Sync):
         return replace(config, micro_batch=most)
