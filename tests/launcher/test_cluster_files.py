@@ -14,6 +14,7 @@ import pytest
 
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.cli.app import main
+from tutti.config.cluster_config import KubeflowConfig
 
 TRAIN = ("train", "linear", "--workers", "2", "--batch-size", "16", "--steps", "8", "--reproducible", "--devices", "2")
 
@@ -97,6 +98,13 @@ def test_the_command_of_a_task_trains_on_two_nodes(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    "image", ["a", "r/t:1", "localhost:5000/a/b_c--d:v1.2", "[::1]:5000/a", f"Host.example/a@sha256:{'0f' * 32}"]
+)
+def test_names_of_images(image: str) -> None:
+    assert KubeflowConfig(image=image).image == image
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["kubeflow", *TRAIN], "names no image"),
@@ -105,6 +113,20 @@ def test_the_command_of_a_task_trains_on_two_nodes(capsys: pytest.CaptureFixture
         (["skypilot:nodes=0", *TRAIN], "nodes=0"),
         (["skypilot", *TRAIN[:-1], "1:2"], "cannot change its number of devices"),
         (["--start", "skypilot", "--", *TRAIN], "--start is for Slurm"),
+        (["kubeflow:image=R/NAME:1", *TRAIN], "image=R/NAME:1. Give REGISTRY/NAME:TAG"),
+        (["kubeflow:image=https://r/t", *TRAIN], "image=https://r/t"),
+        (["skypilot:image=docker:r/t:1", *TRAIN], "image=docker:r/t:1"),
+        (["skypilot:accelerator=H100:8", *TRAIN], "accelerator=H100:8"),
+        (["kubeflow:image=a,memory=64GB", *TRAIN], "memory=64GB. Give a quantity of Kubernetes"),
+        (["kubeflow:image=a,runtime=My_runtime", *TRAIN], "runtime=My_runtime"),
+        (["kubeflow:image=a,resource=gpu,gpus=1", *TRAIN], "resource=gpu"),
+        (["kubeflow:image=a,resource=amd.com/gpu", *TRAIN], "and no gpus"),
+        (["kubeflow:image=a", *TRAIN, "--on", "ray"], "tutti submit kubeflow and --on ray contradict each other"),
+        (["slurm", *TRAIN, "--on", "slurm:nodes=2"], "--on slurm:nodes=2 contradict"),
+        (["kubeflow:image=a", "--", "compare", "linear"], "needs a command of train or run, and has 'compare'"),
+        (["kubeflow:image=a"], "needs a command of train or run. Write"),
+        (["kubeflow:image=a", "--", "train", "linear"], "tutti submit needs --devices"),
+        (["slurm", "--", "run", "-np", "2"], "no script is given"),
         (["slurm", "--", "run", "-np", "four", "script.py"], "-np is 'four'"),
         (["slurm", "--", "run", "-np", "0", "script.py"], "-np is '0'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from tests.launching import SOURCE, until
 from tests.slurm_cluster import CREDENTIAL_SECONDS, MISSING, REASON, SlurmCluster, slurm_cluster
 from tutti.cli.app import main
 from tutti.config.engine_config import SlurmEngineConfig
-from tutti.launcher.slurm_job import batch_file
+from tutti.errors import TuttiError
+from tutti.launcher.slurm_job import batch_file, submit_file
 
 OPTIONS = (
     *("--workers", "4", "--batch-size", "16", "--steps", "160", "--checkpoint-every", "20st", "--eval-every", "none"),
@@ -185,6 +187,25 @@ def test_options_within_an_allocation_are_refused(
     out = str(tmp_path / "run")
     assert main(["train", "linear", "--devices", "2", "--on", "slurm:nodes=2", "--out", out]) == 2
     assert "is an allocation already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "told"),
+    [
+        ("error: Batch job submission failed: Unable to contact slurm controller", 5, "does not answer: Batch job"),
+        ("fatal: Could not establish a configuration source", 5, "Submit it where squeue works: sbatch"),
+        ("error: invalid partition specified: x", 2, "Slurm refuses the job"),
+    ],
+)
+def test_a_job_that_cannot_be_submitted(
+    said: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: {said}' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(TuttiError) as refused:
+        submit_file(tmp_path / "a job.sbatch")
+    assert refused.value.exit_code == code and told in str(refused.value)
 
 
 # --- on a cluster --------------------------------------------------------------------------------------------------

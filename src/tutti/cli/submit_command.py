@@ -76,6 +76,7 @@ def submit(
     spec = Spec.parse(target, "tutti submit")
     config = spec.build(spec.choose(TARGETS, "cluster"), "tutti submit")
     wanted = read_submission(command)
+    _refuse_engine(spec.name, wanted.words)
     if isinstance(config, SlurmEngineConfig):
         folder = None if wanted.runs is None else f"{wanted.runs}/{wanted.name}"
         text = batch_file(config, wanted.name, wanted.sizes, _on_slurm(wanted.words), folder)
@@ -97,6 +98,16 @@ def submit(
             text = sky_task(config, wanted.name, devices, words)
     print(text, end="")
     return ExitCode.DONE
+
+
+def _refuse_engine(cluster: str, words: list[str]) -> None:
+    """Raise UsageError if a command names another engine than the cluster; ``--on local`` is replaced."""
+    on = take_flags(words, ("--on",))[0].get("--on", "local")
+    if on not in ("local", cluster):
+        raise UsageError(
+            f"tutti submit {cluster} and --on {on} contradict each other",
+            remedy=f"leave out --on, and write options of the job as tutti submit {cluster}:…",
+        )
 
 
 def _start(text: str, wanted: Submission) -> int:
@@ -155,7 +166,8 @@ def read_submission(command: Sequence[str]) -> Submission:
     words = bare_options(end_options(list(command)))
     if words[:1] not in (["train"], ["run"]):
         raise UsageError(
-            "tutti submit needs a command", remedy="write tutti submit slurm:nodes=2 -- train digits --devices 4"
+            "tutti submit needs a command of train or run" + "".join(f", and has '{word}'" for word in words[:1]),
+            remedy="write tutti submit slurm:nodes=2 -- train digits --devices 4",
         )
     app = App(name="tutti")
     app.command(train)
@@ -168,13 +180,15 @@ def read_submission(command: Sequence[str]) -> Submission:
         span = parse_device_range(devices)
         if span is None and not (devices.isdecimal() and int(devices) >= 1):
             raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or a range such as 2:4")
-        script = Path(bound.arguments["command"][0]).stem if bound.arguments.get("command") else "run"
-        return Submission(words, script, span or (int(devices), int(devices)), None)
+        if not bound.arguments.get("command"):
+            raise UsageError("no script is given", remedy="write tutti submit … -- run -np 4 script.py")
+        return Submission(words, Path(bound.arguments["command"][0]).stem, span or (int(devices), int(devices)), None)
     options = bound.arguments
-    name, config = resolved(
-        options.get("task"), options.get("flags", {}), options.get("config", ()), options.get("changes", ())
-    )
-    there = dataclasses.replace(config, device="auto")
+    flags = {name: value for name, value in options.get("flags", {}).items() if name != "on"}
+    name, config = resolved(options.get("task"), flags, options.get("config", ()), options.get("changes", ()))
+    if config.devices == "auto":
+        raise UsageError("tutti submit needs --devices", remedy="say how many, such as --devices 4")
+    there = dataclasses.replace(config, device="auto", on="slurm")
     sizes = possible_sizes(name, there)
     refuse_config(name, dataclasses.replace(there, devices=str(sizes[-1])))
     runs = None if config.out is not None or config.resume is not None else config.runs

@@ -289,7 +289,8 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
     values = {}
     for key, value in options.items():
         if key not in fields:
-            raise UsageError(f"unknown option '{key}'", where=where, remedy=did_you_mean(key, fields))
+            known = did_you_mean(key, fields) if fields else "leave it out: there are no options"
+            raise UsageError(f"unknown option '{key}'", where=where, remedy=known)
         values[key] = _convert(value, hints[key], f"{where}, {key}") if isinstance(value, str) else value
     try:
         return config(**values)

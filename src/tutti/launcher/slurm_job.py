@@ -20,6 +20,8 @@ _ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 )
 _UNANSWERED = 120.0
+_COMPLAINT = re.compile(r"^sbatch: (error|fatal): ")
+_SILENT = re.compile(r"(?i)configuration source|contact slurm controller|communication connection failure")
 
 
 def batch_file(
@@ -73,6 +75,7 @@ def submit_file(path: Path) -> str:
 
     Raises:
         UsageError: Slurm refuses the job, or is not installed here.
+        PeerError: Slurm does not answer.
     """
     try:
         done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
@@ -81,7 +84,14 @@ def submit_file(path: Path) -> str:
             "there is no sbatch on this machine", remedy="call it where Slurm is installed, or use tutti submit slurm"
         ) from error
     if done.returncode:
-        why = "; ".join(line.removeprefix("sbatch: error: ").rstrip(".") for line in done.stderr.splitlines())
+        lines = (_COMPLAINT.sub("", line).rstrip(".") for line in done.stderr.splitlines())
+        why = "; ".join(filter(None, lines))
+        if _SILENT.search(why):
+            raise PeerError(
+                "Slurm does not answer",
+                why=why,
+                remedy=f"submit it where squeue works: sbatch {shlex.quote(str(path))}",
+            )
         raise UsageError("Slurm refuses the job", where=str(path), why=why, remedy="change the options of --on slurm")
     return done.stdout.strip().partition(";")[0]
 
