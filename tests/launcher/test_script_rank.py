@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launching import SAFETY_NET, SOURCE
-from tutti.errors import ExitCode
+from tutti.cli.run_command import run
+from tutti.errors import ExitCode, UsageError
 from tutti.launcher.failure import read_failure
 from tutti.launcher.script_rank import run_as_rank
 
@@ -46,6 +47,15 @@ def test_the_script_that_fails_first_is_named_with_its_own_lines(rank: int, tmp_
     assert done.stderr.count('raise ValueError("of this rank")') == 1
     for absent in ("Please report", "run_command.py", "runpy", "is empty", "no exception"):
         assert absent not in done.stderr, done.stderr
+
+
+def test_a_node_without_the_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=rf"this node has no script 'ignored.py' \({tmp_path} on .*\.gitignore"):
+        run("ignored.py")
 
 
 def lose_peer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -183,10 +184,20 @@ def run(
         )
         os.environ["HOROVOD_ELASTIC"] = "1"
         timeout = timeout if timeout != _TIMEOUT else _ELASTIC_TIMEOUT
-    check_script(script, module)
+    joined = process_context.joined(os.environ)
+    try:
+        check_script(script, module)
+    except UsageError as missing:
+        if not joined:
+            raise
+        raise UsageError(
+            f"this node has no {'module' if module else 'script'} '{script}'",
+            where=f"{os.getcwd()} on {socket.gethostname()}",
+            remedy="put it on every node; --on ray uploads this directory without runs and what .gitignore names",
+        ) from missing
     stdin_control.control_by_stdin(os.environ)
     entry = run_horovod_script if horovod else run_script
-    if process_context.joined(os.environ):
+    if joined:
         if max_restarts:
             raise UsageError(
                 "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
