@@ -22,7 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from backtest_net import ROOT, WIDE, Case, Record, calibration, import_all, measure, predictor_of, row_of, unable
+from backtest_net import ROOT, WIDE, Case, Record, all_cases, import_all, measure, predictor_of, row_of, unable
 
 from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
@@ -74,12 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why := unable():
         print(f"plan-ranking: skipped: {why}")
         return int(ExitCode.DONE)
-    cases = [calibration(WIDE, 1), *(Case("ranking", text, text, NODES, slept=WIDE) for text in PLANS)]
+    ranked = [Case("ranking", text, text, NODES, slept=WIDE) for text in PLANS]
+    cases = [*(case for case in all_cases() if case.protocol == "calibration"), *ranked]
     record = Record(given.out / "record.jsonl")
     import_all()
     failed = measure(cases, record, given.out)
     predictor = predictor_of(record, cases)
-    rows = [row_of(case, predictor.seconds(case), record.seconds[case.key]) for case in cases[1:]]
+    rows = [row_of(case, predictor.seconds(case), record.seconds[case.key]) for case in ranked]
     rows.sort(key=lambda row: float(row["measured"]))
     tau, lost = kendall_tau(rows), regret(rows)
     for row in rows:
