@@ -5,7 +5,9 @@
 
 The network is that of ``small_cifar.py``. Predictions are written before a run of several workers begins: from the
 gradient noise of the runs of one worker, and from branches of one of their checkpoints. Workers are logical, so that
-one device makes the steps of any number of them; finished runs are kept. Nothing in it is timed.
+one device makes the steps of any number of them; finished runs are kept. Seconds are those of this one device, where
+micro-batches are the same for all: the seconds of a sample, from the runs of one worker, predict the seconds to the
+target. They mean nothing where other work runs beside; the result keeps the load.
 """
 
 from __future__ import annotations
@@ -70,6 +72,11 @@ def samples(run: dict[str, Any]) -> float:
     return float(target["samples"] + target["samples_before"]) / 2
 
 
+def seconds(run: dict[str, Any]) -> float:
+    """Seconds of training to the samples that ``samples`` counts, without evaluations."""
+    return float(run["target"]["seconds"]) * samples(run) / float(run["target"]["samples"])
+
+
 def predict(runs: list[dict[str, Any]], branched: str, folder: Path) -> dict[str, Any]:
     """Samples to the target at each number of workers, by the posterior from the runs of one worker."""
     found = {}
@@ -105,9 +112,13 @@ def main() -> None:
     predicted = predict(one, branched["path"], folder)
     (folder / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n")
     print(json.dumps(predicted, indent=1), flush=True)
-    measured = {}
+    each = statistics.median(run["target"]["seconds"] / run["target"]["samples"] for run in one)
+    load, measured, took = [os.getloadavg()[1]], {}, {}
     for workers in (1, *WORKERS):
-        found = [samples(run) for run in (one if workers == 1 else to_target(given.data, workers, folder))]
+        runs = one if workers == 1 else to_target(given.data, workers, folder)
+        load.append(os.getloadavg()[1])
+        took[str(workers)] = [seconds(run) for run in runs]
+        found = [samples(run) for run in runs]
         steps = [value / (BATCH * workers) for value in found]
         measured[str(workers)] = {
             "samples": found,
@@ -129,6 +140,15 @@ def main() -> None:
         "predicted": predicted,
         "measured": measured,
         "errors": errors,
+        "seconds": {
+            "of_a_sample": each,
+            "predicted": {
+                name: {workers: row["samples"] * each for workers, row in predicted[name]["at"].items()}
+                for name in predicted
+            },
+            "measured": took,
+            "load": load,
+        },
     }
     print(json.dumps({"measured": measured, "errors": errors}, indent=1))
     if given.save:
