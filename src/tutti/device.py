@@ -406,6 +406,23 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
+def check_float64(device: torch.device) -> None:
+    """Check that a device can compute in float64, as ``--precision fp64`` asks.
+
+    Args:
+        device: the device.
+
+    Raises:
+        UsageError: the device has no tensors of float64; only an Apple GPU (``mps``).
+    """
+    if device.type in WITHOUT_FLOAT64:
+        raise UsageError(
+            f"{device.type.upper()} has no float64",
+            where="--precision fp64",
+            remedy="take --precision fp32, or --device cpu",
+        )
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that random operators on a device use by default.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.native import native_library
 from tutti.native.ghost_sums import ghost_backward, ghost_forward
@@ -93,21 +94,22 @@ class GhostBatchNorm(TakenOver):
     @torch.no_grad()
     def _track(self, means: Tensor, scales: Tensor, first: Sequence[int], points: int) -> None:
         """Update the running statistics with each ghost's, in order. ``means``, ``scales``: (ghosts, channels)."""
-        counts = torch.tensor([b - a for a, b in pairwise(first)], dtype=torch.float64) * points
-        wide = means.double()
-        variances = (scales.double() ** -2 - self.eps) * (counts / (counts - 1)).to(means.device)[:, None]
+        dtype = widest_float(means.device)
+        counts = torch.tensor([b - a for a, b in pairwise(first)], dtype=dtype) * points
+        wide = means.to(dtype)
+        variances = (scales.to(dtype) ** -2 - self.eps) * (counts / (counts - 1)).to(means.device)[:, None]
         number = len(counts)
         if self.momentum is None:
             # The mean over all ghosts so far; reading the counter on the host would break a compiled graph.
-            seen = self.num_batches_tracked.double()  # type: ignore[union-attr]
+            seen = self.num_batches_tracked.to(dtype)  # type: ignore[union-attr]
             keep, share = seen / (seen + number), (1 / (seen + number)).expand(number)
         else:
             rate = self.momentum
             keep = (1 - rate) ** number
             weights = [rate * (1 - rate) ** later for later in reversed(range(number))]
-            share = torch.tensor(weights, dtype=torch.float64, device=means.device)
+            share = torch.tensor(weights, dtype=dtype, device=means.device)
         for running, values in ((self.running_mean, wide), (self.running_var, variances)):
-            running.copy_(keep * running.double() + share @ values)  # type: ignore[union-attr]
+            running.copy_(keep * running.to(dtype) + share @ values)  # type: ignore[union-attr]
         self.num_batches_tracked.add_(number)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:

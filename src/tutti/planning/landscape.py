@@ -24,6 +24,7 @@ from tutti.data.batches import placer
 from tutti.data.global_generators import seed_generators
 from tutti.data.source import Source
 from tutti.data.stream import Stream
+from tutti.device import check_float64
 from tutti.errors import NonFiniteError, UsageError
 from tutti.launcher import context
 from tutti.metrics.records import write_json
@@ -76,6 +77,8 @@ def landscape_rank(
         chosen = _task_of_script(task, arguments)
     else:
         chosen = task_registry.load_task(task, data=config.data, model=config.model)
+    if config.precision == "fp64":
+        check_float64(world.device)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     model, other = (_loaded(chosen, path, options.ema, dtype) for path in (options.checkpoint, options.to))
     if model is None or not any(p.requires_grad for p in model.parameters()):
@@ -159,7 +162,7 @@ def _measure(
         "samples": surface.samples,
         "training": _values(here),
         **{of: _values(value) for of, value in held_out.items()},
-        "gradient_norm": float(slope.double().norm()),
+        "gradient_norm": float(slope.cpu().double().norm()),
     }
     calls = _Calls(surface, origin)
     if "curvature" in options.parts:
@@ -265,7 +268,7 @@ class _Calls:
         self._surface, self._origin = surface, origin
 
     def parameters(self, point: Tensor) -> NDArray[np.float64]:
-        return np.asarray(point[: self._surface.size].double().cpu().numpy())
+        return np.asarray(point[: self._surface.size].cpu().double().numpy())
 
     def value_and_gradient(self, vector: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         point = self._origin.clone()

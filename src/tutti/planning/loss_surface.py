@@ -312,7 +312,7 @@ class LossSurface:
         names = next(iter(found.values())).names
         table = torch.zeros(data.blocks, 2 + len(names), dtype=torch.float64)
         for block, part in found.items():
-            table[block] = part.sums.double().cpu()
+            table[block] = part.sums.cpu().double()
         self._comm.all_reduce(table, "loss sums of the landscape")
         loss, self._count, *metrics = table.sum(dim=0).tolist()
         return SurfaceValue(loss / self._count, {n: v / self._count for n, v in zip(names, metrics, strict=True)})

@@ -11,6 +11,7 @@ from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
 from tutti.config.module_config import BatchNormConfig, check_float8
 from tutti.config.module_config import Ghost as GhostConfig
 from tutti.config.module_config import Sync as SyncConfig
+from tutti.device import check_float64
 from tutti.errors import UsageError
 from tutti.host_memory import free_memory
 from tutti.launcher import context
@@ -61,6 +62,8 @@ def convert_model(
             device = run_context.comms.world.device
             check_float8(device.type == "cpu", run_context.grid.tensor > 1)
             model = convert_to_float8(model, device)
+        if precision == "fp64":
+            check_float64(run_context.comms.world.device)
         return model, _precise(model, precision, channels_last)
 
 
