@@ -333,7 +333,8 @@ class Predictor:
         """Return the predicted median of a step's seconds."""
         import numpy as np
 
-        from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network
+        from tutti.planning.machine_costs import MeasuredCosts, Network
+        from tutti.planning.scaling_laws import DRAWS
         from tutti.planning.step_builders import build_step
         from tutti.planning.step_program import evaluate_program
 
@@ -353,7 +354,7 @@ class Predictor:
         passes = self.passes[case.slept] * case.virtual
         prices = slept_prices(facts.workload, costs, case.slept, self.calls[case.slept], passes)
         program, _ = build_step(facts, config, costs, prices)
-        return float(np.median(evaluate_program(program, SAMPLES).seconds))
+        return float(np.median(evaluate_program(program, DRAWS).seconds))
 
     def _facts(self, case: Case, config: PlannedRun) -> Any:
         from tutti.planning.step_prediction import TaskSizes
@@ -381,8 +382,8 @@ def slept_prices(workload: Any, costs: Any, slept: Slept, call: float, passes: f
     """
     import numpy as np
 
-    from tutti.planning.machine_costs import SAMPLES
     from tutti.planning.pass_prices import PassPrices
+    from tutti.planning.scaling_laws import DRAWS
     from tutti.workload.workload_file import REST
 
     class SleptPrices(PassPrices):
@@ -391,9 +392,9 @@ def slept_prices(workload: Any, costs: Any, slept: Slept, call: float, passes: f
         def group(self, group: Any, passed: Any, samples: int, checkpointing: str) -> Any:
             """As of ``PassPrices``."""
             if group.name == REST:
-                return np.full(SAMPLES, passes)
+                return np.full(DRAWS, passes)
             layer = group.name.startswith("blocks.")
-            return np.full(SAMPLES, (slept.seconds(passed, samples) + call) * layer)
+            return np.full(DRAWS, (slept.seconds(passed, samples) + call) * layer)
 
     found = SleptPrices(workload, costs)
     layers = sum(group.name.startswith("blocks.") for group in workload.groups)

@@ -10,7 +10,6 @@ import pytest
 from tutti.errors import UsageError
 from tutti.planning.conformal_band import CellScores, shipped_residuals
 from tutti.planning.device_plan import (
-    DRAWS,
     DevicePlan,
     MeasuredTarget,
     PlannedStep,
@@ -25,6 +24,7 @@ from tutti.planning.device_plan import (
     within_limits,
 )
 from tutti.planning.recipe import TrainingRecipe
+from tutti.planning.scaling_laws import DRAWS
 
 # T14 of McCandlish et al.: S_min = 1000, E_min = 64000.
 LAW = TrainingRecipe("loss", 1.0, 64000.0, 64.0, (), "made by hand")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.planning.test_step_prediction import LINK, costs, facts, free_messages, run, split
-from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, open_machine
+from tutti.planning.machine_costs import MeasuredCosts, Network, open_machine
 from tutti.planning.pass_prices import PassPrices
+from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import build_step
 from tutti.planning.step_facts import StageFacts, StepFacts
 from tutti.planning.step_floor import step_floor
@@ -73,7 +74,7 @@ def test_no_draw_of_a_program_is_below_its_bound(
         for prices in (costs(jitter=0.1, between=LINK), open_machine("a100x8", "bf16", None, LINK)):
             prices.overlaps = overlaps
             known = PassPrices(step.workload, prices)
-            seconds = evaluate_program(build_step(step, config, prices, known)[0], SAMPLES).seconds
+            seconds = evaluate_program(build_step(step, config, prices, known)[0], DRAWS).seconds
             floor = step_floor(step, config, prices, known)
             assert floor is not None
             assert (floor.seconds <= seconds * (1 + 1e-12)).all()
@@ -92,7 +93,7 @@ def test_the_bound_is_the_step_where_nothing_overlaps(strategy: str) -> None:
     prices.overlaps = False
     step = split(uneven(), 2e4) if strategy == "tensor" else uneven()
     known = PassPrices(step.workload, prices)
-    seconds = evaluate_program(build_step(step, config, prices, known)[0], SAMPLES).seconds
+    seconds = evaluate_program(build_step(step, config, prices, known)[0], DRAWS).seconds
     floor = step_floor(step, config, prices, known)
     assert floor is not None and floor.seconds == pytest.approx(seconds)
 
@@ -104,5 +105,5 @@ def test_the_bound_of_equal_stages_without_messages_is_the_pipeline(schedule: st
     config = run(f"pipeline:schedule={schedule},micro_batches=6", 3, batch_size=12)
     floor = step_floor(step, config, prices, PassPrices(step.workload, prices))
     assert floor is not None
-    seconds = evaluate_program(build_step(step, config, prices)[0], SAMPLES).seconds
+    seconds = evaluate_program(build_step(step, config, prices)[0], DRAWS).seconds
     assert floor.seconds == pytest.approx(seconds, rel=1e-6)

@@ -21,7 +21,6 @@ from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
 from tutti.planning.hardware_anchor import matching_anchors, shipped_anchors
 from tutti.planning.machine_costs import (
-    SAMPLES,
     MeasuredCosts,
     Network,
     StepCosts,
@@ -30,6 +29,7 @@ from tutti.planning.machine_costs import (
     published_chips,
 )
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
@@ -123,7 +123,7 @@ def program_of(step: StepFacts, config: PlannedRun, prices: StepCosts) -> StepPr
 
 
 def seconds_of(step: StepFacts, config: PlannedRun, prices: StepCosts) -> float:
-    return float(np.median(evaluate_program(program_of(step, config, prices), SAMPLES).seconds))
+    return float(np.median(evaluate_program(program_of(step, config, prices), DRAWS).seconds))
 
 
 def test_one_device_computes_its_flop_and_updates() -> None:
@@ -131,7 +131,7 @@ def test_one_device_computes_its_flop_and_updates() -> None:
     assert seconds_of(facts(4), run("single"), costs()) == pytest.approx(0.096 + 4e-6)
     # Micro-batches of a line without a fixed part take as long; hundreds of them are one action.
     few = program_of(facts(4), run("single", batch_size=512, micro_batch=1), costs())
-    assert float(evaluate_program(few, SAMPLES).seconds[0]) == pytest.approx(64 * 0.096 + 4e-6)
+    assert float(evaluate_program(few, DRAWS).seconds[0]) == pytest.approx(64 * 0.096 + 4e-6)
     assert len(few.actions) < 20
 
 
@@ -304,7 +304,7 @@ def test_collectives_of_tensor_ranks_are_exposed_in_both_passes() -> None:
     # Many micro-batches are one action, and as long.
     many = program_of(step, run("tensor", 2, batch_size=512, micro_batch=1), costs())
     seconds = 512 * (0.012 + 8 * (2e-4 + 1e-4)) + norm + 4e-6
-    assert float(evaluate_program(many, SAMPLES).seconds[0]) == pytest.approx(seconds)
+    assert float(evaluate_program(many, DRAWS).seconds[0]) == pytest.approx(seconds)
     assert len(many.actions) < 30 and sum(each.calls for each in many.collectives if each.axis == "tensor") == 512 * 8
 
 
@@ -330,7 +330,7 @@ def test_stages_wait_for_the_collectives_of_their_tensor_ranks(schedule: str) ->
 def test_stages_agree_on_the_gradient_norm_before_their_updates() -> None:
     config = run("pipeline:micro_batches=4", 2, batch_size=8, optimizer="sgd:lr=0.1")
     free, late = (
-        evaluate_program(program_of(facts(2), config, MeasuredCosts(each, "fp32", Network(2))), SAMPLES).seconds
+        evaluate_program(program_of(facts(2), config, MeasuredCosts(each, "fp32", Network(2))), DRAWS).seconds
         for each in (free_messages(), free_messages(all_reduce=Curve("B", (), 1e30, 3.0, 0.0)))
     )
     assert late - free == pytest.approx(3.0, rel=1e-6)
@@ -358,7 +358,7 @@ def test_pipelines_need_no_measured_collective(tmp_path: Path) -> None:
 def test_the_bubble_of_equal_stages_is_that_of_the_order(schedule: str, chunks: int) -> None:
     config = run(f"pipeline:schedule={schedule},micro_batches=4", 2, batch_size=8, optimizer="sgd:lr=0.1")
     free = free_messages()
-    times = evaluate_program(program_of(facts(2 * chunks), config, MeasuredCosts(free, "fp32", Network(2))), SAMPLES)
+    times = evaluate_program(program_of(facts(2 * chunks), config, MeasuredCosts(free, "fp32", Network(2))), DRAWS)
     assert times.shares()["idling"] == pytest.approx(bubble_fraction(schedule, 2, 4, chunks), abs=1e-6)
 
 
@@ -434,7 +434,7 @@ def test_published_hardware_names_its_rows_and_its_guesses() -> None:
 
 
 def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
-    seconds = np.full(SAMPLES, 2.0)
+    seconds = np.full(DRAWS, 2.0)
     assert step_band(seconds, costs(), 2, {}) == (None, NO_BAND)
     cell = "simulated step, measured machine, at most 2 ×"
     few, enough = ({cell: {name: CellScores((2.0,), each) for name in "ab"}} for each in (14, 15))

@@ -13,8 +13,9 @@ import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import Algorithm, LinkCost, schedule_of
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import SAMPLES, schedule_seconds, slowest_factor
+from tutti.planning.machine_costs import schedule_seconds, slowest_factor
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import check_buildable
 from tutti.planning.step_facts import TensorFacts, gradient_vectors, local_sgd_collectives
 from tutti.planning.step_program import StepAction, StepProgram, collective_totals, evaluate_program
@@ -64,7 +65,7 @@ def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
         and medians == sorted(medians)
         and medians[-1] == pytest.approx(1.4, abs=0.05)
     )
-    assert slowest_factor(4, 0.0).tolist() == [1.0] * SAMPLES
+    assert slowest_factor(4, 0.0).tolist() == [1.0] * DRAWS
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ class RayEngine:
         if address is not None:
             _check_address(address)
             if not own:
-                # Where another server listens, or a token is missing, Ray would try twenty times, up to 40 seconds each.
+                # Where another server listens, or a token is missing, Ray would try twenty times, 40 seconds each.
                 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _TRIES)
         environment: dict[str, Any] = {}
         if path := os.environ.get("PYTHONPATH"):

@@ -19,8 +19,8 @@ from tutti.metrics.metrics_file import metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
 from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
+from tutti.planning.scaling_laws import DRAWS
 
-_DRAWS = 256
 _NOISE_SPREAD = 0.7
 _BRANCH_SPREAD = 0.35
 """Standard deviation of log B_crit given the noise scale, from the back-test, and given branches: half of it, a
@@ -233,8 +233,8 @@ def _from_target(runs: Sequence[NoiseEvidence], known: CriticalBatch) -> Critica
         ends = np.exp(np.interp((0.05, 0.5, 0.95), np.cumsum(alone.weights), alone.log_critical)).tolist()
         ways.append(CriticalBatchWay("target", ends[1], ends[0], ends[2], words + " alone"))
     generator = np.random.default_rng(0)
-    chosen = generator.choice(len(posterior.weights), size=_DRAWS, p=posterior.weights)
-    least = posterior.log_least[chosen] + posterior.seed * generator.standard_normal(_DRAWS)
+    chosen = generator.choice(len(posterior.weights), size=DRAWS, p=posterior.weights)
+    least = posterior.log_least[chosen] + posterior.seed * generator.standard_normal(DRAWS)
     critical = np.exp(posterior.log_critical[chosen])
     draws = tuple(zip(np.exp(least).tolist(), critical.tolist(), strict=True))
     target = next(run.target for run in runs if run.target is not None)

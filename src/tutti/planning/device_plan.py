@@ -20,9 +20,8 @@ from tutti.parallel import Choice, parse_strategy
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
 from tutti.planning.recipe import TrainingRecipe
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 
-DRAWS = 256
 WORTH = 1.5
 """A doubling of the devices is worth it if the time falls by this factor."""
 DATA_BASIS = "data to the target at smaller batches"
@@ -52,7 +51,7 @@ class DataDemand:
 
     Attributes:
         samples: number of samples, in the median.
-        draws: (256,) Monte Carlo draws of this number.
+        draws: (draws,) Monte Carlo draws of this number.
         band: low and high end of its 90 % band; None where such predictions were not tested.
         text: what the number rests on, and where the band comes from or why there is none.
     """
@@ -129,7 +128,7 @@ class TargetData:
 
         Returns:
             A ``DataDemand``: ``samples``, the number of samples to the target (median); ``draws``, an array of shape
-            (256,) with 256 Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
+            (draws,) with Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
             unknown); and ``text``, what the number rests on, in words.
 
         Raises:
@@ -182,7 +181,7 @@ class PlannedStep:
         devices, batch, strategy: the choice; ``batch`` in samples, ``strategy`` as text of ``--strategy``.
         options: further options of ``tutti train`` that belong to the choice, as pairs of name and value.
         seconds: median seconds of the step.
-        draws: (256,) Monte Carlo draws of the seconds.
+        draws: (draws,) Monte Carlo draws of the seconds.
         terms: the step's seconds by cause (compute, communication, bubble, idling); empty for a measured step.
         basis: what the seconds rest on, in words.
         measured: whether the seconds were measured; otherwise they are predicted.
@@ -241,7 +240,7 @@ class DevicePlan:
         data: training samples to the target at the choice's batch size.
         steps: whole number of training steps to the target.
         seconds: training time to the target, without start, evaluations, saves and failures.
-        draws: (256,) Monte Carlo draws of the seconds.
+        draws: (draws,) Monte Carlo draws of the seconds.
         band: low and high end of a 90 % band of the seconds; None where such bands were not tested.
         cost: devices · hours · price of a device for an hour; None without a price.
     """
@@ -347,7 +346,7 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
-        steps to the target (``steps``), the ``seconds`` of training (median), 256 Monte Carlo ``draws`` of these
+        steps to the target (``steps``), the ``seconds`` of training (median), Monte Carlo ``draws`` of these
         seconds and their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price).
 
     Raises:

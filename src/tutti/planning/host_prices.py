@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tutti.planning.machine_costs import SAMPLES, StepCosts
+from tutti.planning.machine_costs import StepCosts
 from tutti.planning.replica_builder import copy_seconds
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 
 _MEMORY_RATE = 1e10
 _DEVICE_LINK, _DEVICE_HOP = 1.2e10, 1e-5
@@ -52,9 +52,9 @@ class HostPrices:
             size: bytes to copy.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws, all equal.
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws, all equal.
         """
-        return np.full(SAMPLES, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
+        return np.full(DRAWS, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
 
     def copied(self, size: float, calls: float = 1, kind: str = "copy") -> Array:
         """Predict the seconds in which a process copies or adds up bytes in host memory.
@@ -65,11 +65,11 @@ class HostPrices:
             kind: ``copy``, or ``other`` for elementwise operators.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
         if self._apart:
-            return np.full(SAMPLES, size / _MEMORY_RATE)
+            return np.full(DRAWS, size / _MEMORY_RATE)
         return copy_seconds(self._costs, size, calls, kind)
 
     def updated(self, optimizer: str, elements: float) -> Array:
@@ -81,10 +81,10 @@ class HostPrices:
             elements: number of parameters that the step updates.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
         if not self._apart:
             return np.asarray(self._costs.update(optimizer, elements))
         self._costs.note(f"updates in host memory move {_UPDATE_BYTES} bytes an element, as Adam in float32 does")
-        return np.full(SAMPLES, _UPDATE_BYTES * elements / _MEMORY_RATE)
+        return np.full(DRAWS, _UPDATE_BYTES * elements / _MEMORY_RATE)

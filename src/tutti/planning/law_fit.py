@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw, samples_to_target
+from tutti.planning.scaling_laws import DRAWS, Array, Inputs, ScalingLaw, samples_to_target
 
 _RESIDUAL = 0.05
 """Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""
@@ -17,7 +17,6 @@ _INDEPENDENT = 100.0
 proof."""
 
 
-_DRAWS = 256
 """Draws of a law's constants, from which the standard deviation of a prediction comes."""
 
 OTHER_SETS = 8.0
@@ -55,7 +54,7 @@ class FittedLaw:
             constants leaves.
         """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
-        normal = np.random.default_rng(0).standard_normal((_DRAWS, len(self.log_constants)))
+        normal = np.random.default_rng(0).standard_normal((DRAWS, len(self.log_constants)))
         draws = self.log_constants + normal @ _root(self.covariance).T
         drawn = np.stack([self.law.seconds(np.exp(draw), inputs) for draw in draws])
         return centre, np.hypot(np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0), self.misfit)

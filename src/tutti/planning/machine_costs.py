@@ -27,11 +27,10 @@ from tutti.planning.hardware_anchor import (
     shipped_anchors,
     usual_links,
 )
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.workload.machine_file import Curve, Machine, peak_name, read_machine
 from tutti.workload.workload_file import PassWork
 
-SAMPLES = 256
 _PUBLISHED = re.compile(r"(.+?)x0*([1-9]\d*)$")
 _HOST_HOP, _NODE_HOP = 1e-5, 3e-5
 """Latencies of a message within and between nodes of published hardware, in seconds: guesses."""
@@ -88,8 +87,8 @@ class Network:
 class StepCosts(Protocol):
     """Predicts how long computing, messages and optimizer updates take on a machine.
 
-    Most methods return seconds, an array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's
-    uncertain constants. Implemented by ``MeasuredCosts``, from ``machine.json`` of ``tutti bench``, and
+    Most methods return seconds, an array of shape (draws,): one value for each of the Monte Carlo draws of the
+    machine's uncertain constants. Implemented by ``MeasuredCosts``, from ``machine.json`` of ``tutti bench``, and
     ``PublishedCosts``, from published jobs.
 
     Attributes:
@@ -133,7 +132,7 @@ class StepCosts(Protocol):
             samples: number of samples in the micro-batch.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -145,7 +144,7 @@ class StepCosts(Protocol):
             parameters: number of parameters that the step updates.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -160,7 +159,7 @@ class StepCosts(Protocol):
                 share the links between nodes.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -189,7 +188,7 @@ class StepCosts(Protocol):
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -201,8 +200,8 @@ class StepCosts(Protocol):
             seconds: seconds of computing in a step on a typical rank.
 
         Returns:
-            Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws of the machine's
-            uncertain constants.
+            Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws of the
+            machine's uncertain constants.
         """
 
 
@@ -303,13 +302,13 @@ class MeasuredCosts:
             samples: number of samples in the micro-batch.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors.
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of a class of operators with FLOP in the run's precision, no curve
                 of copies, or no seconds of an operator.
         """
-        total = np.zeros(SAMPLES)
+        total = np.zeros(DRAWS)
         operation = self.machine.figure("device/operation/seconds").value
         for work in works:
             for kind, each in work.items():
@@ -338,7 +337,7 @@ class MeasuredCosts:
             parameters: number of parameters that the step updates.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors.
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this optimizer.
@@ -367,15 +366,15 @@ class MeasuredCosts:
                 between nodes.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors.
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this collective, or no cost of a message between nodes.
         """
         if ranks < 2:
-            return np.zeros(SAMPLES)
+            return np.zeros(DRAWS)
         here, nodes = self.network.spread(ranks, apart)
-        found = np.zeros(SAMPLES)
+        found = np.zeros(DRAWS)
         if here > 1 and kind == "all_reduce" and size <= _LATENCY_BOUND and not self._collective_sizes(kind):
             self.note(
                 f"an all-reduce of few bytes over {here} ranks of a node takes {2 * (here - 1)} messages over its "
@@ -446,14 +445,14 @@ class MeasuredCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the measurement errors; all
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors; all
             equal between nodes.
 
         Raises:
             UsageError: links were not measured, or the cost of a link between nodes is not stated.
         """
         if self.network.nodes(ranks) > 1:
-            return np.full(SAMPLES, self.transfer(size, ranks))
+            return np.full(DRAWS, self.transfer(size, ranks))
         name = self._link_name()
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
@@ -468,11 +467,11 @@ class MeasuredCosts:
                 computing.
 
         Returns:
-            Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws; all 1 for one
+            Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws; all 1 for one
             rank.
         """
         if ranks < 2:
-            return np.ones(SAMPLES)
+            return np.ones(DRAWS)
         known = sorted(int(name.rpartition("/")[2]) for name in self.machine.figures if name.startswith("jitter/time/"))
         if not known:
             self.note(
@@ -586,7 +585,7 @@ class MeasuredCosts:
             errors = [1.2533 * p.spread / _SHORT / p.seconds / math.sqrt(p.n) for p in points if p.n and p.seconds]
             sigma = float(np.median(errors)) if errors else 0.0
             seed = sum(map(ord, name))
-            self._drawn[name] = np.exp(sigma * np.random.default_rng(seed).standard_normal(SAMPLES))
+            self._drawn[name] = np.exp(sigma * np.random.default_rng(seed).standard_normal(DRAWS))
         return self._drawn[name]
 
     def note(self, text: str) -> None:
@@ -638,7 +637,7 @@ class PublishedCosts:
         self.name = f"{self.hardware} × {self.network.per_node} a node"
         self.overlaps = True
         self._rate = rate
-        self._factor = np.exp(sigma * np.random.default_rng(0).standard_normal(SAMPLES))
+        self._factor = np.exp(sigma * np.random.default_rng(0).standard_normal(DRAWS))
         chip, sets = chip_of(self.hardware)[0], sorted({a.set_name for a in shipped_anchors()})
         rows = [a for a in shipped_anchors() if a.chip == chip]
         names = ", ".join(name for name in sets if any(a.set_name == name for a in rows))
@@ -666,7 +665,7 @@ class PublishedCosts:
             samples: number of samples in the micro-batch.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the uncertain rate.
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the uncertain rate.
         """
         kernels = [each for work in works for each in work.values()]
         flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
@@ -682,14 +681,14 @@ class PublishedCosts:
             parameters: ignored.
 
         Returns:
-            Zeros, array of shape (256,), one value for each of 256 Monte Carlo draws.
+            Zeros, array of shape (draws,), one value for each of the Monte Carlo draws.
 
         Raises:
             UsageError: there is no such optimizer, or it has no such option.
         """
         check_optimizer(optimizer)
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
-        return np.zeros(SAMPLES)
+        return np.zeros(DRAWS)
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
         """Return the seconds of a collective: the closed form of a ring within a node, plus that of one between nodes.
@@ -702,17 +701,17 @@ class PublishedCosts:
                 between nodes.
 
         Returns:
-            Seconds, array of shape (256,), one value for each of 256 Monte Carlo draws; all are equal.
+            Seconds, array of shape (draws,), one value for each of the Monte Carlo draws; all are equal.
         """
         if ranks < 2:
-            return np.zeros(SAMPLES)
+            return np.zeros(DRAWS)
         here, nodes = self.network.spread(ranks, apart)
         found = _ring_seconds(kind, here, size, self._within())
         if nodes > 1:
             found += _ring_seconds(
                 kind, nodes, size * min(apart, self.network.per_node), self._between(self.network.per_node)
             )
-        return np.full(SAMPLES, found)
+        return np.full(DRAWS, found)
 
     def within(self) -> LinkCost:
         """Return the guessed cost of a transfer within a node; ``guesses`` receives a line on it.
@@ -747,9 +746,9 @@ class PublishedCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            Seconds, array of shape (256,), one value for each of 256 Monte Carlo draws; all are equal.
+            Seconds, array of shape (draws,), one value for each of the Monte Carlo draws; all are equal.
         """
-        return np.full(SAMPLES, self.transfer(size, ranks))
+        return np.full(DRAWS, self.transfer(size, ranks))
 
     def slowest(self, ranks: int, seconds: float) -> Array:
         """Return how many times longer the slowest of some ranks computes than a typical rank, for a spread of 2 %.
@@ -762,11 +761,11 @@ class PublishedCosts:
             seconds: ignored, because the deviation is relative.
 
         Returns:
-            Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws; all 1 for one
+            Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws; all 1 for one
             rank.
         """
         if ranks < 2:
-            return np.ones(SAMPLES)
+            return np.ones(DRAWS)
         self.note(f"stragglers: computing varies by {100 * _JITTER:g} % between ranks, independently and normally")
         return slowest_factor(ranks, _JITTER)
 
@@ -916,7 +915,7 @@ def slowest_factor(ranks: int, sigma: float) -> Array:
         sigma: σ, standard deviation of one rank's seconds over their mean.
 
     Returns:
-        Ratios of seconds, array of shape (256,): one for each of 256 Monte Carlo draws.
+        Ratios of seconds, array of shape (draws,): one for each of the Monte Carlo draws.
 
     >>> bool(slowest_factor(2, 0.1).mean() < slowest_factor(1024, 0.1).mean() < 1.4)
     True
@@ -928,7 +927,7 @@ def slowest_factor(ranks: int, sigma: float) -> Array:
 def _largest_normal(ranks: int) -> Array:
     from scipy.special import ndtri
 
-    uniform = np.random.default_rng(1).random(SAMPLES)
+    uniform = np.random.default_rng(1).random(DRAWS)
     return np.asarray(ndtri(uniform ** (1 / ranks)))
 
 

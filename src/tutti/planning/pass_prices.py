@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import SAMPLES, StepCosts
-from tutti.planning.scaling_laws import Array
+from tutti.planning.machine_costs import StepCosts
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.workload.workload_file import GroupWork, PassWork, Workload
 
 Pass = Literal["forward", "backward"]
@@ -46,7 +46,7 @@ class PassPrices:
             checkpointing: choice of activation checkpointing, such as ``none``.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -65,13 +65,13 @@ class PassPrices:
             checkpointing: choice of activation checkpointing, such as ``none``.
 
         Returns:
-            Seconds on a device of typical speed, array of shape (256,): one value for each of 256 Monte Carlo draws of
-            the machine's uncertain constants.
+            Seconds on a device of typical speed, array of shape (draws,): one value for each of the Monte Carlo draws
+            of the machine's uncertain constants.
         """
 
         def add() -> Array:
             each = (self.group(group, passed, samples, checkpointing) for group in self.workload.groups)
-            return np.asarray(sum(each, np.zeros(SAMPLES)))
+            return np.asarray(sum(each, np.zeros(DRAWS)))
 
         return self.once(("total", passed, samples, checkpointing), add)
 

@@ -12,10 +12,9 @@ import numpy as np
 
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
-from tutti.planning.machine_costs import SAMPLES
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors
 from tutti.planning.step_program import PeriodicCollective, StepAction, StepProgram
@@ -56,7 +55,7 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 
     Returns:
         Seconds on a typical device, array of shape (virtual stages, 256): a row for each virtual stage, a column for
-        each of 256 Monte Carlo draws of the machine's uncertain constants.
+        each of the Monte Carlo draws of the machine's uncertain constants.
     """
 
     def add() -> Array:
@@ -109,7 +108,7 @@ class PipelineBuilder(ReplicaBuilder):
 
         Returns:
             Computations and messages of one device of each stage. Each of ``actions`` has a device, a phase, a duration
-            (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the indices
+            (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the indices
             in ``actions`` of the actions that have to end before this action begins; ``vectors`` lists the gradient
             vectors that are summed over data ranks, ``collectives`` all other collectives.
 
@@ -160,10 +159,10 @@ class PipelineBuilder(ReplicaBuilder):
         return next(i for i in reversed(range(len(program.actions))) if program.actions[i].device == device)
 
     def _computing(self, facts: StageFacts, parts: Sequence[Sequence[int]], device: int) -> list[Array]:
-        """Return (256,) seconds of forward and backward of each logical worker on a device's stages."""
+        """Return (draws,) seconds of forward and backward of each logical worker on a device's stages."""
         checkpointing, found = self.config.activation_checkpointing, list[Array]()
         for worker in parts:
-            total = np.zeros(SAMPLES)
+            total = np.zeros(DRAWS)
             for passed, (count, number) in product(PASSES, Counter(worker).items()):
                 stages = stage_passes(self.prices, facts, passed, count, checkpointing)
                 total += number * stages[device :: self.shape["stage"]].sum(axis=0)

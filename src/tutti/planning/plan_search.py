@@ -19,11 +19,11 @@ from tutti.errors import UsageError
 from tutti.parallel import check_strategy, parse_strategy
 from tutti.planning.conformal_band import NO_BAND
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
-from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
+from tutti.planning.machine_costs import StepCosts, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_builders import build_step, rank_micro_batches
 from tutti.planning.step_facts import StepFacts
 from tutti.planning.step_floor import step_floor
@@ -200,7 +200,7 @@ class StepPricer:
         """
         config, facts, prices = self._open(step)
         program, slow = build_step(facts, config, self.costs, prices)
-        times = evaluate_program(program, SAMPLES)
+        times = evaluate_program(program, DRAWS)
         shares, middle = step_shares(times, slow, program.devices > 1), median_draw(times.seconds)
         terms = {name: share * middle for name, share in shares.items()}
         return self._made(step, times.seconds, self._terms(terms, config, prices), least=False)

@@ -12,10 +12,10 @@ import numpy as np
 
 from tutti.config.sync_config import DiLoCoConfig, LocalSGDConfig
 from tutti.parallel.ddp.buckets import DIGESTS
-from tutti.planning.machine_costs import SAMPLES, StepCosts, schedule_seconds
+from tutti.planning.machine_costs import StepCosts, schedule_seconds
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import (
     StepFacts,
@@ -49,7 +49,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
 
     Returns:
-        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     if exchange.schedule is None:
@@ -65,7 +65,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
     def over(size: float) -> float:
         return costs.transfer(size, devices, together)
 
-    return np.full(SAMPLES, schedule_seconds(exchange.schedule, ranks, size, over, node, per_node))
+    return np.full(DRAWS, schedule_seconds(exchange.schedule, ranks, size, over, node, per_node))
 
 
 def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, apart: int = 1) -> Array:
@@ -79,7 +79,7 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
         apart: stride in devices from one of these ranks to the next.
 
     Returns:
-        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     if each.kind == "shared_memory":
@@ -102,7 +102,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
         kind: ``copy``, or ``other`` for elementwise operators.
 
     Returns:
-        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
@@ -142,7 +142,7 @@ def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = 
         squares: number of squared norms in the message; None: one for each device.
 
     Returns:
-        Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     return costs.collective("all_reduce", devices, _norm_bytes(devices, squares))
@@ -161,10 +161,10 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
         ranks: number of tensor ranks.
 
     Returns:
-        Seconds of all of them together, array of shape (256,): one value for each of 256 Monte Carlo draws of the
+        Seconds of all of them together, array of shape (draws,): one value for each of the Monte Carlo draws of the
         machine's uncertain constants.
     """
-    total, cpu, shared = np.zeros(SAMPLES), not prices.costs.overlaps, prices.costs.network.nodes(ranks) == 1
+    total, cpu, shared = np.zeros(DRAWS), not prices.costs.overlaps, prices.costs.network.nodes(ranks) == 1
 
     def price(kind: str, size: int) -> Array:
         each = carried(kind, ranks, size, cpu=cpu, shared=shared)
@@ -189,7 +189,7 @@ class ReplicaBuilder:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
         costs: predicts the seconds of computing and communication on the machine.
-        slow: (256,) ratios by which the slowest device computes longer than a typical one.
+        slow: (draws,) ratios by which the slowest device computes longer than a typical one.
         prices: seconds of the passes of the model's module groups on a typical device.
         shape: extents of the device mesh, by axis.
     """
@@ -215,7 +215,7 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one replica, which stands for all. Each of ``actions`` has a device, a phase, a
-            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``vectors`` lists the
             gradient vectors that are summed over data ranks, ``collectives`` all other collectives.
         """
@@ -246,7 +246,7 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
-            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
             kind, bytes and period of each collective.
         """
@@ -280,7 +280,7 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
-            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
             kind, bytes and ranks (mesh axis) of each collective.
         """
@@ -314,7 +314,7 @@ class ReplicaBuilder:
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
-            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
             kind, bytes and ranks (mesh axis) of each collective.
         """
@@ -372,7 +372,7 @@ class ReplicaBuilder:
             program: the simulated step, to which actions (computations and messages) are added.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
-            delays: for each list of ``parts`` the seconds by which ``--slow`` delays that worker, shape (256,) (Monte
+            delays: for each list of ``parts`` the seconds by which ``--slow`` delays that worker, shape (draws,) (Monte
                 Carlo draws); None: the delays of the data rank that ``--slow`` delays most.
 
         Returns:
@@ -391,7 +391,7 @@ class ReplicaBuilder:
             # Many accumulated micro-batches, which nothing interrupts, are one forward and one backward.
             before, shown, last = Counter(samples[:-1]), samples[-1:], len(program.actions) - 1
             for phase in PASSES:
-                seconds = np.zeros(SAMPLES)
+                seconds = np.zeros(DRAWS)
                 for (count, number), group in product(before.items(), groups.values()):
                     seconds += number * self._group(group, phase, count)
                 text = f"{len(samples) - 1} micro-batches"
@@ -399,7 +399,7 @@ class ReplicaBuilder:
                 for count, number in before.items():
                     last = self.tensor_messages(program, phase, count, None, (last,), times=number)
         for count in shown:
-            forward = sum((self._group(group, "forward", count) for group in groups.values()), np.zeros(SAMPLES))
+            forward = sum((self._group(group, "forward", count) for group in groups.values()), np.zeros(DRAWS))
             last = program.add(StepAction(0, "forward", forward, known(len(program.actions) - 1)))
             last = self.tensor_messages(program, "forward", count, None, (last,))
             for name in order:
@@ -418,12 +418,12 @@ class ReplicaBuilder:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers.
 
         Returns:
-            One array for each list of ``parts``, in their order: the delay in seconds, shape (256,), one value for each
-            of 256 Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
+            One array for each list of ``parts``, in their order: the delay in seconds, shape (draws,), one value for
+            each of 256 Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
         """
         choice = self.config.activation_checkpointing
         computing = [
-            sum((self.prices.total(p, n, choice) for p, n in product(PASSES, worker)), np.zeros(SAMPLES)) * self.slow
+            sum((self.prices.total(p, n, choice) for p, n in product(PASSES, worker)), np.zeros(DRAWS)) * self.slow
             for worker in parts
         ]
         return worker_delays(self.config, computing)
@@ -437,7 +437,7 @@ class ReplicaBuilder:
 
         Args:
             program: the simulated step.
-            delays: seconds of each delay, shape (256,) each (Monte Carlo draws); the action lasts their sum.
+            delays: seconds of each delay, shape (draws,) each (Monte Carlo draws); the action lasts their sum.
             device: index of the device in the program.
             needs: indices in ``program.actions`` of the actions that have to end before the delay begins; None: the
                 last action of the step.
@@ -446,7 +446,7 @@ class ReplicaBuilder:
             Index in ``program.actions`` of the step's last action: the delay, if one was appended; -1 for a step
             without actions.
         """
-        seconds, last = sum(delays, np.zeros(SAMPLES)), len(program.actions) - 1
+        seconds, last = sum(delays, np.zeros(DRAWS)), len(program.actions) - 1
         if not seconds.any():
             return last
         return program.add(StepAction(device, IDLE, seconds, known(last) if needs is None else needs, text="delay"))
@@ -555,7 +555,7 @@ class ReplicaBuilder:
             squares: number of squared norms in the message; None: one for each device of the replica.
 
         Returns:
-            Seconds, array of shape (256,): one value for each of 256 Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
         return gradient_norm_seconds(self.costs, self.apart, squares)
@@ -682,7 +682,7 @@ class ReplicaBuilder:
 
         Args:
             program: the step, to which the message is added.
-            seconds: duration in seconds, shape (256,): one value for each of 256 Monte Carlo draws of the machine's
+            seconds: duration in seconds, shape (draws,): one value for each of the Monte Carlo draws of the machine's
                 constants.
             needs: indices in ``program.actions`` of the actions that have to end before the message begins.
             text: name of the message in timelines.

@@ -25,9 +25,8 @@ from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_flows, server_bytes, sync_step_flows
 from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
 from tutti.planning.host_prices import HostPrices
-from tutti.planning.machine_costs import SAMPLES
 from tutti.planning.replica_builder import ReplicaBuilder
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_facts import TensorFacts
 from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram
 
@@ -157,7 +156,7 @@ class ServerBuilder(ReplicaBuilder):
 
         Returns:
             Computations and messages of one rank, which stands for all. Each of ``actions`` has a device, a phase, a
-            duration (seconds, one value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the
+            duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``between_ranks`` counts
             the reads of other ranks' gradients, by (source rank, owner rank).
 
@@ -207,7 +206,7 @@ class ServerBuilder(ReplicaBuilder):
 
         Returns:
             Computations and messages of one rank, which stands for all; the work of the servers counts as messages.
-            Each of ``actions`` has a device, a phase, a duration (seconds, one value for each of 256 Monte Carlo draws
+            Each of ``actions`` has a device, a phase, a duration (seconds, one value for each of the Monte Carlo draws
             of the machine's uncertain constants) and the indices in ``actions`` of the actions that have to end before
             this action begins; ``flows`` lists the kinds of requests of a rank to the servers, with their bytes.
 
@@ -308,7 +307,7 @@ class _Service:
         self.looked_at = host.copied(most, 1, "other")
         self.updated = host.updated(builder.config.optimizer, elements)
         if shared:
-            self.transfer, self.read = np.zeros(SAMPLES), host.moved(whole)
+            self.transfer, self.read = np.zeros(DRAWS), host.moved(whole)
             self.transfer_back = host.copied(most)
             self.pushed, self.pulled = self.transfer, ranks * self.transfer_back
         else:

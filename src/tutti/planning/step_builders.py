@@ -19,12 +19,12 @@ from tutti.config.sync_config import (
 )
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
+from tutti.planning.machine_costs import StepCosts, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.pipeline_builder import PipelineBuilder
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.replica_builder import ReplicaBuilder
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.server_builder import ServerBuilder, is_elementwise
 from tutti.planning.step_delays import check_delays
 from tutti.planning.step_facts import StepFacts, pipeline_layout
@@ -115,9 +115,9 @@ def build_step(
     Returns:
         A pair. First the simulated step, the computations and messages of a device that computes as long as the
         slowest, or of one pipeline of such devices: each of ``actions`` has a device, a phase, a duration (seconds, one
-        value for each of 256 Monte Carlo draws of the machine's uncertain constants) and the indices in ``actions`` of
+        value for each of the Monte Carlo draws of the machine's uncertain constants) and the indices in ``actions`` of
         the actions that have to end before this action begins. Second the ratios of the computing seconds of the
-        slowest device to those of a typical device, array of shape (256,): one ratio for each draw.
+        slowest device to those of a typical device, array of shape (draws,): one ratio for each draw.
 
     Raises:
         UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.
@@ -154,14 +154,14 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
     Args:
         config: configuration of the run.
         costs: predicts the seconds of computing and communication on the machine.
-        computing: seconds of all passes of a data rank on a typical device, shape (256,) (Monte Carlo draws).
+        computing: seconds of all passes of a data rank on a typical device, shape (draws,) (Monte Carlo draws).
 
     Returns:
-        Ratios of seconds, array of shape (256,), at least 1: one for each of 256 Monte Carlo draws.
+        Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws.
     """
     exchange = config.choice.exchange
     if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
-        return np.ones(SAMPLES)
+        return np.ones(DRAWS)
     return costs.slowest(config.device_count, median_draw(computing) / config.shape["stage"])
 
 
@@ -219,14 +219,14 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
         prices: seconds of the model's passes.
 
     Returns:
-        Seconds, array of shape (256,), as if the device held the whole model: one value for each of 256 Monte Carlo
+        Seconds, array of shape (draws,), as if the device held the whole model: one value for each of 256 Monte Carlo
         draws of the machine's uncertain constants.
     """
     choice = config.activation_checkpointing
     counts = Counter(samples for worker in parts for samples in worker)
 
     def add() -> Array:
-        total = np.zeros(SAMPLES)
+        total = np.zeros(DRAWS)
         for samples, number in counts.items():
             total += number * (prices.total("forward", samples, choice) + prices.total("backward", samples, choice))
         return total

@@ -10,9 +10,9 @@ import numpy as np
 from tutti.comm.partition import workers_of
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import SAMPLES, median_draw
+from tutti.planning.machine_costs import median_draw
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 
 
 def check_delays(config: PlannedRun) -> None:
@@ -47,14 +47,14 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
     Args:
         config: configuration of the run, with a number of devices.
         computing: for each logical worker of a data rank the seconds of its forwards and backwards on the device, shape
-            (256,) (Monte Carlo draws).
+            (draws,) (Monte Carlo draws).
         stage: pipeline stage of the device.
 
     Returns:
-        One array for each element of ``computing``, in their order: the delay in seconds, shape (256,), one value for
-        each of 256 Monte Carlo draws; zeros where nothing is delayed.
+        One array for each element of ``computing``, in their order: the delay in seconds, shape (draws,), one value for
+        each of the Monte Carlo draws; zeros where nothing is delayed.
     """
-    nothing = [np.zeros(SAMPLES) for _ in computing]
+    nothing = [np.zeros(DRAWS) for _ in computing]
     if not config.slowness:
         return nothing
     shape, data_ranks = config.shape, config.data_ranks
@@ -68,12 +68,12 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
             found = [
                 sum(
                     ((s.factor - 1) * each + s.ms / 1000 for s in config.slowness if _delays(s, rank, worker)),
-                    np.zeros(SAMPLES),
+                    np.zeros(DRAWS),
                 )
                 for worker, each in zip(mine, computing, strict=False)
             ]
             found += nothing[len(found) :]
-            if median_draw(sum(found, np.zeros(SAMPLES))) > median_draw(sum(most, np.zeros(SAMPLES))):
+            if median_draw(sum(found, np.zeros(DRAWS))) > median_draw(sum(most, np.zeros(DRAWS))):
                 most = found
     return most
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tutti.config.sync_config import AllReduceConfig, RowsConfig
-from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
+from tutti.planning.machine_costs import StepCosts, median_draw
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
 from tutti.planning.planned_run import PlannedRun
@@ -25,7 +25,7 @@ from tutti.planning.replica_builder import (
     message_seconds,
     pass_messages,
 )
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
 from tutti.planning.step_facts import (
     StageFacts,
@@ -48,8 +48,8 @@ class StepFloor:
     """A lower bound of a training step's seconds.
 
     Attributes:
-        seconds: (256,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants; the simulated
-            step takes as long or longer in each.
+        seconds: (draws,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants; the
+            simulated step takes as long or longer in each.
         terms: seconds of the median bound by cause: compute, communication, bubble, idling.
     """
 
@@ -67,8 +67,8 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         prices: seconds of the model's passes.
 
     Returns:
-        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (256,), one for each of 256 Monte Carlo draws of
-        the machine's uncertain constants; and ``terms``, the seconds of the median bound by cause: ``compute``,
+        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (draws,), one for each of the Monte Carlo draws
+        of the machine's uncertain constants; and ``terms``, the seconds of the median bound by cause: ``compute``,
         ``communication``, ``idling``, and for a pipeline ``bubble``. None for a strategy without a bound, such as
         parameter servers, whose step must be simulated (``build_step``).
 
@@ -226,7 +226,7 @@ class _Floor:
         return self.prices.once(("after rows", stage, shards, copies), add)
 
     def _rows(self, scattered: Sequence[int], gathered: Sequence[int]) -> Array:
-        sent = np.zeros(SAMPLES)
+        sent = np.zeros(DRAWS)
         for kind, each in (("reduce_scatter", scattered), ("all_gather", gathered)):
             for size, number in Counter(each).items():
                 sent += number * self._carried(kind, self.shape["shard"], size)
@@ -254,7 +254,7 @@ class _Floor:
         sums = self._stage_sums(exchange, stages, devices, self.shape["replica"])
         after = np.maximum(sums, drain * self.slow * drains + sums[0])
         found = (filled * self.slow + sent_within + after).max(axis=0) + self._norm()
-        sent = np.zeros(SAMPLES)
+        sent = np.zeros(DRAWS)
         if len(stages.groups) > 1 and devices > 1:
             for samples, number in counts.items():
                 sent += number * self._message(crossing_bytes(self.prices, stages, 0, samples))
@@ -264,7 +264,7 @@ class _Floor:
         """Return seconds of the devices of a pipeline, which plans of equal micro-batches share.
 
         For each device, (devices, 256): until the end of its passes, after earlier stages' first forward; of earlier
-        stages' last backward; and of its messages to tensor ranks. Last, (256,): of passes, the mean over devices.
+        stages' last backward; and of its messages to tensor ranks. Last, (draws,): of passes, the mean over devices.
 
         Args:
             stages: module groups and parameters of each virtual stage.
@@ -273,12 +273,12 @@ class _Floor:
         devices, choice = self.shape["stage"], self.config.activation_checkpointing
 
         def add() -> tuple[Array, Array, Array, Array]:
-            work = np.zeros((len(stages.groups), SAMPLES))
+            work = np.zeros((len(stages.groups), DRAWS))
             for samples, number in counts.items():
                 for passed in PASSES:
                     work += number * stage_passes(self.prices, stages, passed, samples, choice)
-            work = work.reshape(-1, devices, SAMPLES).sum(axis=0)
-            sent_within = self._stage_messages(stages, counts).reshape(-1, devices, SAMPLES).sum(axis=0)
+            work = work.reshape(-1, devices, DRAWS).sum(axis=0)
+            sent_within = self._stage_messages(stages, counts).reshape(-1, devices, DRAWS).sum(axis=0)
             forward, backward = (stage_passes(self.prices, stages, passed, min(counts), choice) for passed in PASSES)
             fill, drain = (np.cumsum(each[:devices], axis=0) - each[:devices] for each in (forward, backward))
             return fill + work, drain, sent_within, work.mean(axis=0)
@@ -288,7 +288,7 @@ class _Floor:
 
     def _stage_messages(self, stages: StageFacts, counts: Mapping[int, int]) -> Array:
         """Return the seconds of the collectives over the tensor ranks in all micro-batches, by virtual stage."""
-        found = np.zeros((len(stages.groups), SAMPLES))
+        found = np.zeros((len(stages.groups), DRAWS))
         for virtual in range(len(stages.groups)) if self.facts.messages else ():
             for samples, number in counts.items():
                 for passed in PASSES:

@@ -21,7 +21,7 @@ from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partit
 from tutti.parallel.pipeline.stage_partition import StagePartition
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
-from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
+from tutti.planning.machine_costs import StepCosts, costs_json
 from tutti.planning.memory_plan import (
     Facts,
     memory_rows,
@@ -32,7 +32,7 @@ from tutti.planning.memory_plan import (
 )
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import Array
+from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.script_task import ScriptLoopLoss
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups, pipeline_layout
@@ -391,13 +391,13 @@ def predict_step(
     choice = parallel.check_strategy(config.strategy, devices, workers=config.workers)
     costs.share_node(devices)
     program, slow = build_step(sizes.step, config, costs)
-    times = evaluate_program(program, SAMPLES)
+    times = evaluate_program(program, DRAWS)
     seconds = float(np.median(times.seconds))
     low, high = (float(value) for value in np.quantile(times.seconds, [0.05, 0.95]))
     band, text = step_band(times.seconds, costs, devices, residuals)
     baseline = alone_config(config)
     alone, _ = build_step(sizes.step.alone(), baseline, costs)
-    single = float(np.median(evaluate_program(alone, SAMPLES).seconds))
+    single = float(np.median(evaluate_program(alone, DRAWS).seconds))
     note_partition(choice, costs)
     if sizes.step.workload.not_affine:
         costs.note(f"work that is no line in samples: {'; '.join(sizes.step.workload.not_affine[:2])}")
@@ -433,8 +433,8 @@ def step_band(
     similar multiple of the devices of a measured node.
 
     Args:
-        seconds: predicted seconds of a step, shape (256,): one value for each of 256 Monte Carlo draws of the machine's
-            uncertain constants.
+        seconds: predicted seconds of a step, shape (draws,): one value for each of the Monte Carlo draws of the
+            machine's uncertain constants.
         costs: durations on the machine, with their basis.
         devices: number of devices of the run.
         residuals: scores (errors in units of ``band_unit``) of checked predictions, by class of prediction and then by
@@ -523,8 +523,8 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
 
     Args:
         times: start and end of every action of the simulated step.
-        slow: ratios of the computing seconds of the slowest device to those of a typical device, shape (256,): one for
-            each of 256 Monte Carlo draws.
+        slow: ratios of the computing seconds of the slowest device to those of a typical device, shape (draws,): one
+            for each of the Monte Carlo draws.
         pipeline: whether idling of devices is the bubble of a pipeline.
 
     Returns:

@@ -75,7 +75,7 @@ class StepAction:
     Attributes:
         device: index of the simulated device; each stands for all devices with the same work.
         phase: ``forward``, ``backward``, ``weight`` (weight gradients), ``update``, ``idle`` or ``communication``.
-        seconds: duration, (256,) with one element for each Monte Carlo draw.
+        seconds: duration, (draws,) with one element for each Monte Carlo draw.
         needs: indices of the actions that end before this one begins.
         link: whether the action occupies the device's link, and not its compute units.
         text: what is computed or sent.
@@ -198,7 +198,7 @@ class StepTimes:
 
     @property
     def seconds(self) -> Array:
-        """Seconds of the simulated step, array of shape (256,): one value for each of 256 Monte Carlo draws.
+        """Seconds of the simulated step, array of shape (draws,): one value for each of the Monte Carlo draws.
 
         The draws are of the machine's uncertain constants.
         """
