@@ -179,3 +179,21 @@ def replaced(strategy: str) -> str:
 def test_new_state_that_nobody_would_read_is_refused(strategy: str) -> None:
     for said in worlds.run(2, replaced, strategy=strategy):
         assert "the state of the optimizer after tutti.prepare" in said
+
+
+def shared(strategy: str) -> tuple[str, int]:
+    """Moments read where one device plays two workers, each with moments of its own; and ``zero_grad`` before."""
+    model, optimizer = build()
+    run = tutti.prepare(model, optimizer, DATA, mean, batch_size=4, workers=2, strategy=strategy)
+    optimizer.zero_grad()
+    for batch in run.epoch(0):
+        run.step(batch)
+    try:
+        return str(len(optimizer.state)), run.updates
+    except UsageError as error:
+        return str(error), run.updates
+
+
+def test_moments_of_one_of_several_workers_are_refused() -> None:
+    said, _ = worlds.alone(shared, strategy="local_sgd:period=2")
+    assert "the state of the optimizer after tutti.prepare" in said

@@ -103,11 +103,11 @@ class Writing(nn.Module):
         return self.student(x) - 0.5 * self.teacher(x)
 
 
-def written_within(how: str, loop: bool, workers: int) -> Any:
+def written_within(how: str, loop: bool, workers: int, strategy: str = "mirrored") -> Any:
     torch.manual_seed(0)
     net: Any = Writing(how).double()
     optimizer = torch.optim.SGD(net.student.parameters(), lr=0.1)
-    run = tutti.prepare(net, optimizer, DATA, mean, batch_size=4, workers=workers, strategy="mirrored")
+    run = tutti.prepare(net, optimizer, DATA, mean, batch_size=4, workers=workers, strategy=strategy)
     try:
         for batch in run.microbatches(0) if loop else run.epoch(0):
             if loop:
@@ -130,6 +130,12 @@ def test_a_teacher_that_the_forward_averages_in_every_micro_batch_is_refused(how
     assert updates <= 1 and "the loop's body writes parameters" in said
     for loop in (False, True):
         assert worlds.alone(written_within, how=how, loop=loop, workers=1) == 4
+
+
+def test_a_teacher_that_workers_of_a_rank_would_share_is_refused() -> None:
+    updates, said = worlds.alone(written_within, how="data", loop=False, workers=2, strategy="local_sgd:period=2")
+    assert updates <= 2 and "writes the parameter teacher.weight" in said
+    assert worlds.alone(written_within, how="data", loop=False, workers=1, strategy="local_sgd:period=2") == 4
 
 
 def test_weights_that_the_forward_clamps_pass() -> None:

@@ -57,7 +57,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         """Clear the optimizer's gradients, and those that the script sees."""
         with run.replica.model_code():
             kind.zero_grad(self, set_to_none)
-            run.custom.cleared(index, set_to_none)
+            if choice.row.custom_loop:
+                run.custom.cleared(index, set_to_none)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""
@@ -80,7 +81,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     if not keeps_state(choice.name, run.context):
         steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
         here = steps_here and choice.row.optimizer_here
-        run.state_guards.append(_guard_parts(optimizer, run) if here else _refuse_state(optimizer, run, choice))
+        run.state_guards.append((_guard_parts if here else _refuse_state)(optimizer, run, choice))
 
 
 def _refuse_state(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
@@ -92,8 +93,8 @@ def _refuse_state(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
     return StateGuard(optimizer, lambda plain: AbsentState(refuse), refuse)
 
 
-def _guard_parts(optimizer: Optimizer, run: Run) -> StateGuard:
-    """Guard the state of an optimizer that steps here, on this rank's rows or slices of the parameters."""
+def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
+    """Guard the state of an optimizer that steps here, on this rank's part or for the first of its workers."""
     originals, specs = run.hooks.originals, run.replica.specs
     names = {id(p): name for name, p in originals.items()}
     sharded, model = run.context.grid.shard > 1, run.model
@@ -111,7 +112,17 @@ def _guard_parts(optimizer: Optimizer, run: Run) -> StateGuard:
         found = (name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter)
         return next((originals[name] for name in found if name in originals), parameter)
 
-    return StateGuard(optimizer, lambda plain: PartialState(plain, optimizer, part_of, member), lambda given: None)
+    # Of several workers that train alone, the script's optimizer is the first one's.
+    first = run.gradient_sync.loss_normalisation == "worker"
+
+    def refuse() -> None:
+        _check_state(run, choice, "reading or writing the state")
+
+    return StateGuard(
+        optimizer,
+        lambda plain: PartialState(plain, optimizer, part_of, member, refuse if first else None),
+        lambda given: refuse() if first else None,
+    )
 
 
 def _check_state(run: Run, choice: Choice, call: str) -> None:

@@ -51,6 +51,7 @@ class PartialState(MutableMapping[Tensor, Any]):
         optimizer: the optimizer.
         parts: by parameter of the optimizer's groups, its part; None for a parameter that every rank has whole.
         member: maps a parameter of the model to the object that the optimizer's groups have.
+        refuse: raises ``UsageError`` where the script may not ask at all; None where it may.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class PartialState(MutableMapping[Tensor, Any]):
         optimizer: Optimizer,
         parts: Callable[[Tensor], StatePart | None],
         member: Callable[[Tensor], Tensor],
+        refuse: Callable[[], None] | None = None,
     ) -> None:
         self._plain, self._optimizer, self._parts, self._member = plain, ref(optimizer), parts, member
+        self._refuse = refuse
 
     def __getitem__(self, key: Tensor) -> Any:
         if not self._by_script():
@@ -84,9 +87,11 @@ class PartialState(MutableMapping[Tensor, Any]):
         return (self._member(key) if isinstance(key, Tensor) and self._by_script() else key) in self._plain
 
     def __iter__(self) -> Iterator[Tensor]:
+        self._by_script()
         return iter(self._plain)
 
     def __len__(self) -> int:
+        self._by_script()
         return len(self._plain)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
@@ -97,15 +102,22 @@ class PartialState(MutableMapping[Tensor, Any]):
 
     def clear(self) -> None:
         """Remove the state of all parameters; the optimizer makes it anew in its next update."""
+        self._by_script()
         self._plain.clear()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("optimizer.state", "a copy or pickle")
 
     def _by_script(self) -> bool:
-        """Return whether the script asks, and not PyTorch, tutti or the optimizer's own ``step``."""
+        """Return whether the script asks, and not PyTorch, tutti or the optimizer's ``step``; refuse if it may not."""
+        asked = self._asked()
+        if asked and self._refuse is not None:
+            self._refuse()
+        return asked
+
+    def _asked(self) -> bool:
         optimizer = self._optimizer()
-        frame: FrameType | None = calling_frame(2)
+        frame: FrameType | None = calling_frame(3)
         asked = False
         while frame is not None:
             module = str(frame.f_globals.get("__name__", ""))

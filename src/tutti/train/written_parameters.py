@@ -115,11 +115,14 @@ class WrittenParameters:
         run = self._run
         self._steps += 1
         counts = [len(micro_batches) for _, micro_batches in work]
-        most = sum(counts) if run.gradient_sync.loss_normalisation == "step" else max(counts, default=0)
         apart = run.context.grid.stage > 1 or run.replica.sharded or run.gradient_sync.shares_parameters
-        if self._steps > _GUARDED or most < 2 or apart:
+        if self._steps > _GUARDED or sum(counts) < 2 or apart:
             return loss
-        return _Guard(loss, _plain_parameters(run.replica.parts), run)
+        named = _plain_parameters(run.replica.parts)
+        if run.gradient_sync.loss_normalisation == "worker" and max(counts) < 2:
+            # Workers that train alone have trained parameters of their own, and share the frozen ones of the rank.
+            named = [(name, p) for name, p in named if not p.requires_grad]
+        return _Guard(loss, named, run) if named else loss
 
     def compare(self) -> None:
         """Raise UsageError, on every rank, if a parameter's copies differ because the script has written into them.
