@@ -186,7 +186,7 @@ class StepContext:
     """Facts of one training step that are the same for all logical workers, the N fixed shares of the global batch.
 
     Attributes:
-        global_step: steps taken before this one.
+        taken: steps that this rank has taken before this one; ranks of asynchronous servers may differ in it.
         samples: samples in this step's global batch; for a batch that the caller made, as many as the configuration
             states.
         lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
@@ -204,7 +204,7 @@ class StepContext:
             differs. None where it cannot.
     """
 
-    global_step: int
+    taken: int
     samples: int
     lr_factor: float | None = None
     stop: bool = False

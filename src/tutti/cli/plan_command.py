@@ -423,7 +423,7 @@ def _searcher(
     from tutti.planning.step_prediction import TaskSizes
 
     own = base.activation_checkpointing
-    tried = (*([own] if own != "none" else []), *(("blocks", "selective") if base.compile is None else ()))
+    tried = (*([own] if own != "none" else []), *(("blocks", "selective") if base.compile_choice is None else ()))
     pricer = StepPricer(TaskSizes(task, base, tried), base, costs)
     # Recomputation saves memory alone: without a limit no plan with it can win.
     checkpointing = pricer.checkpointing() if asked.device_memory is not None else (own,)

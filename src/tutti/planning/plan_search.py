@@ -234,7 +234,14 @@ class StepPricer:
         key = step.strategy, step.devices
         if key not in self._checked:
             try:
-                check_strategy(step.strategy, step.devices, workers=None)
+                compiled = self.base.compile_choice
+                check_strategy(
+                    step.strategy,
+                    step.devices,
+                    workers=None,
+                    compiled=compiled is not None,
+                    graphs=compiled is not None and compiled.records_graphs,
+                )
                 self._checked[key] = ""
             except UsageError as error:
                 self._checked[key] = error.what

@@ -388,7 +388,14 @@ def predict_step(
         UsageError: the strategy, its options or a link cannot be predicted.
     """
     devices = config.device_count
-    choice = parallel.check_strategy(config.strategy, devices, workers=config.workers)
+    compiled = config.compile_choice
+    choice = parallel.check_strategy(
+        config.strategy,
+        devices,
+        workers=config.workers,
+        compiled=compiled is not None,
+        graphs=compiled is not None and compiled.records_graphs,
+    )
     costs.share_node(devices)
     program, slow = build_step(sizes.step, config, costs)
     times = evaluate_program(program, DRAWS)

@@ -78,7 +78,7 @@ class NoiseProbe:
             ``replica.run`` itself.
         """
         self._latest, self._measured = {}, None
-        if step_context.global_step % self._every:
+        if step_context.taken % self._every:
             return replica.run
         own = self._sync.own_gradients()
         self._measured = _MeasuredStep(replica, own, self._apart, step_context)
@@ -102,7 +102,7 @@ class NoiseProbe:
         leads = comms.model.rank == 0
         numbers = [measured.squares, leads * measured.parts, measured.scaled, whole, float(measured.has_scale)]
         message = torch.tensor(numbers, dtype=torch.float64, device=comms.world.device)
-        comms.world.all_reduce(message, f"all_reduce of gradient noise in step {step_context.global_step + 1}")
+        comms.world.all_reduce(message, f"all_reduce of gradient noise in step {step_context.taken + 1}")
         squares, parts, scaled, scaled_whole, able = message.tolist()
         if not stats.finite or parts < 2:
             return

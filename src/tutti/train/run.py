@@ -438,7 +438,7 @@ class Run:
                     )
                 return self._record(stats, updated)
             except Exception as error:
-                error.step = step_context.global_step + 1  # type: ignore[attr-defined]
+                error.step = step_context.taken + 1  # type: ignore[attr-defined]
                 raise
             finally:
                 heartbeat.training.enter(Phase.IDLE)
@@ -451,7 +451,7 @@ class Run:
                 why="batch_norm='sync' and sharded weights need every device to take part",
                 remedy="bring at least one sample on every rank",
             )
-        return self.feed.dummy_micro_batch(self._drawn.dummy, step_context.global_step, worker)
+        return self.feed.dummy_micro_batch(self._drawn.dummy, step_context.taken, worker)
 
     def _even(
         self, work: list[tuple[int, list[MicroBatch]]], step_context: StepContext
@@ -474,7 +474,7 @@ class Run:
         micro_batches_here = micro_batches_here or [self._dummy_micro_batch(worker, step_context)]
         missing = most - max(present, 1)
         dummies = [
-            self.feed.dummy_micro_batch(micro_batches_here[0].batch, step_context.global_step, worker, last=False)
+            self.feed.dummy_micro_batch(micro_batches_here[0].batch, step_context.taken, worker, last=False)
             for _ in range(missing)
         ]
         return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
@@ -514,7 +514,7 @@ class Run:
         normalisation = self.gradient_sync.loss_normalisation
         batch = self._collated(batch)
         work = self.feed.micro_batches(
-            batch, step_context.global_step, step_context.samples, normalisation, step_context.loss_scale, noise
+            batch, step_context.taken, step_context.samples, normalisation, step_context.loss_scale, noise
         )
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         if shared := self.feed.contract.shared:

@@ -135,7 +135,7 @@ class CentralStorageSync(AllReduceSync):
             for parameter, gradient in received.items() if self._custom else ():
                 parameter.grad = gradient.to(parameter.device)
         if self._run_context.comms.replica.size > 1:
-            self._guard.check(self._guarded, f"step {step_context.global_step + 1}")
+            self._guard.check(self._guarded, f"step {step_context.taken + 1}")
         return stats
 
     def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
@@ -177,11 +177,11 @@ class CentralStorageSync(AllReduceSync):
             UsageError: there are several ranks, and the script has written parameters since its backward.
         """
         if self._custom and self._run_context.comms.replica.size > 1:
-            self._guard.check_update(self._guarded, f"step {step_context.global_step + 1}")
+            self._guard.check_update(self._guarded, f"step {step_context.taken + 1}")
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
             self._guard.note(self._guarded)
-        self._segment.barrier(f"update of the parameters in step {step_context.global_step + 1}")
+        self._segment.barrier(f"update of the parameters in step {step_context.taken + 1}")
         self._fetch()
         return updated
 

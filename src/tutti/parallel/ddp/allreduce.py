@@ -189,7 +189,7 @@ class AllReduceSync:
             UsageError: the script has written a buffer that has a value of its own in each worker.
         """
         self._step_context, self._worker = step_context, worker
-        self._buffers.enter(worker, step_context.global_step)
+        self._buffers.enter(worker, step_context.taken)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Add a logical worker's loss sums to those of this rank, after the worker's last micro-batch.

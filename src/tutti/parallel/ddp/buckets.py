@@ -269,13 +269,13 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         [a, a², b, b²] with a and b below 251: a is a hash of step number, call and writes, b of ``key``, batch size and
         the rest.
     """
-    a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
+    a, b = (step_context.taken + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:
         # With the step, so that equal remainders of unequal settings are found in the next step.
         now = step_context
         # In both, because writes are compared in one step only.
         a = (a + now.written) % 251
-        b = mix(b, name_key(now.settings), now.global_step, *now.place, now.written) % 251
+        b = mix(b, name_key(now.settings), now.taken, *now.place, now.written) % 251
     return [a, a * a, b, b * b]
 
 

@@ -242,7 +242,7 @@ class OverlappedReducer:
             self._tail.fill(bucket.tail, self._step_context, self._loss_sums, self._used)
         if wire is not None:
             wire.copy_(bucket.flat)
-        text = f"all_reduce of gradient bucket {index} in step {self._step_context.global_step + 1}"
+        text = f"all_reduce of gradient bucket {index} in step {self._step_context.taken + 1}"
         start = self._all_reduce or self._comm.start_all_reduce
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
@@ -584,7 +584,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         MismatchError: steps, batches or optimizer settings differ, or no difference is found.
         UsageError: the script has written other parameter values on each rank.
     """
-    lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
+    lines = [f"step {step_context.taken + 1}", f"a global batch of {step_context.samples} samples"]
     if step_context.place != (0, 0):
         epoch, batch = step_context.place
         lines.append(f"data of epoch {epoch + 1} up to batch {batch}" if batch else f"the last data of epoch {epoch}")
@@ -601,7 +601,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         return
     raise MismatchError(
         "the gradients' digest is wrong although all ranks are in the same step",
-        where=f"step {step_context.global_step + 1}",
+        where=f"step {step_context.taken + 1}",
         why="a model changed after tutti.prepare, or memory or the network is faulty",
         remedy="do not change parameters' shapes or trainability after tutti.prepare",
     )
@@ -621,7 +621,7 @@ def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
         "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
         " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"
     )
-    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.global_step + 1}", remedy)
+    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.taken + 1}", remedy)
 
 
 def layout_key(trainable: Named) -> int:

@@ -151,7 +151,7 @@ class SharedReducer:
         for bucket, flags in zip(self._buckets, packed, strict=True):
             used += self._pack(bucket) if flags is None else flags
         self._write_header(step_context, loss_sums, used)
-        self._segment.barrier(f"sum of gradients in step {step_context.global_step + 1}")
+        self._segment.barrier(f"sum of gradients in step {step_context.taken + 1}")
         digest = self._digests[self._comm.rank][_DIGEST]
         if any(other[_DIGEST] != digest for other in self._digests):
             refuse_mismatch(self._comm, step_context)
@@ -160,7 +160,7 @@ class SharedReducer:
             numbers += header[_TOTALS:]
         sums = read_sums(numbers[: _FLAGS - _TOTALS + len(self._order)].tolist())
         self._add()
-        self._segment.barrier(f"sum of gradients in step {step_context.global_step + 1}, second half")
+        self._segment.barrier(f"sum of gradients in step {step_context.taken + 1}, second half")
         self._square = float(sum(header[_SQUARE] for header in self._headers))
         for bucket, place in self._summed:
             bucket.expose(sums.used[place])
@@ -179,7 +179,7 @@ class SharedReducer:
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
-        facts = (now.global_step, now.samples, now.call, name_key(now.settings), *now.place, now.written)
+        facts = (now.taken, now.samples, now.call, name_key(now.settings), *now.place, now.written)
         self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]

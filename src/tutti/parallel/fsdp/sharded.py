@@ -353,10 +353,10 @@ class ShardedSync:
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
         """
-        if self._begun_step != step_context.global_step:
-            self._begun_step = step_context.global_step
+        if self._begun_step != step_context.taken:
+            self._begun_step = step_context.taken
             self._gather_written()
-        self._buffers.enter(worker, step_context.global_step)
+        self._buffers.enter(worker, step_context.taken)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Add the loss sums of a logical worker to this rank's sums of the step, after the worker's last backward.
@@ -400,7 +400,7 @@ class ShardedSync:
         self._buffers.finish()
         used = [flag for engine in self._engines for flag in engine.used()]
         for engine in self._engines:
-            engine.reduce_scatter_gradients(step_context.global_step + 1)
+            engine.reduce_scatter_gradients(step_context.taken + 1)
         for index, (rows, seen) in enumerate(self._pairs()):
             if not (seen.requires_grad and rows.parameter.requires_grad):
                 # Frozen by the script after it was sharded: FSDP2 still computes its gradient.
@@ -793,7 +793,7 @@ class ShardedSync:
         square = torch.tensor([sum(squares_of([g for g in counted if g is not None]))], dtype=torch.float64)
         there = square.to(self._shards.device)
         self._shards.start_all_reduce(
-            there, f"all_reduce of the gradient norm in step {step_context.global_step + 1}"
+            there, f"all_reduce of the gradient norm in step {step_context.taken + 1}"
         ).wait()
         whole, _ = norm_across_model(self._run_context.comms.model, float(there), False, step_context)
         return math.sqrt(whole)
@@ -915,7 +915,7 @@ class ShardedSync:
             gradients = [g for g in self._gradients() if g.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in gradients])
             self._copies.start_all_reduce(
-                flat, f"sum of gradients over copies in step {step_context.global_step + 1}"
+                flat, f"sum of gradients over copies in step {step_context.taken + 1}"
             ).wait()
             views = [v.view_as(g) for v, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
             foreach_copy_(gradients, views)
@@ -949,7 +949,7 @@ class ShardedSync:
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
-        comm.sum_in_place(message, f"all_reduce of totals in step {step_context.global_step + 1}")
+        comm.sum_in_place(message, f"all_reduce of totals in step {step_context.taken + 1}")
         numbers = message.tolist()
         if not self._tail.same(numbers, step_context, comm.size):
             refuse_mismatch(comm, step_context)
@@ -984,7 +984,7 @@ def _refuse_rows_written(step_context: StepContext) -> NoReturn:
     raise UsageError(
         "the script writes the rows of a parameter in an optimizer's groups between the beginning of a step and its"
         " backward",
-        where=f"step {step_context.global_step + 1}, {script_line()}",
+        where=f"step {step_context.taken + 1}, {script_line()}",
         why="since tutti.prepare the groups hold the rows of this rank, and the forwards of this step have the values"
         " from before",
         remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take --strategy"

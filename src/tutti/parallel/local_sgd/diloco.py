@@ -92,7 +92,7 @@ class DiLoCoSync(LocalSGDSync):
             after the step.
         """
         updated = super().optimizer_step(stats, step_context)
-        if step_context.global_step + 1 == self._post:
+        if step_context.taken + 1 == self._post:
             foreach_copy_(self._outer, next(iter(self._copies.values())))
         return updated
 

@@ -152,7 +152,7 @@ class LocalSGDSync:
                 which would change one worker's copy only.
         """
         self._step_context = step_context
-        self._take_written(f"step {step_context.global_step + 1}")
+        self._take_written(f"step {step_context.taken + 1}")
         self._buffers.enter(worker)
         self._put(worker)
 
@@ -447,12 +447,12 @@ class LocalSGDSync:
 
     def _due(self, step_context: StepContext) -> bool:
         """Return whether the copies are averaged at the end of this step."""
-        alone = step_context.global_step + 1 - self._post
+        alone = step_context.taken + 1 - self._post
         return alone > 0 and alone % self._period == 0
 
     def _jointly(self, step_context: StepContext) -> Reducer | None:
         """Return the reducer of gradients in a synchronous step; None in a local step."""
-        return self._reducer if step_context.global_step < self._post else None
+        return self._reducer if step_context.taken < self._post else None
 
     def _contribute(self, reducer: Reducer, worker: int, part: LossSums | None) -> None:
         """Add a worker's gradient to a synchronous step, rescaled from the mean over its samples to their sum.

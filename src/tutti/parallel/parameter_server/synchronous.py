@@ -123,14 +123,14 @@ class ServerReducer:
         self._tail.fill(numbers[: self._tail.size], step_context, loss_sums, used)
         for parameter in self._order:
             parameter.grad = None
-        self._link.client.send(PUSH, worker, step_context.global_step, extras=numbers.tolist())
+        self._link.client.send(PUSH, worker, step_context.taken, extras=numbers.tolist())
         self._under_way = True
 
     def _settle(self, step_context: StepContext) -> None:
         if self._under_way:
             self._under_way = False
             self._link.client.wait(
-                f"push of gradients in step {step_context.global_step + 1}", (self._link.comm.global_rank,)
+                f"push of gradients in step {step_context.taken + 1}", (self._link.comm.global_rank,)
             )
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
@@ -160,20 +160,20 @@ class ServerReducer:
         if not self._by_worker:
             self._push(step_context, self._run_context.mine[0], loss_sums)
         self._settle(step_context)
-        text = f"sum of gradients in step {step_context.global_step + 1}"
+        text = f"sum of gradients in step {step_context.taken + 1}"
         worker, client = self._run_context.mine[0], self._link.client
         # With backup workers ranks may well be in different steps.
         ranks = (self._link.comm.global_rank,) if self._backup else self._link.comm.ranks
         asked, servers = [divisor_of_backward(step_context), step_context.loss_scale], list(range(self._link.servers))
         first = servers[:1] if self._backup else servers
-        client.send(SUM, worker, step_context.global_step, extras=[*asked, *[NONE] * self._leaves], servers=first)
+        client.send(SUM, worker, step_context.taken, extras=[*asked, *[NONE] * self._leaves], servers=first)
         replies = client.wait(text, ranks, patient=True)
         if self._backup and servers[1:]:
             # The first server has decided which contributions count; every push to it has gone to the others, too.
             client.send(
                 SUM,
                 worker,
-                step_context.global_step,
+                step_context.taken,
                 extras=[*asked, *self._counted(replies[0].extras)],
                 servers=servers[1:],
             )
@@ -317,12 +317,12 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Raises:
             UsageError: the script has written parameters since its backward.
         """
-        self._guard.check_update(self._trained, f"step {step_context.global_step + 1}")
+        self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
         numbers = [factor, norm, *settings] if stats.finite else [0.0] * (2 + len(settings))
-        text = f"update of the parameters in step {step_context.global_step + 1}"
-        self._link.ask(APPLY, text, step_context.global_step, extras=numbers, flags=0 if stats.finite else SKIP)
+        text = f"update of the parameters in step {step_context.taken + 1}"
+        self._link.ask(APPLY, text, step_context.taken, extras=numbers, flags=0 if stats.finite else SKIP)
         if stats.finite:
             self._take()
             _SERVED.update(members_of(self._optimizer))
@@ -369,7 +369,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             UsageError: the script has written parameters since the last update.
             MismatchError: ranks are in different steps.
         """
-        self._guard.check(self._trained, f"step {step_context.global_step + 1}")
+        self._guard.check(self._trained, f"step {step_context.taken + 1}")
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:
