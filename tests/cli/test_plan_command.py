@@ -119,6 +119,7 @@ def test_recomputation_is_searched_where_memory_is_short(tmp_path: Path) -> None
         (("--runs", "runs", "--verify", "1"), "for another machine"),
         (("--runs", "runs", *A100, "--devices-per-node", "0"), "at least 1"),
         (("--runs", "runs", *A100, "--network", "alpha=nan,beta=1e9"), "cannot read the link"),
+        (("--runs", "none", "--figure", "time.jpg"), "take .svg or .png"),
         (("--recipe", "f1.json", *A100), "reports no held-out 'f1'"),
         (
             ("--runs", "runs", *A100, "--max-devices", "1", "--strategy", "mirrored", "--batch-size", "4000"),

@@ -19,7 +19,7 @@ from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 from tutti.optim.noise_scale import NoiseBand
 from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence, critical_batch, noise_evidence
-from tutti.planning.recipe import write_recipe
+from tutti.planning.recipe import check_writable, write_recipe
 from tutti.planning.task_or_script import is_script
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def noise(
             raise UsageError(f"--{name} is {number}", remedy="give a whole number of at least 1")
     if not 0 <= tolerance < math.inf:
         raise UsageError(f"--tolerance is {tolerance:g}", remedy="give a loss of at least 0")
+    check_writable(recipe, "the recipe")
+    check_writable(svg, "the figure")
     if (branch or batches) and process_context.joined(os.environ):
         raise UsageError("tutti noise starts processes of its own", remedy="call it without torchrun, srun or mpirun")
     options: dict[str, Any] = dict(flags)

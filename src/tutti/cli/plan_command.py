@@ -23,6 +23,7 @@ from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.recipe import check_writable
 from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry, user
 
@@ -142,6 +143,11 @@ def plan_devices(
     named = TaskOrScript.of(task, arguments)
     if named.script:
         _check_options(task, runs, out, verify)
+    elif not user.is_own(task):
+        # Raises for an unknown task.
+        task_registry.held_out_values(task)
+    check_writable(out, "the plan")
+    check_writable(figure, "the figure", (".svg", ".png"))
     asked = _Asked.check(max_devices, batch_size, deadline, budget, price, verify, device_memory)
     known = None if target is None else TrainingTarget.parse(target, "--target")
     if known is not None and not user.is_own(task):
