@@ -97,8 +97,8 @@ def test_recomputation_is_searched_where_memory_is_short(tmp_path: Path) -> None
     recipe = {"format": 1, "target": {"metric": "accuracy", "value": 0.5}, "samples_min": 600_000}
     recipe |= {"critical_batch": 512, "draws": [[600_000, 512], [610_000, 455]], "basis": "stated"}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    words = ("plan", "text", "--recipe", "recipe.json", *A100, "--model", "gpt:layers=2,width=32", "--batch-size", "64")
-    done = tutti(tmp_path, *words, "--max-devices", "1", "--device-memory", "0.02", "--json")
+    words = ("plan", "text", "--recipe", "recipe.json", *A100, "--batch-size", "64", "--strategy", "mirrored")
+    done = tutti(tmp_path, *words, "--max-devices", "1", "--device-memory", "0.05", "--json")
     assert done.code == 0, done.err
     options = [each["options"] for each in json.loads(done.out)["plans"]]
     assert any(each.get("activation_checkpointing") == "blocks" for each in options), options

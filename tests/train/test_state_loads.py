@@ -311,3 +311,24 @@ def test_a_checkpoint_by_hand_is_loaded_before(strategy: str, tmp_path: Path) ->
         else:
             assert isinstance(got, dict), got
             assert largest_difference(got, numbers(model)) <= 1e-10
+
+
+def averaged_by_hand(strategy: str) -> dict[str, Tensor]:
+    """A moving average of ``parameter.data``, as scripts keep it, loaded after each epoch."""
+    model = made()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = tutti.prepare(model, optimizer, DATA, error_of, strategy=strategy, workers=1, batch_size=BATCH)
+    average = {name: p.data.clone() for name, p in model.named_parameters()}
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            for name, p in model.named_parameters():
+                average[name] = 0.1 * p.data + 0.9 * average[name]
+        model.load_state_dict(average, strict=False)
+    return run.state()
+
+
+def test_an_average_of_slices_is_loaded_as_that_of_the_whole() -> None:
+    [want] = worlds.run(1, averaged_by_hand, strategy="single")
+    for got in worlds.run(2, averaged_by_hand, strategy="tensor:least=1"):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from tutti.checkpoint.checkpoint_reader import catalogue, check_model
 from tutti.checkpoint.fingerprint import tensor_digest
-from tutti.errors import UsageError
+from tutti.checkpoint.gather import GatheredParts
+from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel import Choice
+from tutti.parallel.tensor.split_reads import slice_of
 from tutti.types import ShardSpec
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class StateLoads:
         own = catalogue(replica, comm) if self._in_parts else replica.specs
         known = {name: t for name, t in given.items() if any(name in (n, *spec.tied) for n, spec in own.items())}
         self._check(own, known)
+        known = self._assembled(own, known)
         if not self._row.own_copies:
             self._compare(known)
         if self._in_parts:
@@ -117,6 +120,31 @@ class StateLoads:
                 why="gradients of other weights are on their way to the servers",
                 remedy="call it before the first step, or take --strategy mirrored",
             )
+
+    def _assembled(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``given`` with whole tensors in place of this rank's slices of them. Collective with tensor ranks.
+
+        Slices are what the script has made of the parameters that it holds, such as their moving average.
+        """
+        whole = dict(given)
+        if self._run.context.grid.tensor == 1:
+            return whole
+        local, specs = dict(parameters(self._run.replica.parts)), self._run.replica.specs
+        slices = {
+            name: tensor.detach()
+            for name, tensor in given.items()
+            if name in local and tensor.shape == local[name].shape and tuple(tensor.shape) != specs[name].shape
+        }
+        for name in slices:
+            if slice_of(given[name]) != name:
+                raise UsageError(
+                    f"load_state_dict is given {name} in the shape of this rank's slice",
+                    where=script_line(),
+                    why=f"the whole parameter has the shape {specs[name].shape}, and the tensor was not made of the"
+                    " slice that this rank has",
+                    remedy="give whole tensors, such as those of run.state(), on every rank",
+                )
+        return whole | GatheredParts(slices, specs, (), self._run.context.comms.model).all()
 
     def _refuse_part(self, name: str, why: str) -> None:
         raise UsageError(

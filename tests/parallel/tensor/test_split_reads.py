@@ -293,3 +293,36 @@ def test_hooks_between_layers_get_whole_features(place: int, before: bool) -> No
     for devices in (2, 3):
         for got in worlds.run(devices, hooked, strategy="tensor:least=1", place=place, before=before):
             assert largest_difference(got, want) <= TOLERANCE
+
+
+class Averaging(nn.Module):
+    """A forward that averages a second encoder before it reads the first one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+        self.slow.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        return self.fast(inputs) - self.slow(inputs)
+
+
+def averaging(strategy: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Averaging().double()
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4))
+    optimizer = torch.optim.SGD(model.fast.parameters(), lr=0.1)
+    run = tutti.prepare(
+        model, optimizer, data, lambda model, batch: model(batch[0]).square().mean(), strategy=strategy, batch_size=4
+    )
+    for batch in run.epoch(0):
+        run.step(batch)
+    return run.state()
+
+
+def test_layers_that_a_forward_averages_stay_whole() -> None:
+    [want] = worlds.run(1, averaging, strategy="single")
+    for got in worlds.run(2, averaging, strategy="tensor:least=1"):
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)

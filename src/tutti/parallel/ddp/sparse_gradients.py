@@ -142,9 +142,7 @@ class SparseReducer:
         states = [touched.get(p) or TouchedRows(_no_rows(p)) for p in self._order]
         table = torch.cat([torch.cat([s.rows, s.rows.new_tensor([int(s.dense)])]) for s in states])
         if self._comm.size > 1:
-            self._comm.start_all_reduce(
-                table, f"rows of sparse gradients in step {step_context.taken + 1}"
-            ).wait()
+            self._comm.start_all_reduce(table, f"rows of sparse gradients in step {step_context.taken + 1}").wait()
         self._summed = {}
         for parameter, part in zip(self._order, table.split([len(p) + 1 for p in self._order]), strict=True):
             if parameter.grad is not None and not part[-1]:

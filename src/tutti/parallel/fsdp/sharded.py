@@ -792,9 +792,7 @@ class ShardedSync:
         counted = [rows.parameter.grad for rows, seen in pairs if seen in own and rows.name not in lent]
         square = torch.tensor([sum(squares_of([g for g in counted if g is not None]))], dtype=torch.float64)
         there = square.to(self._shards.device)
-        self._shards.start_all_reduce(
-            there, f"all_reduce of the gradient norm in step {step_context.taken + 1}"
-        ).wait()
+        self._shards.start_all_reduce(there, f"all_reduce of the gradient norm in step {step_context.taken + 1}").wait()
         whole, _ = norm_across_model(self._run_context.comms.model, float(there), False, step_context)
         return math.sqrt(whole)
 
@@ -914,9 +912,7 @@ class ShardedSync:
         for dtype in sorted({rows.parameter.dtype for rows in self._trained}, key=str):
             gradients = [g for g in self._gradients() if g.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in gradients])
-            self._copies.start_all_reduce(
-                flat, f"sum of gradients over copies in step {step_context.taken + 1}"
-            ).wait()
+            self._copies.start_all_reduce(flat, f"sum of gradients over copies in step {step_context.taken + 1}").wait()
             views = [v.view_as(g) for v, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
             foreach_copy_(gradients, views)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from tutti.nn.script_mode import (
 )
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
+from tutti.nn.written_tensors import DATA, may_write
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
 from tutti.python_compat import calling_frame
@@ -39,6 +40,20 @@ _SAMPLES = 2
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+_MODES: WeakSet[SplitReads] = WeakSet()
+
+
+def slice_of(tensor: Tensor) -> str | None:
+    """Return the name of the split parameter of which a tensor that the script has made is this rank's slice, or None.
+
+    True of elementwise functions of the parameter, such as a moving average of its values or a copy of them.
+
+    Args:
+        tensor: any tensor.
+    """
+    return next((name for mode in _MODES if (name := mode.name_of(tensor)) is not None), None)
 
 
 class SplitReads(QuietMode):
@@ -65,6 +80,7 @@ class SplitReads(QuietMode):
         super().__init__()
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
         self._ids = {id(parameter) for parameter in split.values()}  # of these tensors, and of some that are gone
+        _MODES.add(self)
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
         # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
@@ -100,6 +116,15 @@ class SplitReads(QuietMode):
                 self._names.setdefault(tensor, name)
                 self._ids.add(id(tensor))
         return result
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the split parameter from which the script has made a tensor, element by element, or None.
+
+        Args:
+            tensor: any tensor; this mode sees the script's calls of PyTorch that make it.
+        """
+        name: str | None = self._names.get(tensor)
+        return name
 
     def _whole_for_script(self, args: Any, kwargs: Any) -> Sequence[int] | None:
         """Return the whole parameter's shape if the script asks for the sizes of a slice or of its gradient, else None.
@@ -155,6 +180,9 @@ class SplitReads(QuietMode):
 class _ForwardReads(TorchFunctionMode):
     """Finds modules of a model whose parameters another module's forward reads.
 
+    Writes of parameters, as of a momentum encoder that the forward averages, are left out: the trial goes on, and finds
+    what the forward reads besides.
+
     Args:
         plain: the whole model.
 
@@ -165,6 +193,7 @@ class _ForwardReads(TorchFunctionMode):
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self._data: Any = WeakIdKeyDictionary()  # tensors that share the memory of a parameter
         self._modules = {id(module) for module in plain.modules()}
         self._owners: dict[int, dict[int, str]] = {}
         for name, module in plain.named_modules():
@@ -178,6 +207,13 @@ class _ForwardReads(TorchFunctionMode):
             for tensor in tensors_among(args, kwargs):
                 if (owners := self._owners.get(id(tensor))) is not None and self._is_outside(owners):
                     self.names |= set(owners.values())
+            first = next(iter(args), None)
+            if isinstance(first, Tensor) and (id(first) in self._owners or first in self._data) and may_write(func):
+                if func != DATA:
+                    return first
+                data = func(first)
+                self._data[data] = True
+                return data
         return func(*args, **kwargs)
 
     def _is_outside(self, owners: Mapping[int, str]) -> bool:
