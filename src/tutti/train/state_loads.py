@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tutti.checkpoint.checkpoint_reader import catalogue, check_model
 from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.checkpoint.gather import GatheredParts
-from tutti.errors import UsageError, script_line
+from tutti.errors import UsageError
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel import Choice
 from tutti.parallel.tensor.split_reads import slice_of
@@ -129,21 +129,12 @@ class StateLoads:
         whole = dict(given)
         if self._run.context.grid.tensor == 1:
             return whole
-        local, specs = dict(parameters(self._run.replica.parts)), self._run.replica.specs
+        specs = self._run.replica.specs
         slices = {
             name: tensor.detach()
             for name, tensor in given.items()
-            if name in local and tensor.shape == local[name].shape and tuple(tensor.shape) != specs[name].shape
+            if slice_of(tensor) == name and tuple(tensor.shape) != specs[name].shape
         }
-        for name in slices:
-            if slice_of(given[name]) != name:
-                raise UsageError(
-                    f"load_state_dict is given {name} in the shape of this rank's slice",
-                    where=script_line(),
-                    why=f"the whole parameter has the shape {specs[name].shape}, and the tensor was not made of the"
-                    " slice that this rank has",
-                    remedy="give whole tensors, such as those of run.state(), on every rank",
-                )
         return whole | GatheredParts(slices, specs, (), self._run.context.comms.model).all()
 
     def _refuse_part(self, name: str, why: str) -> None:
