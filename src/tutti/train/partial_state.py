@@ -87,11 +87,11 @@ class PartialState(MutableMapping[Tensor, Any]):
         return (self._member(key) if isinstance(key, Tensor) and self._by_script() else key) in self._plain
 
     def __iter__(self) -> Iterator[Tensor]:
-        self._by_script()
+        self._refuse_script()
         return iter(self._plain)
 
     def __len__(self) -> int:
-        self._by_script()
+        self._refuse_script()
         return len(self._plain)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
@@ -102,20 +102,26 @@ class PartialState(MutableMapping[Tensor, Any]):
 
     def clear(self) -> None:
         """Remove the state of all parameters; the optimizer makes it anew in its next update."""
-        self._by_script()
+        self._refuse_script()
         self._plain.clear()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("optimizer.state", "a copy or pickle")
 
     def _by_script(self) -> bool:
-        """Return whether the script asks, and not PyTorch, tutti or the optimizer's ``step``; refuse if it may not."""
+        """Return whether the script asks; refuse if it may not."""
         asked = self._asked()
         if asked and self._refuse is not None:
             self._refuse()
         return asked
 
+    def _refuse_script(self) -> None:
+        """Refuse the call where the script makes it and may not; for calls that are alike for script and optimizer."""
+        if self._refuse is not None and self._asked():
+            self._refuse()
+
     def _asked(self) -> bool:
+        """Return whether the caller of this mapping's method is the script, and not PyTorch, tutti or ``step``."""
         optimizer = self._optimizer()
         frame: FrameType | None = calling_frame(3)
         asked = False
