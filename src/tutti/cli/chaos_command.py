@@ -94,16 +94,17 @@ def kill(*command: Words, rank: str = "random", options: Common = DEFAULT) -> in
     Returns
     -------
     int
-        Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
-        wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+        Exit code. 0: the run went on, or ended and was resumed, as docs/survival.md promises for its strategy. 9
+        (``THRESHOLD``): it did not, and the broken promise is printed. A wrong option raises UsageError, which
+        ``tutti`` turns into exit code 2.
 
     Notes
     -----
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
     started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
     of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed``, ``verify`` and ``reference`` (compare the final weights with those of a run without faults) and
-    ``as_json``.
+    faults), ``seed``, ``verify`` (train without faults first, and compare the final weights), ``reference`` (directory
+    of such a run, which is not trained again) and ``as_json``.
     """
     return _play(Fault("kill"), rank, command, options)
 
@@ -123,16 +124,17 @@ def stop(*command: Words, rank: str = "random", seconds: Seconds = None, options
     Returns
     -------
     int
-        Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
-        wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+        Exit code. 0: the run went on, or ended and was resumed, as docs/survival.md promises for its strategy. 9
+        (``THRESHOLD``): it did not, and the broken promise is printed. A wrong option raises UsageError, which
+        ``tutti`` turns into exit code 2.
 
     Notes
     -----
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
     started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
     of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed``, ``verify`` and ``reference`` (compare the final weights with those of a run without faults) and
-    ``as_json``.
+    faults), ``seed``, ``verify`` (train without faults first, and compare the final weights), ``reference`` (directory
+    of such a run, which is not trained again) and ``as_json``.
     """
     return _play(Fault("stop", seconds=above("--for", seconds)), rank, command, options)
 
@@ -156,16 +158,17 @@ def slow(
     Returns
     -------
     int
-        Exit code. 0: the run survived as promised. 9 (``THRESHOLD``): it broke a promise, which is printed. A
-        wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+        Exit code. 0: the run went on, or ended and was resumed, as docs/survival.md promises for its strategy. 9
+        (``THRESHOLD``): it did not, and the broken promise is printed. A wrong option raises UsageError, which
+        ``tutti`` turns into exit code 2.
 
     Notes
     -----
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
     started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
     of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed``, ``verify`` and ``reference`` (compare the final weights with those of a run without faults) and
-    ``as_json``.
+    faults), ``seed``, ``verify`` (train without faults first, and compare the final weights), ``reference`` (directory
+    of such a run, which is not trained again) and ``as_json``.
     """
     above("--factor", factor, 1)
     return _play(Fault("slow", seconds=above("--for", seconds), factor=factor), rank, command, options)
@@ -193,17 +196,17 @@ def fill(
     Returns
     -------
     int
-        Exit code. 0: the run survived as promised, or without a command the disk was kept full for ``seconds``.
-        9 (``THRESHOLD``): the run broke a promise, which is printed. A wrong option raises UsageError, which
-        ``tutti`` turns into exit code 2.
+        Exit code. 0: the run survived the full disk as docs/survival.md promises for its strategy; without a
+        command, the disk was kept full for ``seconds``. 9 (``THRESHOLD``): the run broke a promise, which is
+        printed. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
 
     Notes
     -----
     ``words`` may begin with DIR, a folder on the disk to fill; the rest holds the words of a ``tutti train`` command,
     which is started; when the fault ends the run, it is started again with ``--resume``. ``options`` are common to all
     faults: ``run`` (directory of a running run, in place of a command), ``at_step`` (a step, ``random``, or ``saved``:
-    at the first checkpoint), ``times`` (number of faults), ``seed``, ``verify`` and ``reference`` (compare the final
-    weights with those of a run without faults) and ``as_json``.
+    at the first checkpoint), ``times`` (number of faults), ``seed``, ``verify`` (train without faults first, and
+    compare the final weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
     """
     folder = Path(words[0]) if words and words[0] not in ("tutti", "train") else None
     command, most = words[1:] if folder else words, sys.maxsize if yes else MOST
