@@ -118,9 +118,11 @@ class WeightsReader:
     def get(self, group: str, name: str) -> Tensor:
         """Return one whole tensor of a weights file, read to the CPU, or the constructor's tensor in its place.
 
+        The constructor's argument ``kept`` maps names to such tensors; one from the file has the file's dtype.
+
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file may have it under a tied name instead.
+            name: the tensor's name in the model; the file must have it, or a name tied to it, unless ``kept`` has it.
         """
         if name in self._kept:
             return self._kept[name]
@@ -134,7 +136,7 @@ class WeightsReader:
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file may have it under a tied name instead.
+            name: the tensor's name in the model; the file must have it, or a name tied to it, unless ``kept`` has it.
         """
         if name in self._kept:
             return tuple(self._kept[name].shape)
@@ -150,7 +152,7 @@ class WeightsReader:
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file may have it under a tied name instead.
+            name: the tensor's name in the model; the file must have it, or a name tied to it, unless ``kept`` has it.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.
 
@@ -194,7 +196,7 @@ def check_model(
     Args:
         own: every tensor of the model, from ``catalogue``; a tied tensor may be saved under any of its names.
         saved: shapes of the checkpoint's tensors, by name.
-        where: the checkpoint's path, for the error.
+        where: the checkpoint's path, which the error states.
         remedy: advice at the end of the error.
 
     Raises:
@@ -237,11 +239,11 @@ def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, na
     """Call ``load(saved)``, and turn the errors of a malformed value into CheckpointError.
 
     Args:
-        manifest: the checkpoint's manifest, for the error.
+        manifest: the checkpoint's manifest, whose path the error states.
         load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
         saved: the value, taken from the manifest's ``facts`` (the run's state beside its tensors) and passed to
             ``load``.
-        name: name of the value, for the error.
+        name: name of the value, which the error states.
 
     Raises:
         CheckpointError: ``load`` raised one of these errors.

@@ -61,8 +61,8 @@ def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None
     """Return a context manager that turns an OSError into DiskError, and deletes a partial file after any exception.
 
     Args:
-        path: file or directory that the block writes, for the error.
-        what: noun for the error, such as ``the weights``.
+        path: file or directory that the block writes, which the DiskError states.
+        what: noun for what is written, such as ``the weights``, which the DiskError states.
         remove: the partial file to delete; None for none.
 
     Raises:

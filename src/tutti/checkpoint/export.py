@@ -20,7 +20,7 @@ def export_weights(
     """Write ``weights`` to the safetensors file ``output`` atomically; one tensor at a time is in memory.
 
     Args:
-        weights: the weights to write.
+        weights: the weights to write, such as ``open_weights`` returns: named tensors, read on demand.
         output: the new file.
         metadata: entries of the header's ``__metadata__``, beside the hash of the weights.
         overwrite: whether an existing file may be replaced.

@@ -27,7 +27,7 @@ def export_hf_folder(
     tensor at a time is in memory.
 
     Args:
-        weights: the weights to write.
+        weights: the weights to write, such as ``open_weights`` returns: named tensors, read on demand.
         output: the folder, which is made if it does not exist.
         metadata: entries of each file's ``__metadata__``, beside ``format`` and the hash of its weights.
         overwrite: whether weights in the folder may be replaced.
@@ -96,7 +96,7 @@ def export_dcp_folder(weights: Weights, output: Path) -> tuple[str, int]:
     """Write ``weights`` as a checkpoint of ``torch.distributed.checkpoint``. Needs torch, and memory for all tensors.
 
     Args:
-        weights: the weights to write.
+        weights: the weights to write, such as ``open_weights`` returns: named tensors, read on demand.
         output: the new folder.
 
     Returns:

@@ -41,7 +41,8 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of a tensor's bytes in C order, as a 0-d int64 tensor on its device, without a host sync.
 
     The digest is the sum of all 64-bit words, each mixed with its index. Equal bytes have equal digests on every
-    device; other bytes have the same digest with a chance of 1 in 2⁶⁴. Protects against accidents, not against malice.
+    device; other bytes have the same digest with a chance of 1 in 2⁶⁴. The digest of an empty tensor is 0. Protects
+    against accidents, not against malice.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():

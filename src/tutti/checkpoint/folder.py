@@ -105,14 +105,15 @@ def prune(
 ) -> list[str]:
     """Delete checkpoints that are no longer needed and leftovers of unfinished saves. Rank 0 only, never during a save.
 
-    The checkpoints to keep are verified before any is deleted. A damaged checkpoint does not count as kept, and is
-    deleted only if it is older than all that are kept.
+    The checkpoints to keep are verified before any is deleted. In the order of steps, and in that of scores, damaged
+    checkpoints ahead of the last one to keep do not count, but stay on disk, as do those with an unreadable manifest;
+    all others are deleted without being verified.
 
     Args:
         folder: the run's ``checkpoints``.
         keep_last: number of newest checkpoints to keep, at least 1.
         keep_best: number of checkpoints with the highest ``score`` to keep besides.
-        score: maps the facts of a manifest to its score.
+        score: maps the facts of a manifest to its score, higher is better; None for a checkpoint without one.
         verified: paths of checkpoints already verified, which are not read again; updated in place.
 
     Returns:

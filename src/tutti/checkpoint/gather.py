@@ -136,7 +136,8 @@ def gather_rows(
     Collective: one all-gather for each tensor, in the order of ``rows``; all ranks of ``comm`` need the same names.
 
     Args:
-        rows: this rank's shard of each tensor, by name: the contiguous rows that ``tutti.comm.partition.block`` gives.
+        rows: this rank's shard of each tensor, by name: contiguous rows, divided as ``torch.chunk`` does. Each rank has
+            ⌈rows / ranks⌉ of them, except the last ones, which have fewer or none.
         shapes: shapes of the whole tensors, by name.
         comm: the ranks that hold the shards, in the order of the rows.
 

@@ -19,7 +19,7 @@ def encode_json(value: Any, name: str) -> Any:
 
     Args:
         value: the value.
-        name: path of the value for the error, such as ``extra``.
+        name: path of the value, such as ``extra``, which the UsageError states.
 
     Raises:
         UsageError: the value, or one within it, is of another type.

@@ -152,7 +152,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Block until the save under way is complete on all ranks; return at once if there is none.
 
-        A failed save is a warning until ``most_failures`` in a row have failed.
+        A failed save is only a warning, until ``most_failures`` in a row (an argument of the constructor) have failed.
 
         Raises:
             DiskError: ``most_failures`` consecutive saves have failed.

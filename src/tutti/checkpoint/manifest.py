@@ -169,7 +169,7 @@ class Manifest:
 
         Args:
             data: the file's bytes.
-            path: the checkpoint's directory, for the manifest's ``path`` and for errors.
+            path: the checkpoint's directory: the manifest's ``path``, which a CheckpointError states.
 
         Returns:
             The manifest: path, step, facts of the run, and records of files and tensors.

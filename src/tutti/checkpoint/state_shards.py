@@ -52,7 +52,8 @@ def load_optimizer(
 ) -> None:
     """Load an optimizer's state from a checkpoint, named as by ``optimizer_tensors``; each rank reads only its slices.
 
-    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. Not collective.
+    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. Step counters
+    are moved to the device from which the optimizer's kernels read them. Not collective.
 
     Args:
         optimizer: the optimizer over this rank's parameters.
@@ -180,7 +181,8 @@ def _owner(name: str, replica: ReplicaRunner) -> str:
 def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
     """Divide the writing of tensors that several ranks hold alike: return those that this rank should write.
 
-    They are every ``ranks``-th tensor in the order of sizes, so that all ranks write about as many bytes.
+    They are every ``ranks``-th tensor, from number ``rank`` on, in the order of sizes, largest first and equal ones by
+    name, so that all ranks write about as many bytes.
 
     Args:
         tensors: all tensors, by name.

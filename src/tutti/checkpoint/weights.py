@@ -84,6 +84,9 @@ class SavedWeights:
 
         Args:
             name: name of the tensor, a key of ``records``; tied tensors are found under each of their names.
+
+        Raises:
+            CheckpointError: a file differs from the manifest.
         """
         shape = self.records[name].shape
         return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)

@@ -38,7 +38,7 @@ class Averaging:
         Args:
             text: the decay, between 0 and 1; with ``:warmup`` the decay rises from a smaller value in the first
                 updates.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             An ``Averaging``: ``decay``, a float, and ``warmup``, whether the text ends in ``:warmup``.

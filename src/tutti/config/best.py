@@ -33,7 +33,7 @@ class Best:
 
         Args:
             text: the metric, with or without its direction.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; used
                 if ``text`` has no direction.
 

@@ -185,7 +185,7 @@ def parse_seconds(text: str, option: str) -> float:
 
     Args:
         text: the number, with or without ``s``.
-        option: name of the option, for the error.
+        option: name of the option, which a UsageError states.
 
     Raises:
         UsageError: the text has another form.

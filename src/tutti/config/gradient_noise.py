@@ -59,6 +59,7 @@ KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicativ
 def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return its options, None for ``none``.
 
+    The options are a ``Multiplicative``, whose integer ``base_batch`` is N.
     The noise makes the gradient of the global batch as noisy as that of ``base_batch`` samples.
 
     Args:

@@ -54,7 +54,7 @@ class BatchGrowth:
         Args:
             text: ``milestones``: whole epochs, joined by ``+``; ``factor``: number by which the global batch is
                 multiplied at each; ``largest``: most samples in a global batch (default: a tenth of the data set).
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             A ``BatchGrowth`` with the fields ``milestones`` (texts), ``factor`` and ``largest`` (None if it is not
@@ -94,7 +94,8 @@ class BatchGrowth:
             dataset: samples in an epoch; None if unknown.
 
         Returns:
-            Samples in the largest global batch; None if the option is not given and ``dataset`` is None.
+            Samples in the largest global batch, a tenth rounded down; None if the option is not given and ``dataset``
+            is None.
 
         Raises:
             UsageError: ``batch`` is not below the largest batch, or the largest batch exceeds the data set.
@@ -122,8 +123,8 @@ class BatchGrowth:
             largest: samples to which a larger global batch is clamped.
 
         Returns:
-            Samples in the global batch, and the multiple: 1 until the batch is clamped, then ``largest`` divided by the
-            size that the batch would have.
+            Samples in the global batch, rounded to the nearest whole number, and the multiple: 1 until the batch is
+            clamped, then ``largest`` divided by the size that the batch would have.
 
         >>> growth = BatchGrowth.parse("milestones=60ep+120ep+160ep,factor=5")
         >>> [growth.at(passed, 128, 5000) for passed in range(4)]

@@ -82,7 +82,7 @@ class InitMap:
             text: ``key=value,…``; several items of one key are joined by ``+``. ``rename``: ``OLD:NEW``, the beginning
                 of names in the weights and in the model. Shell patterns of tensor names: ``new``, that the weights may
                 lack; ``unused``, that the model may lack; ``reshaped``, whose shapes may differ.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             An ``InitMap``, whose attributes ``rename``, ``new``, ``unused`` and ``reshaped`` are tuples of texts, the
@@ -102,7 +102,7 @@ class InitMap:
             text: ``key=value,…`` with the keys ``rename``, ``new``, ``unused`` and ``reshaped``, such as
                 ``rename=transformer.:model.,new=head.*``.
             init_from: where the run's initial weights are; None if the run loads none.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             An ``InitMap``, whose attributes ``rename``, ``new``, ``unused`` and ``reshaped`` are tuples of texts, the

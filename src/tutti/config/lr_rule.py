@@ -109,7 +109,8 @@ def check_rule(text: str) -> NoRule:
     Names are ``none``, ``linear``, ``sqrt``, ``adam_sqrt`` and ``adascale``.
 
     Returns:
-        The rule with its options; ``NoRule`` is the base class of all rules, and itself the rule ``none``.
+        The rule: its ``factor(batch)`` returns by what the learning rate is multiplied, and ``adaptive`` is True for
+        ``adascale`` alone. ``NoRule`` is the base class of all rules, and itself the rule ``none``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or the rule refuses a value,

@@ -52,7 +52,7 @@ class Metric:
 
         Args:
             text: the metric, with or without its direction.
-            option: name of the option, for the error message.
+            option: name of the option, which a UsageError states.
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:

@@ -64,7 +64,7 @@ def check_batch_norm(text: str) -> BatchNormConfig:
     ``sync``: the global batch.
 
     Returns:
-        The options: a ``WorkerBatchNorm``, ``Ghost`` or ``Sync``.
+        The options: a ``WorkerBatchNorm``, a ``Ghost`` with the integer ``size``, or a ``Sync``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
@@ -119,7 +119,7 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
         reproducible: whether the run uses ``--reproducible``.
 
     Returns:
-        Mode and options; None for ``none``.
+        A ``CompileChoice``: ``mode``, a text, and ``options`` with the text ``backend``; None for ``none``.
 
     Raises:
         UsageError: the text is malformed, a mode or key is unknown (naming the nearest), or the run is reproducible,
@@ -240,7 +240,8 @@ def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> 
         compiled: whether the run uses ``--compile``.
 
     Returns:
-        The parsed options, or the list; None for ``none``.
+        The parsed options, a ``Blocks`` or its subclass ``Selective``, each with the integer ``every``; or the list;
+        None for ``none``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value is refused, or

@@ -51,7 +51,7 @@ class NamedChanges:
 
         Args:
             options: names of the optimizer's options.
-            where: the option or argument that gives the settings, for the error.
+            where: the option or argument that gives the settings, which the UsageError states.
         """
         for name in sorted(self.names):
             if name not in CHANGEABLE and name not in options:

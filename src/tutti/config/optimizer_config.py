@@ -263,8 +263,8 @@ class ConstantSchedule:
     def drops(self) -> tuple[Duration, ...]:
         """Durations from the start of the run after which the schedule drops the learning rate at once; else empty.
 
-        A duration is a number of epochs, steps or samples. Empty for all schedules but ``StepSchedule``, which returns
-        its milestones.
+        A ``Duration`` has a ``value`` and a ``unit``: epochs, steps or samples. Empty for all schedules but
+        ``StepSchedule``, which returns its milestones.
         """
         return ()
 
@@ -303,7 +303,8 @@ class StepSchedule(ConstantSchedule):
     def drops(self) -> tuple[Duration, ...]:
         """Durations from the start of the run after each of which the learning rate is multiplied by ``gamma``.
 
-        Raises UsageError if a milestone is malformed.
+        A ``Duration`` has a ``value`` and a ``unit``: epochs, steps or samples. Raises UsageError if a milestone is
+        malformed.
         """
         return tuple(Duration.parse(milestone, "milestones") for milestone in self.milestones)
 
@@ -343,7 +344,8 @@ class ExponentialSchedule(ConstantSchedule):
     def interval(self) -> Duration:
         """The interval between multiplications of the learning rate by ``gamma``, counted from the start of the run.
 
-        The interval is the option ``every``; raises UsageError if this option is malformed.
+        The interval is the option ``every``, as a ``Duration`` with a ``value`` and a ``unit``: epochs, steps or
+        samples. Raises UsageError if this option is malformed.
         """
         return Duration.parse(self.every, "every")
 
@@ -499,7 +501,8 @@ def check_schedule(text: str) -> ConstantSchedule:
     Names are ``constant``, ``cosine``, ``linear``, ``step``, ``polynomial``, ``exponential``, ``wsd`` and ``onecycle``.
 
     Returns:
-        The schedule's options; ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.
+        The schedule's options, a frozen dataclass such as ``CosineSchedule`` with a field for each key (all have
+        ``warmup``); ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value has the wrong type

@@ -86,7 +86,7 @@ def line_of(file: Path, name: str) -> int:
 
     Args:
         file: the file, which is TOML.
-        name: the key, with underscores.
+        name: the key, with underscores; the file must set it.
     """
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     last = 0

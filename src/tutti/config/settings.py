@@ -115,7 +115,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     Args:
         value: as the TOML parser returned it.
         hint: type of a field of ``TrainConfig``: bool, int, float, str, a Literal, or one of these and None.
-        where: file and key, for the error.
+        where: file and key, which a UsageError states.
 
     Raises:
         UsageError: the value has another type.

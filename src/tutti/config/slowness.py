@@ -42,7 +42,7 @@ class Slowness:
         Args:
             text: the delays, separated by ``;``. Keys of each: ``rank`` or ``worker``, numbers joined by ``+``;
                 ``factor``, how many times as long forward and backward take; ``ms``, milliseconds a worker and step.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             A ``Slowness`` for each delay, in order: ``rank`` or ``worker`` (tuples of numbers), ``factor`` and ``ms``.

@@ -50,7 +50,7 @@ class Duration:
 
         Args:
             text: the duration; only epochs may have a fraction, as in ``0.5ep``.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             A ``Duration``: ``value``, a float, and ``unit``, one of the texts ``ep``, ``st`` and ``sa``.
@@ -125,7 +125,7 @@ class Spec:
 
         Args:
             text: the specification; dashes in keys become underscores.
-            option: name of the option, for the error.
+            option: name of the option, which a UsageError states.
 
         Returns:
             A ``Spec``: ``name``, and ``options``, a mapping from each key to its value as text, empty for a name alone.
@@ -144,7 +144,7 @@ class Spec:
 
         Args:
             table: entries by possible name.
-            option: kind of thing that is named, for the error, such as ``strategy``.
+            option: kind of thing that is named, such as ``strategy``, which a UsageError states.
 
         Raises:
             UsageError: the table has no such name; the error proposes the nearest.
@@ -246,8 +246,8 @@ def read_options(text: str, option: str, form: str) -> dict[str, str]:
 
     Args:
         text: the options; dashes in keys become underscores.
-        option: name of the option, for error messages.
-        form: the expected form, for error messages.
+        option: name of the option, which a UsageError states.
+        form: the expected form, such as ``name:key=value``, which a UsageError states.
 
     Raises:
         UsageError: the text is malformed, or a key is repeated.

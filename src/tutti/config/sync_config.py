@@ -220,8 +220,9 @@ class LocalSGDConfig(StrategyOptions):
     def together(self) -> Duration:
         """Return the length of local SGD's initial phase, in which all logical workers make one update together a step.
 
-        A logical worker is one of N fixed shares of the global batch. The length is the option ``post``; 0 steps
-        without the option. Raises UsageError if the option is malformed.
+        A logical worker is one of N fixed shares of the global batch. The length is the option ``post`` as a
+        ``Duration``, with a ``value`` and a ``unit``: epochs, steps (also for a number without a unit) or samples; 0
+        steps without the option. Raises UsageError if the option is malformed.
         """
         text = self.post or "0"
         return Duration.parse(text + "st" * text.isdecimal(), "post")

@@ -36,7 +36,7 @@ class TrainingTarget:
 
         Args:
             text: the target.
-            option: name of the option, for the error message.
+            option: name of the option, which a UsageError states.
             declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
 
         Returns:
@@ -80,7 +80,7 @@ def split_target(text: str, option: str = "--until") -> tuple[str, str, float]:
 
     Args:
         text: ``NAME=VALUE``, ``NAME<=VALUE`` or ``NAME>=VALUE``.
-        option: name of the option, for the error.
+        option: name of the option, which a UsageError states.
 
     Returns:
         (name of the metric, sign, value): ``=``, ``<=`` or ``>=`` as text, and a finite float.
@@ -104,7 +104,7 @@ def check_metric(name: str, option: str, reported: Sequence[str], averaged: bool
 
     Args:
         name: the metric.
-        option: the option that names it, for the error.
+        option: the option that names it, which the UsageError states.
         reported: names of the values that the task's loss function reports, with ``loss``.
         averaged: whether the run keeps an average of its weights, and so reports each value of the trained weights as
             ``raw_`` and its name as well.

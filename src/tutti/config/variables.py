@@ -45,7 +45,8 @@ def _or_none(values: Values) -> Values:
 def choice(*names: str) -> Values:
     """Return a ``Values`` for an environment variable of which the value must be one of ``names``.
 
-    Its ``words`` describe the permitted values for error messages, ``name or name``; its ``valid`` checks a text.
+    Its ``words`` describe the permitted values for a UsageError, as text ``name or name``; its function ``valid`` takes
+    a text and returns whether the text is one of them.
     """
     return Values(" or ".join(names), lambda text: text in names)
 
@@ -134,6 +135,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 def is_off(name: str, environ: Mapping[str, str]) -> bool:
     """Return whether the environment switches off the feature of the variable ``TUTTI_{name}``; on if unset.
+
+    The values ``0`` and ``off`` switch it off; any other leaves it on.
 
     Args:
         name: name of the variable without its prefix.

@@ -24,12 +24,12 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
 
     Args:
         samples: at least one.
-        name: maps a sample's index in ``samples`` to its name, for errors.
-        where: the data set's name, for errors.
+        name: maps a sample's index in ``samples`` to the name by which a DataError states the sample.
+        where: the data set's name, which a DataError states.
 
     Returns:
-        A batch of the samples' structure: tensors with the samples as first dimension; strings, bytes and None become a
-        list with one entry for each sample.
+        A batch of the samples' structure, in which tuples have become lists (named tuples stay): tensors with the
+        samples as first dimension; strings, bytes and None become a list with one entry for each sample.
 
     Raises:
         DataError: two samples differ, or a sample holds an object other than tensors, arrays, numbers, strings, bytes

@@ -110,8 +110,8 @@ class BatchContract:
         """Return the logical workers that a data rank runs, as a contiguous range of their indices.
 
         A logical worker is one of N fixed shares of the global batch. With at least as many workers as data ranks the
-        ranks divide the workers evenly; with more data ranks than workers the range holds one worker, of whose
-        micro-batches the rank runs a part.
+        ranks divide the workers as evenly as possible, and the first ranks have one more; with more data ranks than
+        workers the range holds one worker, of whose micro-batches the rank runs a part.
 
         Args:
             rank: the data rank, from 0.
@@ -143,7 +143,8 @@ class BatchContract:
 
         Returns:
             Contiguous positions, where 0 is the first sample of the global batch; an empty range where a small global
-            batch leaves nothing for the rank.
+            batch leaves nothing for the rank. If all workers draw the same samples (the option ``identical``), the
+            positions lie in the share of worker 0 on every rank.
         """
         workers = self.mine(rank)
         first, last = self.worker(samples, workers[0]), self.worker(samples, workers[-1])
@@ -220,8 +221,8 @@ class BatchContract:
             samples: number of samples in the global batch.
             rank: the data rank, from 0.
             have: number of samples in the rank's batch. If this is not the rank's share of the global batch (a batch
-                that the script made itself, or a data set that differs between ranks), the samples are divided evenly
-                over the rank's workers.
+                that the script made itself, or a data set that differs between ranks), the samples are divided over
+                the rank's workers as evenly as possible; the first workers get one more.
 
         Returns:
             Pairs (index of the worker, list of its micro-batches), one for each worker of the rank, in order. A

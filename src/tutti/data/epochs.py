@@ -80,7 +80,8 @@ class Epochs:
 
         There is one span if the batch never changes. Each has its range of epochs (``start``, ``end``), their batch
         contract (global batch size and its division over logical workers, which are fixed shares, and ranks), and the
-        factor ``rate`` on the learning rate that goes with it.
+        factor ``rate`` on the learning rate that goes with it. For epochs before a resume with another batch size the
+        division is not kept: their contract has one worker and one rank.
         """
         if self.growth is None:
             starts = (0, *(each.end for each in self.earlier))
@@ -117,13 +118,20 @@ class Epochs:
 
         Args:
             epoch: from 0.
+
+        Returns:
+            A ``BatchContract`` with the attributes ``batch`` (samples in a global batch), ``workers``, ``ranks``,
+            ``micro`` (most samples in a micro-batch, or None) and ``dataset`` (samples in an epoch, or None). For an
+            epoch before a resume with another batch size ``workers`` and ``ranks`` are 1.
         """
         return self.phase(epoch).contract
 
     def steps(self, duration: Duration) -> int:
         """Return the number of optimizer steps, from the start of the run, that ``duration`` takes.
 
-        Each epoch counts with its own batch size, where the batch grows or a resume has changed it.
+        Each epoch counts with its own batch size, where the batch grows or a resume has changed it. Within the epochs
+        of one batch size, a part of an epoch is rounded to the nearest step, and samples that do not fill a batch count
+        as a step.
 
         Args:
             duration: a number of epochs, steps or samples.

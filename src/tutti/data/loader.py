@@ -113,6 +113,9 @@ class Prefetch:
 
         Args:
             source: makes the batches; forking copies its present state into each process.
+
+        Returns:
+            A ``Loader``: its ``batches(tasks)`` yields the result of ``source.fetch(*task)`` for each task, in order.
         """
         return Loader(source, self.workers, self.rank, self.timeout, self.begin)
 

@@ -237,6 +237,10 @@ class SampledOrder:
 
         Args:
             epoch: from 0; the sampler draws this epoch anew, unless the last draw was for the same epoch.
+
+        Raises:
+            DataError: the sampler yields anything but indices in the data set, or another number of them than its
+                ``__len__``; or a batch sampler yields a batch larger than the run's batch size.
         """
         self._draw(epoch)
         state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)

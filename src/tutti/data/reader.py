@@ -248,7 +248,8 @@ class MapReader:
 
         Args:
             at: the checkpoint's data position; has no effect here.
-            state: the result of ``state`` that was saved.
+            state: the result of ``state`` that was saved; with None, of a run without a sampler or before its first
+                epoch, nothing is checked.
 
         Raises:
             CheckpointError: the order differs.

@@ -48,6 +48,10 @@ class Source(Protocol):
             indices: int64 (samples,), numbers from 0 to the length of the data set, exclusive.
             augment: key of random augmentation, whose draws must depend on (augment.seed, augment.epoch, index) alone;
                 None in evaluation.
+
+        Returns:
+            A tensor with the samples as first dimension, or a tuple, list or dict of such tensors; texts as a list with
+            one entry for each sample.
         """
 
 

@@ -103,8 +103,13 @@ class Stream:
             first: number of the first of these samples in the epoch, from 0.
             key: integer that, with ``first``, seeds the random draws of the script's ``collate``.
 
+        Returns:
+            What the script's ``collate`` returns; without it the structure of a sample as ``default_collate`` makes it,
+            tensors with the samples as first dimension.
+
         Raises:
-            DataError: the samples cannot be in one batch.
+            DataError: PyTorch's collation finds samples that cannot be in one batch; errors of the script's ``collate``
+                propagate.
         """
         with own_generators():
             if self.collate is None:

@@ -77,9 +77,10 @@ class StreamReading:
             with_state: whether the data set is asked for its ``state_dict()`` after each batch.
 
         Yields:
-            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), this rank's
-            part (``kept``), digests of the samples for a comparison over ranks (``lines``), and whether the epoch ends
-            with the batch (``last``). If no sample is left, a single batch of 0 samples.
+            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), the result of
+            the function ``keep``, an attribute of this object, for this rank's samples (``kept``), digests of the
+            samples for a comparison over ranks (``lines``, a tuple of texts, empty where nothing is compared), and
+            whether the epoch ends with the batch (``last``). If no sample is left, a single batch of 0 samples.
 
         Raises:
             DataError: a sample cannot be read, or ``drop_last`` leaves none.
@@ -108,9 +109,10 @@ class StreamReading:
             prefetch: number of loader processes, at least one, and how they start.
 
         Yields:
-            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), this rank's
-            part (``kept``), digests of the samples for a comparison over ranks (``lines``), and whether the epoch ends
-            with the batch (``last``). If the epoch has no sample, a single batch of 0 samples.
+            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), the result of
+            the function ``keep``, an attribute of this object, for this rank's samples (``kept``), digests of the
+            samples for a comparison over ranks (``lines``, a tuple of texts, empty where nothing is compared), and
+            whether the epoch ends with the batch (``last``). If the epoch has no sample, a single batch of 0 samples.
 
         Raises:
             DataError: two processes yield the same samples, or the epoch ends before ``start``.

@@ -162,7 +162,8 @@ class ReplicatedStream:
 
         Args:
             at: the checkpoint's data position: epoch, and global batches consumed in it.
-            state: the result of ``state`` that was saved.
+            state: the result of ``state`` that was saved; None, of a data set without a state of its own, is taken as
+                saved with at most one loader process.
 
         Raises:
             CheckpointError: the number of loader processes differs from the saved run's.
@@ -289,7 +290,7 @@ class ShardedStream:
             state: the result of ``state`` that was saved.
 
         Raises:
-            CheckpointError: the number of data ranks has changed.
+            CheckpointError: the number of data ranks has changed, or ``state`` does not state it.
         """
         saved = state["streams"] if isinstance(state, Mapping) else None
         if saved != self._contract.ranks:

@@ -138,7 +138,7 @@ def encode_characters(text: str, name: str) -> Text:
 
     Args:
         text: the text.
-        name: its name, for messages.
+        name: its name, which the result has and a DataError states.
 
     Returns:
         A ``Text``: ``codes`` ((characters,) uint16), ``vocabulary`` (the distinct characters, sorted) and ``name``.

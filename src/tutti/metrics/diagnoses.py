@@ -93,9 +93,12 @@ class Diagnoses:
     def report(self, name: str, seen: str, step: int | None = None, remedy: str | None = None) -> None:
         """Report a classic training mistake on rank 0, with its cause and remedy, the first time that it is found.
 
+        The report is a ``DiagnosisWarning``, or its text passed to the function ``warn`` of the constructor. On every
+        rank ``name`` is appended to the list ``found``; a name that is there already is not reported again.
+
         Args:
             name: a key of ``CLASSICS``, such as ``same-data``.
-            seen: the observation, for the text.
+            seen: the observation, which the text states after ``name``.
             step: the step in which it was observed; None to leave it out.
             remedy: replaces the remedy in ``CLASSICS``.
         """

@@ -151,8 +151,10 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
         ended: Unix time at which the run ended; None for that of its last record.
 
     Returns:
-        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause), ``steps`` (number of steps
-        whose work was kept), ``attempts`` (number of starts) and ``notes`` (on what the records do not tell).
+        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause: ``start``, ``data``,
+        ``evaluation``, ``save``, ``failure``, ``stopped``, ``restart`` and ``slow steps``, as far as measured),
+        ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
+        what the records do not tell).
 
     Raises:
         UsageError: no step is recorded, or the records have no times.
@@ -219,8 +221,10 @@ def run_goodput(path: Path) -> Goodput:
         path: directory of a run, with ``env.json`` and ``metrics.jsonl``.
 
     Returns:
-        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause), ``steps`` (number of steps
-        whose work was kept), ``attempts`` (number of starts) and ``notes`` (on what the records do not tell).
+        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause: ``start``, ``data``,
+        ``evaluation``, ``save``, ``failure``, ``stopped``, ``restart`` and ``slow steps``, as far as measured),
+        ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
+        what the records do not tell).
 
     Raises:
         UsageError: ``path`` is no run directory, or its records lack steps, times or the start.

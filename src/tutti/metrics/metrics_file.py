@@ -13,10 +13,11 @@ METRICS = "metrics.jsonl"
 
 
 def metric_lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line of a run's metrics, with its end, and the record that the line holds.
+    """Yield each line of a run's ``metrics.jsonl``, as bytes with the line end, and the record that the line holds.
 
-    The record is None for a line that is no JSON object, such as the last one of a run that was killed as it wrote.
-    File names in records may have bytes that are invalid in UTF-8; these become surrogates, as in ``os.fsdecode``.
+    The record is a dict, the line's JSON object. It is None for a line that is no JSON object, such as the last one of
+    a run that was killed as it wrote. File names in records may have bytes that are invalid in UTF-8; these become
+    surrogates, as in ``os.fsdecode``.
 
     Args:
         run: the run directory.

@@ -90,8 +90,10 @@ def _never_began(path: Path) -> bool:
 def find_run(config: TrainConfig, task: str) -> Path:
     """Return the directory of the run to resume: the newest with the same task and an equal configuration.
 
-    Searched are the runs below ``config.runs``. If ``config`` leaves ``workers`` unset, a run that was resumed matches
-    too: its ``config.toml`` states the number of workers that it started with.
+    Searched are the runs below ``config.runs``. Configurations are equal if their ``config_sha256`` is, which leaves
+    out options without an effect on the result; settings that ``config.change`` names may differ, too. If
+    ``config`` leaves ``workers`` unset, a run that was resumed matches too: its ``config.toml`` states the number of
+    workers that it started with.
 
     Args:
         config: configuration that the run must have, and the folder of runs (``runs``).

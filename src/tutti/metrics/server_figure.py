@@ -96,7 +96,10 @@ def server_figure(servers: Sequence[Mapping[str, Any]], points: Sequence[tuple[f
         title: above all panels.
 
     Returns:
-        The file's bytes; equal for equal arguments.
+        The file's bytes; equal for equal arguments. For fewer than two points the panel of rates has only a text.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -129,7 +129,10 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
 
     Returns:
         A dict for each device: the fraction of each of its phases by name, and ``other``, that of the time outside all
-        segments.
+        segments; ``{"other": 1.0}`` for a device without segments.
+
+    Raises:
+        ValueError: no device has a segment.
 
     >>> shares([[TimelineSegment("forward", 0, 1)], [TimelineSegment("forward", 0, 4)]])
     [{'forward': 0.25, 'other': 0.75}, {'forward': 1.0, 'other': 0.0}]
@@ -151,6 +154,9 @@ def table(rows: Sequence[Row]) -> str:
 
     Args:
         rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
+
+    Raises:
+        ValueError: there are no segments.
     """
     begin, end = span(rows)
     parts = shares(rows)
@@ -174,6 +180,9 @@ def chrome(rows: Sequence[Row]) -> dict[str, Any]:
     Returns:
         A JSON object with the keys ``traceEvents`` (a list with an event for each segment, and one with each device's
         name) and ``displayTimeUnit``.
+
+    Raises:
+        ValueError: there are no segments.
     """
     begin, _ = span(rows)
     events: list[dict[str, Any]] = [
@@ -200,6 +209,9 @@ def timeline_svg(rows: Sequence[Row], title: str) -> str:
 
     Returns:
         The document as text.
+
+    Raises:
+        ValueError: there are no segments.
     """
     begin, end = span(rows)
     scale = (_WIDTH - _LEFT - _RIGHT) / (end - begin)
