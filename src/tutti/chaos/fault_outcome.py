@@ -99,7 +99,8 @@ class Report:
     def verdict(self) -> Verdict:
         """Result of comparing the final weights' SHA-256 hash with the uninterrupted run's, in words.
 
-        ``equal bits``, ``different``, or ``not compared`` where there is no uninterrupted run.
+        ``equal bits``; ``different``, also where the hash of the run with faults is unknown; or ``not compared`` where
+        there is no uninterrupted run.
         """
         if self.reference_sha256 is None:
             return "not compared"

@@ -87,18 +87,19 @@ def draw_faults(
         fault: gives kind, duration and factor; its step and rank are replaced.
         step: step of the first fault and distance between faults; 0: at the first checkpoint, for a single fault;
             ``random``: distinct steps, not at the very end of the run.
-        rank: target rank, or ``LAUNCHER``; ``random``: drawn for each fault.
+        rank: target rank, or ``LAUNCHER`` (-1), the run's launcher process; ``random``: a rank drawn for each fault.
         times: number of faults.
         ranks: number of processes of the run.
         total: steps of the whole run; None if unknown, which random steps do not allow.
         seed: seed of steps and ranks.
 
     Returns:
-        The faults in increasing order of steps; the same for the same arguments.
+        The faults in increasing order of steps; the same for the same arguments. Multiples of ``step`` are not compared
+        with ``total``, so that faults may lie beyond the run's end.
 
     Raises:
-        UsageError: there is no such rank, several faults are to meet the first checkpoint, random steps of a run of
-            unknown length, or too many faults for the run's steps.
+        UsageError: there is no such rank; ``step`` is 0 for several faults; or ``step`` is ``random`` and ``total`` is
+            None or not larger than ``times``.
     """
     if rank != "random" and not LAUNCHER <= rank < ranks:
         raise UsageError(f"there is no rank {rank}", remedy=f"the run has ranks 0 to {ranks - 1}")
@@ -120,10 +121,11 @@ def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None
     ['kill rank 1 at 3', 'kill rank 1 at 17', 'terminate at 33']
 
     Args:
-        kinds: keys of ``SOAK``, such as ``kill`` or ``launcher``.
+        kinds: kinds of fault, at least one of ``kill``, ``launcher`` (kill the launcher), ``stop``, ``slow``,
+            ``terminate``, ``corrupt`` and ``fill``.
         count: number of faults.
         ranks: number of processes of the run.
-        total: steps of the whole run; None if unknown.
+        total: steps of the whole run; None if unknown, which is an error.
         seed: seed of kinds, steps and ranks.
 
     Returns:
@@ -131,7 +133,7 @@ def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None
         arguments.
 
     Raises:
-        UsageError: too many faults for the run's steps, or a run of unknown length.
+        UsageError: ``total`` is None, or not larger than ``count``.
     """
     dice = random.Random(seed)
     names = [kinds[n % len(kinds)] for n in range(count)]

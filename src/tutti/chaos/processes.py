@@ -68,8 +68,8 @@ def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
 
     Returns:
         A ``Crew``: ``launcher``, the parent of the ranks (the run itself if it is one process; None under another
-        launcher such as torchrun, and if there are no processes), and ``ranks``: rank → process, empty if there are
-        none.
+        launcher such as torchrun, and if there are no processes), and ``ranks``, a dict from the rank's number to its
+        ``psutil.Process``, empty if there are none.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()

@@ -42,11 +42,12 @@ def survive(
 
     Returns:
         A ``Report``: the outcome of each fault (``outcomes``), and of the run ``exit_code``, ``steps``, ``executed``
-        (steps, repeated ones included), ``seconds``, the SHA-256 hashes of both runs' weights, and ``left``, names of
-        files of unfinished saves.
+        (steps, repeated ones included), ``seconds``, the SHA-256 hashes of this run's final weights
+        (``weights_sha256``) and of those of ``known`` (``reference_sha256``), each None if unknown, and ``left``, a
+        list of names of files of unfinished saves.
 
     Raises:
-        UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
+        UsageError: ``known`` is no finished run. Errors that ``plan`` raises are passed on, before the run is started.
     """
     summary = _finished(known) if known else {}
     faults = plan(command.devices, summary.get("steps") or command.total())
@@ -88,7 +89,7 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
         ``report.problems()`` is empty if the run went on, or ended, as tutti promises for these faults.
 
     Raises:
-        UsageError: no process of a run in ``directory`` was found.
+        UsageError: no process of a run in ``directory`` was found. Errors that ``plan`` raises are passed on.
     """
     begun = time.monotonic()
     run = Running(directory)

@@ -193,7 +193,8 @@ def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> 
         workers: number of logical workers, the fixed shares into which a global batch is divided.
 
     Returns:
-        The largest number of samples of a micro-batch; None for no limit.
+        The largest number of samples of a micro-batch: ``given``, or with ``micro_batches`` the samples of a worker
+        (``batch / workers``, rounded up) divided by that number, again rounded up. None for no limit.
 
     Raises:
         UsageError: both ``--micro-batch`` and ``micro_batches`` are given.
@@ -225,7 +226,8 @@ class KeepsAverage(Protocol):
             averaging: decay and warm-up of the average.
 
         Returns:
-            The average, whose ``update`` is to be called after each update of the parameters.
+            An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
+            ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights.
         """
 
 
@@ -239,8 +241,9 @@ def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunCont
         run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
 
     Returns:
-        The average, whose ``update`` is to be called after each update of the parameters; None where ``averaging`` is
-        None.
+        An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
+        ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights. None where
+        ``averaging`` is None.
     """
     if run_context.averaging is None:
         return None

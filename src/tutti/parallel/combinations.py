@@ -37,7 +37,7 @@ def check_strategy(
         adaptive: whether the run has ``--lr-scale adascale``.
         averaging: whether the run has ``--ema``.
         compiled: whether the run has ``--compile``.
-        graphs: whether its mode records CUDA graphs.
+        graphs: whether the mode given to ``--compile`` records CUDA graphs.
         accelerated: whether the devices are accelerators.
         sparse: whether the model has sparse gradients.
 

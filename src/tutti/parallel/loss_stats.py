@@ -61,7 +61,8 @@ class LossCounter:
                 yet; None if they are not known.
 
         Returns:
-            The sum; None where ``part`` is None.
+            The sum, a ``LossSums``: its tensor ``sums`` is ``[loss_sum, count, *metric_sums]``. None where ``part`` is
+            None.
         """
         return part if self._totals is None or part is None else self._totals + part
 

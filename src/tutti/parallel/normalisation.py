@@ -60,7 +60,8 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
         loss_scale: factor that the gradients contain, and by which they are divided.
 
     Returns:
-        The L2 norm of the scaled gradient, a Python float.
+        The L2 norm of the scaled gradient, a Python float. With a count of 0 the gradient is only divided by the loss
+        scale.
     """
     factor = mean_factor(0.0 if part.whole else part.samples, float(part.sums[1])) / loss_scale
     if factor != 1.0:

@@ -90,7 +90,8 @@ class ParameterAverage:
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a dict like ``merged``, with the moving average (EMA) in place of each averaged parameter.
 
-        The tensors themselves are not copied. Buffers and frozen parameters stay. Not collective.
+        The tensors themselves are not copied. Averages of float16 and bfloat16 parameters are in float32. Buffers and
+        frozen parameters stay. Not collective.
 
         Args:
             merged: this rank's parameters and buffers by name, the result of ``GradientSync.merged``.

@@ -27,8 +27,9 @@ def support_split_tensors(
     no rank has a split parameter, nothing is changed.
 
     Args:
-        optimizer: the optimizer; without these attributes it is left as it is.
-        split: the split parameters on this rank, with the regions of their slices.
+        optimizer: a ``torch.optim.Optimizer``; without these attributes it is left as it is.
+        split: by split parameter on this rank, where the slice lies in the global tensor (``shape`` of that tensor, and
+            ``regions``, each a tuple of one ``slice`` a dimension).
         comm: the tensor ranks.
         norms: the norm reducer already installed for row-sharded tensors, which is wrapped; None for none.
         wholes: the gatherer already installed for row-sharded tensors, which is wrapped; None for none.

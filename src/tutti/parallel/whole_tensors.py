@@ -97,7 +97,8 @@ class WholeTensors:
 
         Each tensor that is split over ranks has one owner rank. All ranks send their slices of parameter and gradient
         to the owner and receive slices of the updated parameter; afterwards ``.data`` and ``.grad`` are this rank's
-        slices again. Collective: two all-to-alls for each mesh axis and dtype.
+        slices again. ``optimizer.step()`` is not called where this rank owns none and its other parameters have no
+        gradient. Collective: two all-to-alls for each mesh axis and dtype.
 
         Args:
             optimizer: an optimizer whose parameters are this rank's slices.
@@ -266,7 +267,8 @@ def gatherers_of_optimizers(
             slices; collective; called with None for an optimizer without parameters on this rank.
 
     Returns:
-        A ``WholeTensorsOf``: the objects by optimizer; None where no optimizer needs one.
+        A ``WholeTensorsOf``, whose method ``of(optimizer)`` returns the object that steps this optimizer on whole
+        tensors; None where no optimizer needs one.
     """
     made = [(member, complete(member)) for member in slots(optimizer)]
     found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]
@@ -404,9 +406,10 @@ def along_slices(
         every: whether to include tensors that all ranks hold whole, because one rank steps all tensors together.
 
     Returns:
-        In the order of ``here``, one ``GatheredTensor`` for each tensor that some rank holds in part, and with
-        ``every`` for each other one: the parameter, the shapes of this rank's slice and of the whole tensor, and for
-        each rank the regions of its slices, each region a tuple of one ``slice`` a dimension.
+        In the order of ``here``, one ``GatheredTensor`` (named tuple) for each tensor that some rank holds in part, and
+        with ``every`` for each other one: the parameter (``parameter``), the shapes of this rank's slice (``local``)
+        and of the whole tensor (``shape``), for each rank of ``comm`` the regions of its slices (``regions``), each
+        region a tuple of one ``slice`` a dimension, and whether all ranks hold the tensor whole (``alike``).
     """
     mine = [
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]

@@ -118,9 +118,9 @@ class CentralStorageSync(AllReduceSync):
             step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
-            of the whole gradient before clipping, whether the gradient is finite, and whether a rank asks to stop;
-            equal on all ranks.
+            A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over the
+            global batch; ``count`` (samples or tokens); ``grad_norm``, the L2 norm of the whole gradient before
+            clipping; ``finite``, whether the gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
             UsageError: there are several ranks, and the script has written parameters since the last update.
@@ -248,9 +248,9 @@ class CentralStorageSync(AllReduceSync):
         The gradient noise scale is measured with these gradients. Not collective.
 
         Returns:
-            An ``OwnGradients`` with a list of the trained parameters. On a single CPU rank ``optimizers`` has the
-            optimizer that updates these parameters; elsewhere its ``optimizers`` is empty, because a rank has the
-            optimizer state of a part of the parameters only, or has it in host memory.
+            An ``OwnGradients``, whose ``parameters`` is a list of the trained parameters. On a single CPU rank
+            ``optimizers`` has the optimizer that updates these parameters; elsewhere its ``optimizers`` is empty,
+            because a rank has the optimizer state of a part of the parameters only, or has it in host memory.
         """
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
@@ -329,6 +329,9 @@ class CentralStorageSync(AllReduceSync):
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
         """
         with self._updating():
             for name, parameter in self._owned:
@@ -348,8 +351,9 @@ class CentralStorageSync(AllReduceSync):
             averaging: decay and warm-up of the average.
 
         Returns:
-            The average (a ``CentralAverage``), which starts at the present values; each rank updates the averages of
-            the parameters that it owns, whose optimizer state it has.
+            The average (a ``CentralAverage``, an object whose ``update()`` is to be called after each update of the
+            parameters), which starts at the present values; each rank updates the averages of the parameters that it
+            owns, whose optimizer state it has.
 
         Raises:
             UsageError: the shared memory has no room for another copy of the trained parameters; raised on all ranks.

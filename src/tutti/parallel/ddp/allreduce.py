@@ -217,9 +217,9 @@ class AllReduceSync:
                 to stop.
 
         Returns:
-            A ``StepStats``, equal on all ranks: loss and metrics as means over the global batch, the count of units
-            (samples or tokens), the L2 norm of the gradient, whether all gradients are finite, and whether any rank
-            asks to stop.
+            A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over the
+            global batch; ``count`` of units (samples or tokens); ``grad_norm``, the L2 norm of the gradient;
+            ``finite``, whether all gradients are finite; and ``stop``, whether any rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -321,6 +321,10 @@ class AllReduceSync:
         Args:
             saved: the checkpoint, with three groups of tensors: ``model``, ``optim`` and ``workers`` (buffers of each
                 logical worker, a fixed share of the global batch).
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest;
+                KeyError where this rank has a slice of the missing parameter.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
@@ -339,7 +343,8 @@ class AllReduceSync:
         the gradient norm (weights tied over pipeline stages) are left out. Not collective.
 
         Returns:
-            An ``OwnGradients`` with the list of these parameters and the sequence of the optimizers that update them.
+            An ``OwnGradients`` with the attributes ``parameters``, the list of these parameters, and ``optimizers``,
+            the sequence of the optimizers that update them.
         """
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
@@ -355,8 +360,9 @@ class AllReduceSync:
 
         Returns:
             A dict with ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data
-            ranks ``from`` and ``to``, and the numbers of ``messages`` and ``bytes`` sent on this link. An empty dict
-            where the all-reduce of the process group's backend is used, which counts nothing.
+            ranks ``from`` and ``to`` (indices among the data ranks, from 0), and the numbers of ``messages`` and
+            ``bytes`` sent on this link. An empty dict where the all-reduce of the process group's backend is used,
+            which counts nothing.
         """
         if self._scheduled is None:
             return {}

@@ -220,8 +220,9 @@ class Tail:
                 loss, count, six metrics, stop flag, and a flag for each parameter; 13 + number of parameters.
 
         Returns:
-            A ``ReducedSums``: sums of loss, count (samples or tokens) and metrics; whether a rank asks to stop
-            (``stop``); for each parameter whether any rank had a gradient (``used``).
+            A ``ReducedSums`` (named tuple): sums of loss (``loss``), count of samples or tokens (``samples``) and
+            metrics (``metrics``, a list of six floats); whether a rank asks to stop (``stop``); for each parameter
+            whether any rank had a gradient (the list ``used``).
         """
         return read_sums(tail[DIGESTS:])
 
@@ -327,9 +328,9 @@ def read_sums(numbers: Sequence[float]) -> ReducedSums:
         numbers: the sums, on the host.
 
     Returns:
-        A ``ReducedSums``: sums of loss, count (samples or tokens) and metrics; whether a rank asks to stop (``stop``);
-        for each parameter whether any rank had a gradient (``used``). A flag above zero counts as true, since flags
-        are summed.
+        A ``ReducedSums`` (named tuple): sums of loss (``loss``), count of samples or tokens (``samples``) and metrics
+        (``metrics``, a list of six floats); whether a rank asks to stop (``stop``); for each parameter whether any rank
+        had a gradient (the list ``used``). A flag above zero counts as true, since flags are summed.
     """
     loss, samples, *metrics = numbers[: _TOTALS - 1]
     return ReducedSums(loss, samples, metrics, numbers[_TOTALS - 1] > 0, [flag > 0 for flag in numbers[_TOTALS:]])

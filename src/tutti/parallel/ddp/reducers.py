@@ -83,9 +83,10 @@ class Reducer(Protocol):
                 global batch); None if this rank had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
-            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``; ``.grad`` is None where not).
+            A ``ReducedSums`` (named tuple), equal on all data ranks: sums over the global batch of loss (``loss``),
+            count of samples or tokens (``samples``) and metrics (``metrics``, a list of floats); whether a rank asks to
+            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``; ``.grad`` is None
+            where not).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -266,9 +267,10 @@ class OverlappedReducer:
                 global batch); None if this rank had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
-            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``; ``.grad`` is None where not).
+            A ``ReducedSums`` (named tuple), equal on all data ranks: sums over the global batch of loss (``loss``),
+            count of samples or tokens (``samples``) and metrics (``metrics``, a list of floats); whether a rank asks to
+            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``; ``.grad`` is None
+            where not).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -423,12 +425,12 @@ class TreeReducer:
             loss_sums: unused; ``collect`` has added the loss sums of each logical worker.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
-            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``; ``.grad`` is None where not). The sequence ``own`` is empty unless the gradient variance is
-            measured. Then ``own`` has a float for each parameter, Σ ‖G‖²/c over the workers, where G is a worker's
-            gradient of the parameter, without loss scale, and c the worker's count; and as last number how many workers
-            have c > 0.
+            A ``ReducedSums`` (named tuple), equal on all data ranks: sums over the global batch of loss (``loss``),
+            count of samples or tokens (``samples``) and metrics (``metrics``, a list of floats); whether a rank asks to
+            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``; ``.grad`` is None
+            where not). The sequence ``own`` is empty unless the gradient variance is measured. Then ``own`` has a float
+            for each parameter, Σ ‖G‖²/c over the workers, where G is a worker's gradient of the parameter, without loss
+            scale, and c the worker's count; and as last number how many workers have c > 0.
 
         Raises:
             MismatchError: logical workers were in different steps, or ranks hold different parameters.

@@ -138,9 +138,10 @@ class SharedReducer:
                 global batch); None if this rank had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
-            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``; ``.grad`` is None where not).
+            A ``ReducedSums`` (named tuple), equal on all data ranks: sums over the global batch of loss (``loss``),
+            count of samples or tokens (``samples``) and metrics (``metrics``, a list of floats); whether a rank asks to
+            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``; ``.grad`` is None
+            where not).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -241,13 +242,15 @@ def attach_shared(
         parameters: named parameters; those with ``requires_grad`` are reduced.
         run_context: communicators and settings of the run; its data ranks are those whose gradients are summed.
         borrowed: names of parameters that another rank of the replica counts in the norm.
-        owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
+        owners: for each trainable parameter the only rank that receives its gradient, as an index among the data ranks;
+            None: all ranks receive all.
         of_devices: whether the reducer may sum gradients that are on accelerators. Parameters must then be in host
             memory when ``finish`` sets their ``.grad``.
 
     Returns:
-        The reducer. None on every rank if the ranks are on several hosts or shared memory is too small, for a single
-        rank, for accelerators without ``of_devices``, and without trainable parameters.
+        A ``SharedReducer``, whose ``finish`` sums the gradients of a step. None on every rank if the ranks are on
+        several hosts or shared memory is too small, for a single rank, for accelerators without ``of_devices``, and
+        without trainable parameters.
     """
     comm = run_context.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
@@ -269,7 +272,8 @@ def shared_buckets(
 
     Args:
         sizes: (bytes, dtype) of each trainable parameter, in the model's order.
-        owners: for each parameter the rank that receives its gradient; None where all ranks receive all.
+        owners: for each parameter the rank that receives its gradient, as an index among the data ranks; None where all
+            ranks receive all.
         borrowed: for each parameter whether another rank of the replica counts it in the norm; None: none is.
 
     Returns:

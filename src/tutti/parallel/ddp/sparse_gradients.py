@@ -127,9 +127,9 @@ class SparseReducer:
                 global batch); None if this rank had no samples.
 
         Returns:
-            A ``ReducedSums``, equal on all data ranks: sums over the global batch of loss, count (samples or tokens)
-            and metrics; whether a rank asks to stop (``stop``); for each parameter whether any rank had a gradient
-            (``used``).
+            A ``ReducedSums`` (named tuple), equal on all data ranks: sums over the global batch of loss (``loss``),
+            count of samples or tokens (``samples``) and metrics (``metrics``, a list of floats); whether a rank asks to
+            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``).
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.

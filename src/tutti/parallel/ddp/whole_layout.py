@@ -117,7 +117,8 @@ class WholeRunner(ReplicaPart):
             retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
 
         Returns:
-            A ``LossSums`` of the worker so far, this micro-batch included: loss sum, count and metric sums.
+            A ``LossSums`` of the worker so far, this micro-batch included; its float tensor ``sums`` holds loss sum,
+            count and metric sums in this order.
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient.

@@ -191,6 +191,9 @@ class WorkerBuffers:
 
         Args:
             saved: the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a buffer, or a file of it differs from its manifest.
         """
         # What the script has loaded into the model is in the checkpoint, too.
         self._pending = None

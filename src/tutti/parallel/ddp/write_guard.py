@@ -37,8 +37,9 @@ class WriteGuard:
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Record norm, version counter and address of each parameter, for ``check`` to find later writes by the script.
 
-        The guard refuses writes by the script that have no right effect under the run's strategy. Called after the
-        strategy itself has written the parameters.
+        The first four calls, and then those of number 8, 16, 32 …, also record a digest of each parameter's values. The
+        guard refuses writes by the script that have no right effect under the run's strategy. Called after the strategy
+        itself has written the parameters.
 
         Args:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
@@ -60,7 +61,7 @@ class WriteGuard:
             where: place in the run for the error message, such as the step.
 
         Raises:
-            UsageError: a parameter has another norm.
+            UsageError: a parameter has another norm or digest.
         """
         if self._norms is None:
             return

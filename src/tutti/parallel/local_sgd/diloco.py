@@ -169,6 +169,9 @@ class DiLoCoSync(LocalSGDSync):
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
         """
         super().load(saved)
         names = saved.names("workers")

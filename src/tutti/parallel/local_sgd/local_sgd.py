@@ -167,7 +167,7 @@ class LocalSGDSync:
         Args:
             worker: index of the logical worker.
             part: the worker's sums of loss, count and metrics over its samples in this step; None if the worker had no
-                samples.
+                samples: then its optimizer does not step.
         """
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
@@ -207,9 +207,9 @@ class LocalSGDSync:
             step_context: facts of the step under way, such as its number and loss scale.
 
         Returns:
-            A ``StepStats``: mean loss and metrics over all workers' samples, the gradient's L2 norm before clipping (in
-            a local step the mean of the workers' norms), whether all gradients are finite, and whether a rank asks to
-            stop; equal on all ranks.
+            A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over all
+            workers' samples; ``grad_norm``, the gradient's L2 norm before clipping (in a local step the mean of the
+            workers' norms); ``finite``, whether all gradients are finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -333,6 +333,9 @@ class LocalSGDSync:
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
         """
         names, workers = saved.names("workers"), self._run_context.workers
         first = self._trained[0][0] if self._trained else ""

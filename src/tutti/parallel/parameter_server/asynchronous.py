@@ -208,6 +208,9 @@ class AsynchronousServerSync(RemoteGradients):
         Args:
             worker: index of the logical worker.
             part: the worker's sums of loss, count and metrics in this step; None if the worker had no samples.
+
+        Raises:
+            PeerError: a server does not reply in time, or has ended.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
@@ -404,6 +407,10 @@ class AsynchronousServerSync(RemoteGradients):
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
+            UsageError: on rank 0 alone, the saved optimizer state is larger than a server accepts.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))

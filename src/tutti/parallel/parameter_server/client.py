@@ -212,14 +212,14 @@ class Client:
         afterwards.
 
         Args:
-            text: names the call in error messages.
+            text: names the call in the messages of the errors below.
             ranks: global ranks on whose requests the replies depend, this rank among them. With several, the wait is
                 watched as a collective: ranks that do not call ``wait`` with the same ``text`` are reported as missing.
             patient: the servers may wait for other ranks; triples the timeout where ``ranks`` is this rank alone.
 
         Returns:
-            One ``Reply`` for each server that the requests went to, in the servers' order: message header, floats
-            (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``).
+            One ``Reply`` for each server that the requests went to, in the servers' order: message header (``header``),
+            floats (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``, a list of bytes).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -264,13 +264,13 @@ class Client:
                 LOAD (state of the server) or FACTS (statistics).
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
-            text: names the request in error messages.
+            text: names the request in the messages of the errors below.
             ranks: global ranks on whose requests the replies depend, this rank among them.
             more: further arguments of ``send``, by name, such as ``flags``, ``extras`` and ``servers``.
 
         Returns:
-            One ``Reply`` for each server that was asked, in the servers' order: message header, floats (``extras``),
-            and for SAVE and FACTS the saved state or statistics (``frames``).
+            One ``Reply`` for each server that was asked, in the servers' order: message header (``header``), floats
+            (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``, a list of bytes).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.

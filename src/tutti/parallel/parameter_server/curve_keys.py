@@ -60,8 +60,8 @@ class ZapAuthenticator:
         """Answer one authentication request of ZeroMQ (ZAP) that is waiting on the attribute ``socket``.
 
         A connection to the parameter server is accepted if its CURVE public key is one of the ranks' keys; its messages
-        then have the rank's number as user id. Other connections are refused and counted in the attribute ``refused``.
-        Blocks where no request is waiting, so poll ``socket`` first.
+        then have the rank's index in the constructor's ``clients`` as user id. Other connections are refused and
+        counted in the attribute ``refused``. Blocks where no request is waiting, so poll ``socket`` first.
         """
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and version == _VERSION

@@ -18,8 +18,8 @@ def sizes(parameters: Sequence[nn.Parameter]) -> list[Size]:
         parameters: the trained parameters, in the model's order.
 
     Returns:
-        For each parameter, in order, a ``Size``: its number of elements, the bytes of an element, and the dtype's name
-        (``"torch.float32"``).
+        For each parameter, in order, a ``Size`` (named tuple): its number of elements (``elements``), the bytes of an
+        element (``itemsize``), and the dtype's name (``dtype``, such as ``"torch.float32"``).
     """
     return [Size(p.numel(), p.element_size(), str(p.dtype)) for p in parameters]
 

@@ -131,6 +131,9 @@ class ParameterShard:
         Args:
             raw: the bytes of a safetensors file that ``save`` of the same server, or ``cut_for_server``, has returned.
                 Loading the file runs no code from it.
+
+        Raises:
+            KeyError: the file lacks one of this server's slices.
         """
         tensors = from_bytes(raw)
         for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):

@@ -92,9 +92,10 @@ class RequestHandler(Protocol):
             request: one of these requests, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, an ``Answer``: a status, floats, and whether the server's current parameters are sent with the
-            reply. None if the request has to wait for requests of other logical workers (shares of the global batch).
-            In this case the server calls ``handle`` again later with the same request.
+            The reply, an ``Answer`` object: ``status``, floats (``extras``), and ``values``, whether the server's
+            current parameters are sent with the reply. None if the request has to wait for requests of other logical
+            workers (shares of the global batch). In this case the server calls ``handle`` again later with the same
+            request.
         """
 
     def forget(self) -> None:
@@ -111,8 +112,10 @@ class RequestHandler(Protocol):
         global batch.
 
         Returns:
-            A dict that JSON can represent. Parameters and optimizer state are not in it. Empty for a synchronous
-            server, which cannot be restored.
+            A dict that JSON can represent: for an asynchronous server ``version`` (updates made), ``clocks`` (steps of
+            each worker), ``lost`` (updates lost in restores) and ``stop_at`` (step after which all workers stop, or
+            None); empty for a synchronous server, which cannot be restored. Parameters and optimizer state are not in
+            it.
         """
 
     def load(self, state: dict[str, Any]) -> None:
@@ -169,11 +172,15 @@ class SyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, an ``Answer``: a status, floats, and whether the server's current parameters are sent with the
-            reply. None for a SUM while pushes of other logical workers (shares of the global batch) or of other ranks
-            are missing, or while the requesting rank is 256 steps ahead of another rank; the server later calls
-            ``handle`` again with the same request. A PUSH gets the status LATE if the sum of the pushed step has
-            already been made without the pushed gradient. Other kinds of request get the status REFUSED.
+            The reply, an ``Answer`` object: ``status``, floats (``extras``), and ``values``, whether the server's
+            current parameters are sent with the reply. None for a SUM while pushes of other logical workers (shares of
+            the global batch) or of other ranks are missing, or while the requesting rank is 256 steps ahead of another
+            rank; the server later calls ``handle`` again with the same request. A PUSH gets the status LATE if the sum
+            of the pushed step has already been made without the pushed gradient. Other kinds of request get the status
+            REFUSED. The floats of the reply to a SUM are, in this order: the sums of what the pushes carried beside
+            gradients (digests, loss sums, flags), for each parameter the sum of squares of this server's slice of
+            its gradient (0 without a slice here), for each parameter 1 if this slice is finite, else 0, and for each
+            worker or rank 1 if its push is in the sum, else 0.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)
@@ -312,12 +319,12 @@ class AsyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, an ``Answer`` with a status and floats. The floats (``extras``) are five: the staleness of the
-            push; the updates lost in restores; the step after which all workers stop, or -1; 1 if the worker may begin
-            its next step, else 0; the steps of all workers divided by the number of workers. None for a PULL with the
-            flag WAIT while the worker is further ahead of the slowest than the staleness bound allows; the server later
-            calls ``handle`` again with the same request. The status is REFUSED for a non-finite gradient, and, without
-            floats, for other kinds of request.
+            The reply, an ``Answer`` object with ``status`` (an integer constant) and floats. The floats (``extras``)
+            are five: the staleness of the push; the updates lost in restores; the step after which all workers stop, or
+            -1; 1 if the worker may begin its next step, else 0; the steps of all workers divided by the number of
+            workers. None for a PULL with the flag WAIT while the worker is further ahead of the slowest than the
+            staleness bound allows; the server later calls ``handle`` again with the same request. The status is REFUSED
+            for a non-finite gradient, and, without floats, for other kinds of request.
         """
         header = request.header
         if header.kind == PULL:

@@ -121,9 +121,10 @@ class ServerPlan:
             server: index of the server.
 
         Yields:
-            One ``ServerPiece`` for each parameter of which the server has elements: indices of the dtype section and of
-            the parameter, first and last element (exclusive) in the flattened parameter, and the place in the server's
-            memory.
+            One ``ServerPiece`` (named tuple) for each parameter of which the server has elements: indices of the
+            dtype's section (``section``) and of the parameter (``tensor``); first element (``begin``) and end,
+            exclusive (``end``), in the flattened parameter; and the element at which the slice begins in the server's
+            part of the section (``at``).
         """
         for number, section in enumerate(self.sections):
             low, high = section.cuts[server], section.cuts[server + 1]
@@ -144,8 +145,9 @@ def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan
             bytes, across tensors.
 
     Returns:
-        A ``ServerPlan``: the layout of the buffer, in which each tensor begins at a multiple of 64 bytes, and the
-        elements of each section that each server has.
+        A ``ServerPlan``: ``sizes`` as given; the bytes of the buffer (``size``), in which each tensor begins at a
+        multiple of 64 bytes; and the ``sections``, one for each dtype, with the order and offsets of its tensors
+        (``order``, ``offsets``) and ``cuts``: server m has the elements ``cuts[m]`` to ``cuts[m + 1]``, exclusive.
 
     >>> sizes = [Size(100, 4, "f"), Size(28, 4, "f"), Size(64, 4, "f")]
     >>> plan_servers(sizes, 2, whole=False).sections[0].cuts, plan_servers(sizes, 2, whole=True).sections[0].order

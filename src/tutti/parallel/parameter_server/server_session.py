@@ -285,16 +285,16 @@ class ServerSession:
             kind: a constant of ``server_wire``: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed
                 gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
                 LOAD (state of the server) or FACTS (statistics).
-            text: names the request in error messages.
+            text: names the request in the messages of the errors below.
             clock: steps that the worker has taken.
             more: further keyword arguments of ``Client.send``: ``flags``, ``extras`` (floats), ``seen`` (number of
                 updates in the parameters read last, for each server), ``blobs`` (for each server its state to load) and
                 ``servers`` (indices of those to ask).
 
         Returns:
-            One ``Reply`` for each server, in the servers' order: message header, floats (``extras``), and for SAVE and
-            FACTS the saved state or statistics (``frames``). Parameters that came with the replies are in the receive
-            buffer (the attribute ``values``).
+            One ``Reply`` for each server, in the servers' order: message header (``header``), floats (``extras``), and
+            for SAVE and FACTS the saved state or statistics (``frames``, a list of bytes). Parameters that came with
+            the replies are in the receive buffer (the attribute ``values``).
 
         Raises:
             PeerError: no reply came in time, or a server has ended for good.
@@ -308,7 +308,7 @@ class ServerSession:
         The parameter servers, which are processes of their own, take no part.
 
         Args:
-            text: names the place in the program; the ranks compare it.
+            text: names the place in the program; the ranks compare the texts, and the error names them.
 
         Raises:
             MismatchError: ranks passed different texts.
@@ -330,7 +330,7 @@ class ServerSession:
             A list with, for each server in order, the number of updates that the server has made so far.
 
         Raises:
-            UsageError: the saved optimizer state is larger than a server accepts.
+            UsageError: on rank 0 alone, the saved optimizer state is larger than a server accepts.
         """
         if self.comm.rank == 0:
             known = {other: name for name, spec in specs.items() for other in spec.tied}
@@ -444,6 +444,9 @@ def listen(address: str) -> tuple[str, socket.socket]:
 
     Returns:
         The ZeroMQ endpoint, ``tcp://HOST:PORT``, and the socket, which child processes inherit.
+
+    Raises:
+        OSError: the address is unknown, or not one of this node.
     """
     listener = socket.socket()
     listener.bind((address, 0))

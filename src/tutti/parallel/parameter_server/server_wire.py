@@ -109,7 +109,7 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
     Args:
         frames: the message without its address: header, floats, then tensors or saved state.
         terms: identifiers and lengths that ranks and server have agreed on at the start.
-        client: rank whose key the connection was made with.
+        client: rank whose key the connection was made with, as an index among the data ranks.
 
     Returns:
         The header, all of whose fields agree with the terms.

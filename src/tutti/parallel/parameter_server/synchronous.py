@@ -361,9 +361,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             step_context: the step under way, with its number and the loss scale that the gradients contain.
 
         Returns:
-            A ``StepStats``: means of loss and metrics over the global batch (over the summed pushes with backup
-            workers), the count (samples or tokens), the L2 norm of the whole gradient before clipping, whether this
-            gradient is finite, and whether a rank asks to stop.
+            A ``StepStats`` with the attributes ``loss`` and ``metrics`` (by name), means over the global batch (over
+            the summed pushes with backup workers); ``count`` (samples or tokens); ``grad_norm``, the L2 norm of the
+            whole gradient before clipping; ``finite``, whether this gradient is finite; and ``stop``, whether a rank
+            asks to stop.
 
         Raises:
             UsageError: the script has written parameters since the last update.
@@ -378,8 +379,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         The gradient noise scale is measured with these gradients. Not collective.
 
         Returns:
-            An ``OwnGradients`` with a list of the trained parameters on this rank. Its ``optimizers`` is empty, because
-            the optimizer state is on the servers.
+            An ``OwnGradients``, whose ``parameters`` is a list of the trained parameters on this rank. Its
+            ``optimizers`` is empty, because the optimizer state is on the servers.
         """
         return OwnGradients(self._counted())
 
@@ -439,6 +440,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
+            UsageError: on rank 0 alone, the saved optimizer state is larger than a server accepts.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
