@@ -454,7 +454,8 @@ class GradientReadyHook(Protocol):
         global batch, of which a rank may compute several.
 
         Args:
-            part: the worker's loss sums; None where this rank does not know them.
+            part: sums of loss, count and metrics over the worker's micro-batches of this step, including the one whose
+                backward begins; None where this rank does not compute the loss.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -708,7 +709,7 @@ class Average(Protocol):
 
         Args:
             saved: the checkpoint's tensors.
-            updates: number of updates of the saved average.
+            updates: number of optimizer updates that the saved average has seen; becomes the attribute ``updates``.
         """
 
 
@@ -777,8 +778,9 @@ class GradientSync(Protocol):
             step_context: facts of the step, such as its number and loss scale.
 
         Returns:
-            A ``StepStats``: means of loss and metrics over the global batch, the count (samples or tokens), the L2 norm
-            of the whole gradient before clipping, whether all gradients are finite, and whether a rank asks to stop.
+            A ``StepStats`` of Python numbers: ``loss`` and ``metrics`` (by name), means over the global batch;
+            ``count`` (samples or tokens); ``grad_norm``, the L2 norm of the whole gradient before clipping; ``finite``,
+            whether all gradients are; and ``stop``, whether a rank asks all ranks to stop after this step.
         """
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
@@ -868,6 +870,10 @@ class GradientSync(Protocol):
 
         Args:
             optimizer: this optimizer of the script, with the parameters in new parameter groups.
+
+        Raises:
+            UsageError: the strategy cannot add parameters after ``tutti.prepare``.
+            MismatchError: ranks have added different parameters, where the strategy compares them.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
@@ -925,21 +931,23 @@ class CustomLoopSync(GradientSync, Protocol):
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return names and objects of the trainable parameters of the script's model.
 
-        Where parameters or gradients are sharded, the objects are full parameters or DTensors, not the rows that the
-        optimizer updates.
+        Where parameters or gradients are sharded, the objects are full parameters (ZeRO stage 1) or DTensors (FSDP2),
+        not the rows that the optimizer updates.
 
         Returns:
-            A pair (name, parameter) for each trainable parameter.
+            A pair (name, parameter) for each trainable parameter that this rank has, without sharding in the model's
+            order. Parameters that the script has unfrozen and that are not yet sharded come last.
         """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trainable parameters as objects of the script's model.
 
-        Where parameters or gradients are sharded, the objects are full parameters or DTensors, not the rows that the
-        optimizer updates.
+        Where parameters or gradients are sharded, the objects are full parameters (ZeRO stage 1) or DTensors (FSDP2),
+        not the rows that the optimizer updates.
 
         Returns:
-            The parameters, in the order of ``named_trained``.
+            The parameters of the pairs (name, parameter) that ``named_trained`` returns, in the same order: without
+            sharding the model's.
         """
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -973,7 +981,8 @@ class CustomLoopSync(GradientSync, Protocol):
         """Return the data of all trained parameters as this rank stores them.
 
         Returns:
-            A tensor for each parameter: the full tensor, a slice (tensor parallelism) or a shard (FSDP2).
+            A detached tensor for each parameter that shares its memory: the full tensor, a slice (tensor parallelism)
+            or this rank's rows (ZeRO stage 1, FSDP2). The order is that of ``script_parameters``.
         """
 
     def pop_reached(self) -> list[bool]:
@@ -982,8 +991,8 @@ class CustomLoopSync(GradientSync, Protocol):
         For FSDP2, whose backward itself reduces gradients, so that ``.grad`` does not show it.
 
         Returns:
-            With FSDP2 one flag for each trained parameter, in the order of the strategy's own list of them, which
-            ``mark_reached`` takes; with ZeRO stage 1 only False, with other strategies an empty list.
+            With FSDP2 one flag for each trained parameter that is sharded, in the order of ``script_parameters``; with
+            ZeRO stage 1 as many flags, all False; with other strategies an empty list.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
@@ -1035,7 +1044,7 @@ class CustomLoopSync(GradientSync, Protocol):
         split, if any.
 
         Args:
-            members: the parameters, as objects of the script's model.
+            members: the parameters, as objects of the script's model; those without a gradient count as 0.
             step_context: facts of the step, such as its number and loss scale.
         """
 

@@ -71,9 +71,9 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
         schedule.
 
     Raises:
-        UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, or the
-            run adapts its batch size or learning rate during training (``--batch-growth``, ``--regime-batch``,
-            ``--lr-scale adascale``).
+        UsageError: there is no such checkpoint, it is not at the end of an epoch, no evaluation was made there, the
+            schedule has lowered the learning rate there to less than 1/1000, or the run adapts its batch size or
+            learning rate during training (``--batch-growth``, ``--regime-batch``, ``--lr-scale adascale``).
     """
     from tutti.checkpoint.folder import scan
 
@@ -247,7 +247,8 @@ def prepare_branch(point: BranchPoint, trial: Trial) -> None:
 def branch_loss(trial: Trial) -> float:
     """Return the held-out loss at the end of a finished branch, and delete its copy of the checkpoint.
 
-    A branch is a run that continues a checkpoint at another batch size. NaN if the loss is not finite.
+    A branch is a run that continues a checkpoint at another batch size. NaN if the loss is not finite, or
+    the branch's ``summary.json`` has none. Errors of deleting are ignored.
 
     Args:
         trial: the branch.

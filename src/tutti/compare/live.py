@@ -74,7 +74,8 @@ class Board:
         """Show step, loss and held-out value of the comparison's current run; outside a terminal at most every 30 s.
 
         Args:
-            progress: the run's newest training and evaluation records.
+            progress: the run's newest records: ``progress.step`` (a training step) and ``progress.evaluated`` (an
+                evaluation), each a dict, empty if there is none yet.
         """
         text = _words(progress, self._metric)
         if self._live is not None:

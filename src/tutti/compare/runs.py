@@ -99,7 +99,8 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
     Args:
         trial: the run, one rung (configuration) with one seed.
         task: name of a built-in task, or path and function of the user's task.
-        watch: called every 0.25 s, while the run is trained, with its newest training and evaluation records.
+        watch: called every 0.25 s, while the run is trained, with a ``Progress``: ``step`` and ``evaluated``, the
+            newest records of a training step and of an evaluation, as dicts.
 
     Raises:
         Preempted: a signal asked to stop, and the run has ended; the same command resumes it.

@@ -73,7 +73,10 @@ class RungResult:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds of the final held-out metric of this training configuration's finished runs."""
+        """Mean over the seeds of the final held-out metric of this training configuration's finished runs.
+
+        Not finite if the metric of one of the runs is not.
+        """
         return sum(outcome.held_out for outcome in self.outcomes) / len(self.outcomes)
 
     @property
@@ -111,7 +114,7 @@ class RungResult:
         """Return the median over a configuration's seeds of what it took to reach the target of ``--until``.
 
         A seed that misses the target counts as infinite, so that the median is infinite if at least half of the seeds
-        miss the target.
+        miss the target, and so it is without a target.
 
         Args:
             name: ``steps``, ``samples`` or ``seconds``.
@@ -431,6 +434,8 @@ def _plain(outcome: RunOutcome) -> dict[str, Any]:
 
 def is_fraction(rows: Mapping[str, RungResult], metric: Metric) -> bool:
     """Return whether a metric is shown in per cent: higher is better, and all its finite values lie between 0 and 1.
+
+    True also for a metric of which higher is better and that has no finite value.
 
     Args:
         rows: results by name of the training configuration.

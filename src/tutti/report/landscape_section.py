@@ -24,7 +24,8 @@ def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
         runs: all runs of the report, in the order of the report; the position gives each run its letter and colour.
 
     Returns:
-        The section ``Loss landscape``: its table, charts and notes; None if no run has a ``landscape.json``.
+        A ``ReportSection`` with the title ``Loss landscape`` and lists of ``tables`` (one), ``charts`` (SVG) and
+        ``notes`` (sentences); None if no run has a ``landscape.json``.
     """
     known = [(number, run) for number, run in enumerate(runs) if run.landscape]
     if not known:

@@ -28,7 +28,8 @@ def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
         runs: all runs of the report, in the order of the report; the position gives each run its letter.
 
     Returns:
-        The section ``The plan``: its tables (caption, headings and rows), and the folded table or None.
+        A ``ReportSection`` with the title ``The plan``: ``tables``, a list of tables (caption, headings and rows), and
+        ``folded``, the table of single values, hidden until the reader opens it, or None if the plan has none.
 
     Raises:
         UsageError: the file is missing, no TOML or JSON table, or empty.

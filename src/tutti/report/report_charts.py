@@ -183,11 +183,12 @@ def stack_chart(
     """Draw a horizontal bar for each run as SVG, stacked from named parts, such as seconds of forward and backward.
 
     Args:
-        rows: (label of the bar, length of each part by name), one a run. Names are those of ``PARTS``, such as
-            ``forward``; others are not drawn. Negative lengths count as 0.
+        rows: (label of the bar, length of each part by name), one a run. Names are those of ``PARTS``, phases
+            of a training step such as ``forward``; others are not drawn. Negative lengths count as 0.
         unit: unit of the lengths as drawn, for the label of the axis.
         caption: what the chart shows, in a sentence.
-        share: whether to show each part as per cent of its bar's sum.
+        share: whether to show each part as per cent of the sum of its bar's lengths, those not drawn included; a bar
+            whose sum is not positive is empty.
 
     Returns:
         A ``ReportChart``: ``caption`` as given; ``svg``, the text of the ``<svg>`` element; and ``parts``, the names of

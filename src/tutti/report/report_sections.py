@@ -99,8 +99,9 @@ def compose_report(
         landscape: section of loss landscapes; None: the report names them as missing.
 
     Returns:
-        All texts, charts and tables of the page: ``title``, ``headline``, ``figures`` (key figures of a single run),
-        ``legend`` (letter and name of each run), ``sections``, and ``missing`` (name, and how to get it).
+        A ``ReportContent``, all texts, charts and tables of the page: ``title``, ``headline``, ``figures`` (pairs of
+        name and text, key figures of a single run; empty for several), ``legend`` (pairs of letter and name, one a
+        run), ``sections`` (``ReportSection`` objects), and ``missing`` (pairs of name and how to get it).
     """
     composer = _Composer(runs)
     made = [
@@ -493,7 +494,7 @@ def run_sentence(run: RunRecord) -> str:
     """Return a report's headline on one run as text: task, devices, steps, training time, throughput, and how it ended.
 
     The text names the target if the run has reached it, and the goodput if known. Values that the run has not recorded
-    are left out.
+    are left out. If no step is recorded, the text says so after task and devices, and nothing else.
 
     Args:
         run: content of the run directory.
@@ -520,7 +521,9 @@ def run_sentence(run: RunRecord) -> str:
 
 
 def number_text(value: float) -> str:
-    """Format a number for reading: whole numbers with thousands separators, others with four digits.
+    """Format a number for reading: whole numbers with thousands separators, others with four significant digits.
+
+    Numbers from 100 on are rounded to whole ones. From 1e15 on all numbers have four significant digits.
 
     >>> number_text(12345.0), number_text(0.123456), number_text(461.99), number_text(2.0e-7)
     ('12,345', '0.1235', '462', '2e-07')
@@ -531,7 +534,7 @@ def number_text(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a duration in ms, s, min or h, by its size.
+    """Format a duration in ms (below 1 s), s (below 600 s), min (below 2 h) or h.
 
     >>> seconds_text(0.0123), seconds_text(6.23), seconds_text(750), seconds_text(9000)
     ('12.3 ms', '6.23 s', '12.5 min', '2.5 h')

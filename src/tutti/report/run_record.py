@@ -237,7 +237,8 @@ def read_run(path: Path) -> RunRecord:
 
     Returns:
         The content of the files, unchanged but for damaged parts: ``config``, ``environment``, ``summary`` and
-        ``landscape`` (tables), ``trained`` and ``evaluated`` (lines of ``metrics.jsonl``), ``timeline``, ``goodput``,
+        ``landscape`` (dicts, empty if missing), ``trained`` and ``evaluated`` (lines of ``metrics.jsonl`` as dicts, in
+        order), ``timeline`` (traced segments of each device), ``goodput`` (productive and lost time; None if unknown),
         ``failures``, ``warnings`` and ``problems`` (sentences).
 
     Raises:

@@ -69,6 +69,8 @@ def without_growth_warnings() -> Iterator[None]:
 def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig) -> Iterator[str]:
     """Yield the text of a warning if batch norm normalises over more samples in the last epoch than in the first.
 
+    At most one text; none with ghost batch norm, whose groups keep their size, or for a model without batch norm.
+
     Args:
         epochs: batch contracts (global batch sizes and their division) of all epochs.
         model: the script's model.
@@ -88,6 +90,8 @@ def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig
 
 def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
     """Yield texts of warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
+
+    At most two texts; none where the batch size does not grow.
 
     Args:
         epochs: batch contract (global batch size and its division over ranks) of every epoch.

@@ -112,7 +112,7 @@ class BodyComparison:
     def note(self, kind: str, index: int) -> None:
         """Record that the body of a custom training loop has computed gradients or made an optimizer step.
 
-        The record is compared with that of the rank's first micro-batch of the global batch. Nothing is recorded if the
+        The record is compared with that of the rank's first micro-batch of the global batch. Nothing is checked if the
         rank has only one micro-batch in a global batch.
 
         Args:
@@ -123,7 +123,8 @@ class BodyComparison:
         Raises:
             UsageError: this rank has several micro-batches, and the loop body steps through an enabled
                 ``torch.amp.GradScaler``, computes gradients after an optimizer step, writes parameters before the last
-                micro-batch, or differs in this call from the first micro-batch of the global batch.
+                micro-batch, or differs in this call, or at an optimizer step in a setting such as ``lr``, from the
+                first micro-batch of the global batch.
         """
         if self.several:
             if kind == "step" and _is_called_by_scaler():

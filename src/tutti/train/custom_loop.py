@@ -482,7 +482,8 @@ class CustomLoop:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``, or the gradients cannot be those of the global batch.
+            UsageError: outside of ``run.microbatches()``; the gradients cannot be those of the global batch; or since
+                the backward pass ranks have set different values of an optimizer's setting, such as ``lr``.
             MismatchError: the script edited a gradient differently on each rank.
         """
         run, micro_batch = self._run, self._micro_batch
@@ -635,7 +636,7 @@ class CustomLoop:
             plain: the optimizer's own step, which takes a closure and returns its loss.
 
         Returns:
-            The closure's loss, as the mean over the global batch.
+            The closure's loss: a tensor filled with the mean over the global batch; what is no tensor as it is.
 
         Raises:
             UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates

@@ -127,11 +127,11 @@ def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank:
         batch: largest number of samples in a block, where ``source`` is no ``DataLoader``.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         seed: seed of the random draws with which a sampler or a stream orders its samples.
-        rank: this rank, for messages of loader processes.
+        rank: this rank among all, which errors of the loader processes of a stream name.
 
     Returns:
-        A ``HeldOut``: the samples and the sample numbers of each block. For a stream, a ``HeldOutStream``, whose blocks
-        are known once it has been read.
+        A ``HeldOut``: ``source``, the samples, and ``blocks``, for each block an int64 array of the indices of its
+        samples in ``source``. For a stream a ``HeldOutStream``, whose blocks are known once it has been read.
 
     Raises:
         UsageError: ``tutti.prepare`` would refuse the ``DataLoader`` too, because of a feature that cannot be
@@ -186,6 +186,10 @@ def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool)
         rank: index of this data rank.
         even: give every rank equally many blocks, padded with dummy micro-batches: block number 0, a batch of real
             samples to compute with, and ``samples`` 0, so that the caller leaves their loss out.
+
+    Raises:
+        MismatchError: ranks have read different streams.
+        DataError: the stream has no samples.
     """
     if isinstance(held_out, HeldOutStream):
         return held_out.micro_batches(ranks, rank, run.feed.place, even, run.context.comms.world)

@@ -75,6 +75,8 @@ class HookWatch:
     def check_tree(self) -> None:
         """Check that the script's model has the modules of which the pipeline's stages were cut. Not collective.
 
+        Checks nothing without pipeline stages.
+
         Raises:
             UsageError: the script has replaced, added or removed a module since ``tutti.prepare``.
         """

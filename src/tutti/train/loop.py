@@ -90,7 +90,7 @@ class Means:
         """Return the mean loss and metrics of the epoch's steps so far, each step weighted by its count.
 
         Returns:
-            Python floats by name: ``{"loss": …, "accuracy": …}``; 0 before the first step.
+            Python floats by name: ``{"loss": …, "accuracy": …}``; ``{"loss": 0.0}`` before the first step.
         """
         count = self.count or 1.0
         return {"loss": self.loss / count, **{name: value / count for name, value in self.metrics.items()}}
@@ -143,8 +143,10 @@ class Speed:
             samples: samples that the run has consumed so far.
 
         Returns:
-            A ``Pace``: samples per second over the last 30 steps, seconds of training, expected seconds to the end of
-            the run, tokens/s, MFU and HFU of a device (as known), and seconds that the step waited for its batch.
+            A ``Pace`` of floats: ``samples_per_second`` over the last 30 steps, ``elapsed`` seconds of training,
+            ``remaining`` expected seconds to the end of the run, ``device`` (a dict by name, such as
+            ``throughput/device/mfu``: samples/s, tokens/s, MFU and HFU of a device, as known), and ``data``, seconds
+            that the step waited for its batch.
         """
         now = time.perf_counter() - self._paused
         self._marks.append((now, samples))
@@ -199,7 +201,8 @@ class Speed:
         """Return the speed of the whole run for ``summary.json``, by key.
 
         Returns:
-            ``samples_per_second`` after start-up; tokens/s, MFU and HFU of a device, as far as known; ``seconds`` of
+            ``samples_per_second`` after start-up, of all devices; as far as known the figures of one device,
+            ``throughput/device/`` with ``samples_per_sec``, ``tokens_per_sec``, ``mfu`` and ``hfu``; ``seconds`` of
             training until the last step; and ``startup_seconds``.
         """
         (now, samples), (begun, done) = self._marks[-1], self._first
@@ -310,8 +313,10 @@ def train_loop(
 
     Returns:
         Entries of ``summary.json`` by key: ``epochs``, ``steps``, ``updates``, ``skipped`` (updates), ``loss_scale``,
-        ``samples``, ``train`` and ``eval`` (means by name, ``eval`` may be None), results of ``watch``, figures of the
-        strategy, speed, ``weights_sha256``, and ``diagnoses`` (findings of the checks for mistakes).
+        ``samples``, ``train`` and ``eval`` (means by name, ``eval`` None without an evaluation), ``target`` and
+        ``early_stopping`` of ``watch``, ``stopped`` (the reason, if a callback ended the run), figures of the strategy
+        (``GradientSync.facts``), ``samples_per_second`` and other figures of speed, ``weights_sha256``, and
+        ``diagnoses`` (findings of the checks for mistakes).
 
     Raises:
         UsageError: the loss function does not report the metric that ``watch`` follows.

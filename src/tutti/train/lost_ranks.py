@@ -32,8 +32,8 @@ class LostRanks:
         """Find ranks of the run that were killed since the last call; append a dict for each to ``found``, and warn.
 
         Not collective. Keys of a dict: ``rank``, ``workers`` (list of the indices of the rank's logical data-parallel
-        workers, which are fixed shares of the global batch), ``steps`` (number of steps that these workers made) and
-        ``cause`` (text).
+        workers, which are fixed shares of the global batch), ``steps`` (largest number of steps that one of these
+        workers made) and ``cause`` (text).
         """
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):

@@ -422,8 +422,8 @@ def prepare_process(config: TrainConfig, world: World) -> int:
 
     Returns:
         The number of threads: ``config.threads``, else one in reproducible mode, else this process's cores / ranks on
-        this node, and half of that on an accelerator: threads that issue kernels, copy and load need cores too, and an
-        update on the host waits for its slowest thread (docs/devices.md).
+        this node, and half of that on an accelerator, rounded down but at least 1: threads that issue kernels, copy and
+        load need cores too, and an update on the host waits for its slowest thread (docs/devices.md).
     """
     torch.manual_seed(config.seed)
     cores = usable_cores() // world.identity.local_size // (2 if is_accelerator(world.device) else 1)

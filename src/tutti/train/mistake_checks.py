@@ -530,7 +530,7 @@ def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
 
     Returns:
         A ``Rate`` for each parameter group: ``kind`` (class name in lower case), ``peak`` (the largest of the group's
-        ``lr``, ``initial_lr`` and ``max_lr``) and ``momentum``.
+        ``lr``, ``initial_lr`` and ``max_lr``) and ``momentum``, 0 where the group has none. Empty without optimizers.
     """
     return [
         Rate(

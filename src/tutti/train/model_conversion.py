@@ -49,7 +49,7 @@ def convert_model(
 
     Returns:
         A pair: the model, and the dtype to which floating-point inputs are converted, that of the model's first
-        floating-point parameter.
+        floating-point parameter, or float32 if the model has none.
 
     Raises:
         UsageError: the precision is unknown, or ``fp8`` where it cannot run or converts no layer.

@@ -87,6 +87,9 @@ class NoiseProbe:
     def finish(self, stats: StepStats, step_context: StepContext) -> None:
         """Add a measured step's estimates of the gradient noise to the running averages; nothing in other steps.
 
+        Nothing is added either if a gradient or an estimate is not finite, or if the gradient of the step is that of a
+        single part (a micro-batch or a worker's share), which has no variance.
+
         Collective in measured steps: an all-reduce of five numbers. Call it between ``GradientSync.reduce_gradients``
         and ``optimizer_step``.
 
@@ -129,7 +132,7 @@ class NoiseProbe:
         }
 
     def values(self) -> Mapping[str, float]:
-        """Return the gradient noise figures of the last step; empty if the step was not measured.
+        """Return the gradient noise figures of the last step; empty if the step gave no estimate.
 
         Returns:
             Python floats by name: ``noise/trace`` and ``noise/square``, the step's own estimates of tr Σ (trace of the

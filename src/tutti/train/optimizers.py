@@ -110,7 +110,8 @@ def check_takes_sparse(
 ) -> None:
     """Raise UsageError if an optimizer cannot step with sparse gradients, as of ``nn.Embedding(…, sparse=True)``.
 
-    To find out, makes an optimizer of the same class and settings and lets it step on a parameter of two rows.
+    To find out, makes an optimizer of the same class and settings and lets it step on a parameter of two rows. No error
+    is raised where this is not possible: a class that needs a closure, or whose constructor refuses the settings.
 
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.

@@ -95,13 +95,31 @@ class PartialState(MutableMapping[Tensor, Any]):
         return len(self._plain)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
-        """Return the state of a parameter, or ``default`` where the optimizer has none: a look adds no entry."""
+        """Return the state of a parameter, or ``default`` where the optimizer has none: a look adds no entry.
+
+        This mapping takes the place of ``optimizer.state`` where parameters are split over ranks. PyTorch, tutti and
+        the optimizer get the plain dict of tensors; the script a mapping whose tensors are ``StateSlice`` objects,
+        which allow only element-wise functions.
+
+        Args:
+            key: the parameter.
+            default: result for a parameter without state.
+
+        Raises:
+            UsageError: the script asks, and the strategy lets it read no state.
+        """
         if key not in self:
             return default
         return self[key]
 
     def clear(self) -> None:
-        """Remove the state of all parameters; the optimizer makes it anew in its next update."""
+        """Remove the state of all parameters; the optimizer makes it anew in its next update.
+
+        This mapping takes the place of ``optimizer.state`` where parameters are split over ranks.
+
+        Raises:
+            UsageError: the script asks, and the strategy does not let it change state.
+        """
         self._refuse_script()
         self._plain.clear()
 
@@ -183,10 +201,13 @@ class StateSlice(Tensor):
     def of(cls, tensor: Tensor, key: str, part: StatePart) -> StateSlice:
         """Return a ``StateSlice`` that shares the memory of a tensor.
 
+        A ``StateSlice`` is a subclass of ``Tensor`` for this rank's part of optimizer state: it allows element-wise
+        functions, and raises UsageError in others, which would need the whole tensor.
+
         Args:
             tensor: this rank's part of a tensor of optimizer state.
-            key: name of the state, such as ``exp_avg``.
-            part: the parameter.
+            key: name of the state, such as ``exp_avg``; for errors and the representation.
+            part: the parameter: its name, its whole shape and the shape of this rank's part.
         """
         with TorchFunctionDisabled():
             slice_ = tensor.as_subclass(cls)
@@ -280,9 +301,14 @@ def _refuse(what: str, how: str) -> NoReturn:
 def gathered_state(pieces: Mapping[str, Tensor | TensorSlice], comm: Communicator) -> dict[str, Tensor]:
     """Return whole tensors of optimizer state, of which each rank writes some or slices into a checkpoint. Collective.
 
+    Each tensor, or slice of it, is broadcast by the rank that has it.
+
     Args:
         pieces: this rank's tensors and slices, by name.
         comm: all ranks.
+
+    Returns:
+        On every rank, the whole tensors by name: of all names that any rank has. On a single rank its own tensors.
     """
     local = {name: piece.tensor if isinstance(piece, TensorSlice) else piece for name, piece in pieces.items()}
     specs = {name: _spec(piece) for name, piece in pieces.items()}

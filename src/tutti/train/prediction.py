@@ -40,10 +40,11 @@ def predict_samples(
         The results for all samples in their order, on the CPU, in the structure that ``function`` returns.
 
     Raises:
-        UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a tensor of a
-            result does not have one row for each sample of its batch.
-        DataError: results of two batches have different shapes.
-        MismatchError: ranks make different calls, or have taken different numbers of steps.
+        UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a result holds
+            something else than tensors, or a tensor without one row for each sample of its batch.
+        DataError: results of two batches of a rank have rows of different shapes.
+        MismatchError: ranks make different calls, have taken different numbers of steps, or have results of different
+            shapes.
     """
     grid = run.context.grid
     if grid.stage > 1 or grid.tensor > 1:

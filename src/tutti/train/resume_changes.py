@@ -77,8 +77,9 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
         run: the run, for the settings of its optimizer.
 
     Returns:
-        A list of ``SettingDifference``s: ``name``, ``saved`` and ``now`` (the two values) of each; settings of the run
-        first, then options of parameter groups, each by name.
+        A list of ``SettingDifference``s: ``name``, ``saved`` and ``now`` (the two values; for an option of a parameter
+        group texts, with the group's index if there are several); settings of the run first, then options of parameter
+        groups, each sorted by name. Options are left out if the optimizers differ in class or number of groups.
     """
     found = [
         SettingDifference(name, facts[key], run_facts[key])
@@ -198,9 +199,9 @@ def change_facts(run: Run) -> dict[str, Any]:
 
     Returns:
         JSON values by key: ``optimizer_settings``, a list with a dict of options for each parameter group; and, if
-        there are any, ``earlier_epochs`` (list of earlier epochs that had another batch size or number of samples) and
-        ``changes`` (list of ``{"step": …, "changed": {name: [saved, now]}}``, one for each resume that changed
-        settings).
+        there are any, ``earlier_epochs`` (list of ``[epoch, batch size, samples]``: until this epoch the run had this
+        batch size and number of training samples, None if unknown) and ``changes`` (list of ``{"step": …, "changed":
+        {name: [saved, now]}}``, one for each resume that changed settings).
     """
     earlier = run.feed.epochs.earlier
     return {

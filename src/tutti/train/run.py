@@ -663,7 +663,7 @@ class Run:
     def agreed(self) -> StepStats | None:
         """Loss, metrics and gradient norm of the last step, reduced over the global batch; None before the first step.
 
-        Deprecated name of ``stats``.
+        A ``StepStats`` with Python numbers, such as ``loss`` and ``grad_norm``. Deprecated name of ``stats``.
         """
         warnings.warn("run.agreed is now run.stats", DeprecationWarning, stacklevel=2)
         return self.stats
@@ -823,10 +823,11 @@ class Run:
             The structure that ``function`` returns, with tensors that have a row for each sample of ``source``.
 
         Raises:
-            UsageError: the model is split into stages or tensor slices, or a prediction does not have one row for each
-                sample.
-            DataError: predictions of two batches have different shapes.
-            MismatchError: ranks make different calls, or have taken different numbers of steps.
+            UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a
+                prediction holds something else than tensors, or a tensor without one row for each sample.
+            DataError: predictions of two batches of a rank have rows of different shapes.
+            MismatchError: ranks make different calls, have taken different numbers of steps, or have predictions of
+                different shapes.
         """
         averaged = self.average is not None if averaged is None else averaged
         return predict_samples(self, source, function, batch, averaged, collate)
@@ -965,7 +966,8 @@ class Run:
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continue at a saved position in the training data, without training: the next ``epoch(number)`` starts there.
 
-        Sets ``at``, ``samples`` and the state of the data set's reader.
+        Sets the attributes ``at`` (epoch and global batch) and ``samples`` (consumed so far), and the state of the data
+        set's reader.
 
         Args:
             position: the result of ``position``: ``epoch``, ``batch``, ``samples`` and ``state``.
@@ -1027,7 +1029,8 @@ class Run:
                 Options of the optimizer that are not named get their saved values.
 
         Returns:
-            ``extra`` as ``save`` was given it; None if there is no checkpoint, and the run is unchanged.
+            ``extra`` as ``save`` was given it, empty if it was given none; None if there is no checkpoint, and the run
+            is unchanged.
 
         Raises:
             UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers.

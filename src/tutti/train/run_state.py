@@ -85,7 +85,7 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
         and ``extra``.
 
     Raises:
-        UsageError: ``extra`` holds a value that ``encode_json`` does not support.
+        UsageError: ``extra`` holds another value than numbers, texts, None, and lists, tuples and dicts of them.
     """
     return {
         "within": run.within,

@@ -33,7 +33,8 @@ class SharedSettings:
         The text serves to compare these settings over ranks, and between calls.
 
         The text is ``lr {value} {value} …, momentum …``, with a value for each parameter group that has the setting. A
-        tensor on an accelerator is written as None, so that the host does not wait for the device.
+        tensor on an accelerator is written as None, so that the host does not wait for the device. Settings that no
+        group has are left out; the text is empty without optimizers.
         """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         values = [(name, _plain(group[name])) for group in groups for name in _NAMES if name in group]

@@ -52,8 +52,9 @@ def train_step(
         noise: measures the gradient noise scale, in some steps; None: in none.
 
     Returns:
-        A ``StepStats`` (loss, metrics and gradient norm, reduced over the global batch) and an ``UpdateResult`` (number
-        of updates made, whether the update was skipped).
+        A pair: a ``StepStats`` (``loss``, ``metrics``, ``grad_norm`` and others, Python numbers reduced over the global
+        batch) and an ``UpdateResult`` (``updates``, the number of updates made, and ``skipped``, whether the update was
+        skipped because a gradient is not finite).
     """
     run = replica.run if noise is None else noise.begin(replica, step_context)
     for worker, micro_batches in work:

@@ -87,7 +87,7 @@ class TargetWatch:
         in a row without a better value.
 
         Args:
-            at: position of the run at the evaluation, and the metric's value.
+            at: position of the run at the evaluation, such as ``step`` and ``samples``, and ``value``, the metric's.
         """
         previous, self._last = self._last, at
         self._count += 1
@@ -108,10 +108,11 @@ class TargetWatch:
         """Return the state of target and early stopping as a JSON value for a checkpoint; ``load`` restores it.
 
         Returns:
-            A dict with ``metric``, ``value`` (the target, or None), ``best``, ``reached`` and ``last`` (each an
-            evaluation as a dict, or None), ``evaluations`` and ``stale`` (numbers of all evaluations, and of those
-            since the best), and ``samples_before`` (samples at the evaluation before the one that reached the target,
-            or None).
+            A dict with ``metric`` (a dict: its name and direction), ``value`` (the target, or None), ``best``,
+            ``reached`` and ``last`` (each the fields of an ``EvaluatedAt``, such as ``step`` and ``value``, as a dict,
+            or None), ``evaluations`` and ``stale`` (numbers of all evaluations, and of those since the best), and
+            ``samples_before`` (samples at the evaluation before the one that reached the target; 0 if that was the
+            first, None if the target was not reached).
         """
         return {
             "metric": asdict(self.metric),
@@ -158,9 +159,11 @@ class TargetWatch:
 
         Returns:
             A dict with the key ``target`` if the run has a target and ``early_stopping`` if it has a patience. The
-            value of each is a dict with the metric, its best value and step, the number of evaluations and what ended
-            the run; ``target`` also says where the target was reached, in steps, samples, epochs and seconds (None if
-            it was not).
+            value of each is a dict with ``metric``, ``better`` (``lower`` or ``higher``), ``best``, ``best_step``,
+            ``evaluations`` (number) and ``ended_by`` (``target``, ``patience`` or ``length``). ``target`` also has
+            ``value``, ``reached`` (bool), and where it was reached, None if it was not: ``steps``, ``updates``,
+            ``samples``, ``samples_before`` (at the evaluation before), ``epochs``, ``seconds`` and ``wall_seconds``.
+            ``early_stopping`` also has ``patience`` and ``without_better`` (evaluations since the best).
         """
         best, at = self._best, self._reached
         common = {

@@ -103,7 +103,7 @@ class TrainabilityWatch:
         """Check that the modules still have the parameter objects with which the run began. Not collective.
 
         Raises:
-            UsageError: the script has replaced, tied or added a parameter since ``tutti.prepare``.
+            UsageError: the script has replaced, tied, added or removed a parameter since ``tutti.prepare``.
         """
         before, now = self._objects(self._named), self._objects(parameters(self._replica.parts))
         if now.keys() - before.keys():

@@ -34,7 +34,8 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
         o: the options of ``tutti.prepare``, such as ``batch_size``, ``shuffle`` and ``collate``.
 
     Returns:
-        A ``Sampling``: data set, batch size, order, collate function and number of loader processes.
+        A ``Sampling``: ``dataset``, ``batch_size``, order (``shuffle`` or ``sampler``, ``drop_last``), ``collate`` and
+        ``processes`` (number of loader processes of each rank).
 
     Raises:
         UsageError: an option differs from that of the ``DataLoader``, or the loader has a feature that tutti cannot
@@ -157,7 +158,8 @@ def first_micro_batch_trial(
         data_rank: index of this data rank, for a stream that shards itself.
 
     Returns:
-        ``trial(model, most=None)``, which returns the loss of at most ``most`` samples; None without a loss function.
+        ``trial(model, most=None)``, which returns the result of ``loss`` on the micro-batch's first ``most`` samples
+        (None: all of them), with its autograd graph; None without a loss function.
     """
     if loss is None:
         return None

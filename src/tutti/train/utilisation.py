@@ -43,9 +43,9 @@ def measured_throughput(
         batch: this rank's first batch, whose first sample is traced.
 
     Returns:
-        A ``DeviceThroughput``: number of devices, tokens of a sample, FLOP of its forward and backward (those of the
-        model, and those of the hardware with recomputed activations), and peak FLOP/s of a device; None for what is
-        unknown.
+        A ``DeviceThroughput`` of numbers: ``devices``, ``tokens`` of a sample, ``model_flop`` and ``hardware_flop``
+        (FLOP of its forward and backward, without and with recomputed activations), and ``peak`` FLOP/s of a device;
+        None for what is unknown, all but ``devices`` if ``batch`` is empty.
     """
     devices = world.identity.size
     if not length(batch):

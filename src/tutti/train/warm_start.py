@@ -63,7 +63,8 @@ def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None)
         init_map: renames of the saved tensors, and differences that are allowed; default: none.
 
     Returns:
-        A ``WarmStart`` with the path that was read, and the differences between the tensors there and the model's.
+        A ``WarmStart``: ``path``, the text of the path that was read, and ``fitted``, the differences between the
+        tensors there and the model's that ``init_map`` allowed; ``str`` of it gives both as a text.
 
     Raises:
         UsageError: the run has stepped, ``path`` holds no weights, or ``init_map`` names tensors that do not exist.

@@ -69,7 +69,8 @@ class WrittenParameters:
         number of steps so far is a power of two. Not collective. To save time, as a hash reads every parameter, not
         every such call computes one: of the calls that found a changed counter, the first four do and then the 8th,
         16th, 32nd and so on; of the beginnings of epochs, the first four do and then those at least 16 steps after the
-        last hash at the beginning of an epoch.
+        last hash at the beginning of an epoch. Always 0 with one data rank, or where not every data rank has all
+        parameters.
         """
         if self._seen():
             self._count += 1
