@@ -85,7 +85,7 @@ def check_device(choice: str, where: str = "--device") -> None:
 
     Args:
         choice: the device that the user stated.
-        where: the option or key that states it, for the message.
+        where: the option or key that states it, which UsageError names.
 
     Raises:
         UsageError: ``choice`` is none of the possible values; the error suggests one.
@@ -164,7 +164,7 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
         choice: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type.
         local_rank: index of this process among those on this node.
         local_size: number of processes on this node.
-        where: names the rank in error messages.
+        where: names the rank in the UsageError about more processes than devices.
 
     Raises:
         UsageError: an unknown type, an accelerator that is not here, or more processes than devices.
@@ -209,7 +209,7 @@ def check_processes(choice: str, processes: int, where: str) -> None:
     Args:
         choice: ``--device``, or the type of a device.
         processes: number of processes of the job, on all nodes.
-        where: names the option or the rank, for the message.
+        where: names the option or the rank in UsageError.
 
     Raises:
         UsageError: more than one process on ``mps``.
@@ -318,6 +318,8 @@ def collective_options(device: torch.device, timeout: timedelta) -> Any:
 def pins_memory(device: torch.device) -> bool:
     """Return whether ``non_blocking`` copies from the host to a device need pinned memory to be asynchronous.
 
+    False for the CPU, an Apple GPU (``mps``) and ``meta``; True for all other devices.
+
     Args:
         device: destination of the copies.
     """
@@ -333,7 +335,7 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
         dtype: dtype of the tensor.
 
     Returns:
-        A tensor of shape (n,), on the CPU.
+        A new tensor of shape (n,), on the CPU, to be copied by the caller.
     """
     import torch
 
@@ -346,7 +348,7 @@ def current_stream(device: torch.device) -> torch.Stream:
     Kernels of one stream run in order.
 
     Args:
-        device: an accelerator; CPUs have no streams.
+        device: an accelerator; CPUs have no streams, and an error of PyTorch is raised for them.
     """
     import torch
 
@@ -530,7 +532,8 @@ def replays_graphs(device: torch.device) -> bool:
 def release_graph_results() -> None:
     """Let the graphs of ``torch.compile`` overwrite the results of their last replays, from the next compiled call on.
 
-    Called at the start of each step. Within a step results stay: gradients, which micro-batches add up, are among them.
+    Called at the start of each step; without such graphs (CUDA graphs) the call changes no result. Within a step
+    results stay: gradients, which micro-batches add up, are among them.
     """
     import torch
 
@@ -636,7 +639,7 @@ def device_names() -> list[str]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name from ``/proc/cpuinfo``, else from ``platform``."""
+    """Return the processor's name from ``/proc/cpuinfo``, else its name or type (``x86_64``) from ``platform``."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -686,9 +689,10 @@ def accelerator_facts() -> dict[str, Any]:
     """Return what torch knows about this machine's accelerators, for ``tutti doctor``. Loads the driver.
 
     Returns:
-        Facts by name: ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available``,
-        ``complaint`` (torch's warning, or None), ``gpus`` (``name`` and ``memory_bytes`` of each device) and
-        ``backends`` (whether each is available, by name).
+        Facts by name: ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available`` (whether
+        there is a usable accelerator), ``complaint`` (torch's first warning, one line, or None), ``gpus`` (for each
+        device a dict with ``name`` and ``memory_bytes``, None on ``mps``) and ``backends`` (``{"nccl": …}``, whether
+        torch has it).
     """
     import torch
 
@@ -721,8 +725,8 @@ def describe_toolkit(facts: Mapping[str, Any], driver: str | None) -> tuple[str,
         driver: version of the driver; None if there is none.
 
     Returns:
-        The line's name ``cuda``, its text, and the versions ``{"cuda": …, "nccl": …, "driver": …}``, each None if
-        missing.
+        The line's name ``cuda``, its text, such as ``CUDA 12.8 · NCCL 2.27.5 · driver not found``, and the versions
+        ``{"cuda": …, "nccl": …, "driver": …}``, each None if missing.
     """
     built = f"CUDA {facts['toolkit']} · NCCL {facts['collectives']}" if facts["toolkit"] else ""
     text = f"{built or 'torch is built without CUDA'} · driver {driver or 'not found'}"

@@ -201,7 +201,7 @@ def tensor_version(tensor: Tensor) -> int:
     Autograd relies on the counter; no public function returns it.
 
     Args:
-        tensor: the tensor.
+        tensor: the tensor; an inference tensor has no counter and raises RuntimeError.
     """
     return tensor._version
 
@@ -527,8 +527,8 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def order_members(module: nn.Module, like: nn.Module) -> None:
     """Give ``module`` the order of submodules, parameters and buffers of ``like``; drop names that ``like`` lacks.
 
-    A buffer is persistent if it is in ``like``. The public way, to remove and add every member, would call registration
-    hooks.
+    Names that only ``like`` has are not added. A buffer is persistent if it is in ``like``. The public way, to remove
+    and add every member, would call registration hooks.
 
     Args:
         module: the module that is changed in place.
@@ -705,7 +705,7 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
     options, and tutti adds an option to a mode.
 
     Args:
-        mode: name of a mode, such as ``max-autotune``.
+        mode: name of a mode, such as ``max-autotune``; an unknown one raises RuntimeError.
 
     Returns:
         Name of the option, such as ``triton.cudagraphs``, → value.
@@ -790,7 +790,7 @@ def accept_gradient_scale(optimizer: Any) -> bool:
     Otherwise a scaler divides the gradients before it calls ``step``. No public function sets the mark.
 
     Args:
-        optimizer: the optimizer, marked in place.
+        optimizer: the ``torch.optim.Optimizer``, marked in place.
 
     Returns:
         Whether the optimizer accepted scales before, as fused ones do.
@@ -836,7 +836,10 @@ reduce_scatter_single: Callable[..., Any] = getattr(_distributed, "reduce_scatte
 
 
 def default_store() -> torch.distributed.Store:
-    """Return the key-value store of the default process group, which must exist. No public function returns it."""
+    """Return the key-value store of the default process group; ValueError without such a group.
+
+    No public function returns the store.
+    """
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -844,7 +847,7 @@ def set_group_timeout(group: Any, limit: timedelta) -> None:
     """Set the timeout of a process group's later collectives. PyTorch names no public function for it.
 
     Args:
-        group: the process group.
+        group: the ``torch.distributed.ProcessGroup``.
         limit: the timeout.
     """
     torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
@@ -885,7 +888,7 @@ def flight_recorder() -> Callable[..., Any] | None:
     The public way is environment variables with which NCCL's watchdog writes files.
 
     Returns:
-        The function; None in a build of torch without it.
+        The function, which called without arguments returns JSON text as bytes; None in a build of torch without it.
     """
     recorder: Callable[..., Any] | None = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return recorder
@@ -898,7 +901,7 @@ def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Non
     need ``allocate`` and ``__call__`` only.
 
     Args:
-        unit: an FSDP-wrapped module.
+        unit: an ``FSDPModule`` (FSDP2).
         all_gather: object that allocates the buffer of, and performs, an all-gather of parameters; None for PyTorch's.
         reduce_scatter: object that allocates the buffer of, and performs, a reduce-scatter of gradients.
     """
@@ -927,7 +930,7 @@ def reduce_unused_parameters(unit: Any) -> None:
     parameters begins by giving zero gradients to the parameters that have none.
 
     Args:
-        unit: an FSDP-wrapped module; changed in place.
+        unit: an ``FSDPModule`` (FSDP2); changed in place.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True)
@@ -1032,7 +1035,8 @@ def elastic_processes(agent: Any) -> list[Any]:
         agent: the ``LocalElasticAgent``.
 
     Returns:
-        One process object of ``multiprocessing`` for each rank, with ``pid`` and ``exitcode``, in the order of ranks.
+        One process object of ``multiprocessing`` for each rank of this node, with ``pid`` and ``exitcode``, in the
+        order of local ranks. Before the first start AttributeError is raised.
     """
     return list(agent._pcontext._pc.processes)
 

@@ -40,7 +40,8 @@ def adasum_tree(vectors: Sequence[Tensor]) -> Tensor:
     Local arithmetic, not collective.
 
     Args:
-        vectors: one tensor for each rank, in rank order, all of one shape; their number must be a power of two.
+        vectors: one tensor for each rank, in rank order, all of one shape; their number must be a power of two (others
+            raise IndexError).
 
     Returns:
         One tensor, of the shape and dtype of the first vector.

@@ -24,10 +24,11 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
     Args:
         comm: the ranks that take part.
         tensors: equal in number, shape and dtype on all ranks.
-        name: shown in error messages.
+        name: names the call in both errors; equal on all ranks.
 
     Raises:
-        MismatchError: shapes or dtypes differ between ranks.
+        MismatchError: numbers, shapes or dtypes of the tensors, or the names, differ between ranks.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     if comm.size == 1:
         return

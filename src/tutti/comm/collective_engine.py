@@ -672,6 +672,10 @@ class CollectiveEngine:
 
         Args:
             options: timeouts and limits; those of rank 0 hold for all ranks.
+
+        Returns:
+            The session, an object with ``submit`` (start a collective), ``join`` (no more data on this rank) and
+            ``close``.
         """
         self._opened += 1
         return CollectiveSession(self, self._opened, options)
@@ -717,7 +721,7 @@ class CollectiveEngine:
 
         Args:
             ranks: global ranks that take part.
-            call: the collective, for the error message.
+            call: description of the collective, which the PeerError names.
         """
         self._under_way = ranks
         try:
@@ -903,6 +907,9 @@ def engine() -> CollectiveEngine:
 
     Starting is collective: every rank of the job must call this function, and a call blocks until rank 0 has called it.
 
+    Returns:
+        The engine, an object with ``open_session`` (make a namespace in which collectives are started) and ``close``.
+
     Raises:
         UsageError: before ``tutti.init``.
         PeerError: rank 0 did not start its engine in time.
@@ -925,6 +932,9 @@ def default_session() -> CollectiveSession:
 
     A session is a namespace in which the ranks' calls are matched by name. The first call opens it and starts the
     thread that performs collectives; every rank of the job must make this call, which blocks until rank 0 has made it.
+
+    Returns:
+        The session, an object with ``submit`` (start a collective), ``join`` (no more data on this rank) and ``close``.
 
     Raises:
         UsageError: before ``tutti.init``.

@@ -87,6 +87,9 @@ class Schedule:
     def bounds(self, transfer: ChunkTransfer, elements: int) -> tuple[int, int]:
         """Return the range (start, end), end exclusive, of vector elements that one message of this all-reduce carries.
 
+        The vector is split into chunks as even as possible, the first ones one longer; the range is that of one or
+        several consecutive chunks. It is empty (start = end) if the vector has too few elements for these chunks.
+
         Args:
             transfer: one message of this schedule.
             elements: length of the vector.
@@ -98,11 +101,12 @@ class Schedule:
         """Return the messages that one rank sends and receives in this all-reduce.
 
         Args:
-            rank: index of the rank.
+            rank: index of the rank among those of the all-reduce, from 0.
 
         Returns:
             A pair (sends, receives) for each round in which the rank takes part, in the order of the rounds. Both are
-            lists of messages, each with sender, receiver and chunk of the vector; either may be empty.
+            lists of messages, each with ``source`` and ``to`` (such indices), the chunks of the vector from ``first``
+            to ``last`` (excluded), and ``reduce`` (whether the receiver adds them); either list may be empty.
         """
         own = (([t for t in r if t.source == rank], [t for t in r if t.to == rank]) for r in self.rounds)
         return [(sends, receives) for sends, receives in own if sends or receives]
@@ -117,7 +121,7 @@ class Schedule:
     def traffic(self, elements: int, itemsize: int) -> dict[tuple[int, int], LinkTraffic]:
         """Count messages and bytes on each link that this all-reduce schedule sends for one vector. Arithmetic only.
 
-        Chunks without an element are not sent.
+        Chunks without an element are not sent. Transfers within a node through shared memory count, too.
 
         Args:
             elements: length of the vector.
@@ -147,7 +151,7 @@ class Schedule:
 
         Args:
             size: bytes of the vector.
-            network: cost of messages over the network.
+            network: cost of messages over the network: ``alpha`` (seconds of latency) and ``beta`` (bytes a second).
             node: cost of transfers within a node; None: as the network.
 
         >>> round(ring_schedule(8).seconds(1e8, LinkCost(2e-5, 1e10)), 6)

@@ -62,22 +62,31 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks of the members of the process set, in increasing order; a new list."""
+        """Global ranks of the members of the process set, in increasing order; a new list.
+
+        For the set of all ranks, raises UsageError before ``tutti.init``.
+        """
         return list(range(context.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """Return the number of ranks that are members of the process set, an ordered set of ranks for collectives."""
+        """Return the number of ranks that are members of the process set, an ordered set of ranks for collectives.
+
+        For the set of all ranks, raises UsageError before ``tutti.init``.
+        """
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Return whether this process's rank is a member of the process set, and so may call collectives on it."""
+        """Return whether this process's rank is a member of the process set, and so may call collectives on it.
+
+        Raises UsageError before ``tutti.init``.
+        """
         return context.rank() in self.ranks
 
     def rank(self) -> int:
         """Return the index of this process in the process set, from 0; not its global rank.
 
         Raises:
-            UsageError: this process is no member.
+            UsageError: this process is no member, or ``tutti.init`` was not called.
         """
         if not self.included():
             raise UsageError(f"rank {context.rank()} is not in {self}", remedy="check included() first")
@@ -246,8 +255,8 @@ def allreduce_async(
         in_place: write the result into ``tensor``, which must not be used before ``wait``.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
     """
     outputs = [tensor.detach()] if in_place else None
     convert = (lambda _: tensor) if in_place else _first
@@ -279,8 +288,8 @@ def grouped_allreduce_async(
         in_place: write the results into ``tensors``, which must not be used before ``wait``.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
     """
     tensors = list(tensors)
     outputs = _without_graph(tensors) if in_place else None
@@ -425,8 +434,8 @@ def grouped_allgather_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
     """
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     return _submit(
@@ -453,8 +462,8 @@ def allgather_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
     """
     handle = grouped_allgather_async([tensor], name, process_set=process_set)
     handle.convert = _first
@@ -563,8 +572,8 @@ def broadcast_async(
         in_place: write the result into ``tensor``; default: into a new tensor.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
         UsageError: ``root`` is no member of ``process_set``.
@@ -647,7 +656,9 @@ def alltoall_async(
         is late.
 
     Raises:
-        SplitError: ``splits`` does not fit the tensor.
+        SplitError: ``splits`` are not int32, not one number for each member, negative, or in sum more than the rows; or
+            they are not given, and the number of members does not divide the rows.
+        UsageError: ``tensor`` is a scalar.
     """
     rows = _splits(tensor, splits, process_set.size(), _where("alltoall", name))
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
@@ -682,7 +693,9 @@ def alltoall(
         The received rows, the first member's first, and the number of rows from each member, an int32 tensor.
 
     Raises:
-        SplitError: ``splits`` does not fit the tensor.
+        SplitError: ``splits`` are not int32, not one number for each member, negative, or in sum more than the rows; or
+            they are not given, and the number of members does not divide the rows.
+        UsageError: ``tensor`` is a scalar.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -714,8 +727,8 @@ def grouped_reducescatter_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
         UsageError: ``op`` is another operation, or a tensor has no first dimension.
@@ -764,8 +777,8 @@ def reducescatter_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
+        MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
         UsageError: ``op`` is another operation, or the tensor has no first dimension.
@@ -872,7 +885,7 @@ def join() -> int:
     the other ranks may all-reduce by sum, average or Adasum; their other collectives but barriers raise MismatchError.
 
     Returns:
-        The rank that joined last, the same on all ranks.
+        The global rank that joined last, the same on all ranks.
 
     Raises:
         PeerError: a rank has ended or left.
@@ -919,7 +932,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: the set, as ``add_process_set`` returned it; the same on all ranks.
 
     Returns:
-        Whether the set was registered.
+        Whether the set was registered and is now removed; False also for the set of all ranks, which stays.
 
     Raises:
         MismatchError: ranks' calls differ.

@@ -160,7 +160,12 @@ class Communicator:
 
         Args:
             tensor: contiguous, overwritten by the sum over the ranks.
-            text: names the call in error messages; equal on all ranks.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
+
+        Raises:
+            MismatchError: deadlock: the ranks wait in different calls; in shared memory also where their calls, numbers
+                of elements or dtypes differ.
+            PeerError: a rank has ended, a connection broke, or the timeout has passed.
         """
         if self._small is not None and self._small.takes(tensor):
             self._count_collective("shared_memory", tensor, self.size)
@@ -176,10 +181,11 @@ class Communicator:
         Args:
             flat: of equal shape and dtype on all ranks, which is not checked; not to be used before ``wait`` of the
                 handle.
-            text: names the call in error messages.
+            text: names the call in the errors of ``wait``.
 
         Returns:
-            A ``Pending``, whose ``wait`` blocks until ``flat`` holds the sum.
+            A ``Pending``, whose ``wait`` blocks until ``flat`` holds the sum, or raises PeerError (a rank is lost or
+            late) or MismatchError (the ranks wait in different calls).
         """
         if self.size == 1:
             return _DONE
@@ -197,7 +203,11 @@ class Communicator:
             receive: (sum(parts), row), overwritten; rows from rank 0 first.
             parts: for each rank, the number of rows that it sends to every other rank.
             mine: rows that this rank sends to each rank.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
+
+        Raises:
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         self._count_collective("all_to_all", send)
         if self.size == 1:
@@ -217,10 +227,15 @@ class Communicator:
             send: (sum(sizes),), the part for rank 0 first.
             sizes: elements for each rank.
             come: elements from each rank.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
 
         Returns:
-            The received elements, a tensor of shape (sum(come),), the part from rank 0 first.
+            The received elements, a tensor of shape (sum(come),), the part from rank 0 first; with one rank ``send``
+            itself.
+
+        Raises:
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         if self.size == 1:
             return send
@@ -236,10 +251,16 @@ class Communicator:
 
         Args:
             mine: (n,), this rank's slice; equal n and dtype on all ranks.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
 
         Returns:
             The concatenated slices, a tensor of shape (size · n,), equal on all ranks; ``size`` is the number of ranks.
+            With one rank ``mine`` itself.
+
+        Raises:
+            MismatchError: deadlock: the ranks wait in different calls; in shared memory also where their calls, numbers
+                of elements or dtypes differ.
+            PeerError: a rank has ended, a connection broke, or the timeout has passed.
         """
         if self.size == 1:
             return mine
@@ -262,7 +283,12 @@ class Communicator:
         Args:
             whole: (size · n,), overwritten. With one rank nothing is copied.
             mine: (n,), this rank's slice; may be a view of its place in ``whole``; with one rank it is ``whole``.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
+
+        Raises:
+            MismatchError: deadlock: the ranks wait in different calls; in shared memory also where their calls, numbers
+                of elements or dtypes differ.
+            PeerError: a rank has ended, a connection broke, or the timeout has passed.
         """
         if self._small is not None and self._small.takes(mine):
             self._count_collective("shared_memory", mine, self.size)
@@ -279,7 +305,12 @@ class Communicator:
         Args:
             mine: (n,), overwritten.
             whole: (size · n,), this rank's summand, slice of rank 0 first.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
+
+        Raises:
+            MismatchError: deadlock: the ranks wait in different calls; in shared memory also where their calls, numbers
+                of elements or dtypes differ.
+            PeerError: a rank has ended, a connection broke, or the timeout has passed.
         """
         if self.size == 1:
             mine.copy_(whole)
@@ -320,7 +351,8 @@ class Communicator:
             kind: channel of the message, a key of the ``kinds`` that were given to ``p2p_channels``.
 
         Returns:
-            Handle, whose ``wait`` blocks until the message is sent.
+            Handle, whose ``wait`` blocks until the message is sent, or raises PeerError (a rank is lost or late) or
+            MismatchError (the ranks wait for each other in different calls).
         """
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
@@ -333,7 +365,8 @@ class Communicator:
             kind: channel of the message, as given to ``start_send``.
 
         Returns:
-            Handle, whose ``wait`` blocks until the message has arrived.
+            Handle, whose ``wait`` blocks until the message has arrived, or raises PeerError (a rank is lost or late) or
+            MismatchError (the ranks wait for each other in different calls).
         """
         return self._transfer(tensor, source, self.rank, kind)
 
@@ -359,8 +392,12 @@ class Communicator:
 
         Args:
             tensor: of equal shape and dtype on all ranks, which is not checked.
-            source: index of the sending rank.
-            text: names the call in error messages.
+            source: index of the sending rank within this communicator.
+            text: names the call in PeerError and MismatchError.
+
+        Raises:
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         if self.size > 1:
             self._count_collective("broadcast", tensor)
@@ -458,7 +495,7 @@ class Communicator:
 
         Args:
             tensor: of equal shape and dtype on all ranks.
-            name: names the call in error messages; equal on all ranks.
+            name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Raises:
             MismatchError: shape, dtype, name or operation differ between ranks.
@@ -482,8 +519,8 @@ class Communicator:
 
         Args:
             tensor: of equal shape and dtype on all ranks.
-            source: index of the sending rank.
-            name: names the call in error messages; equal on all ranks.
+            source: index of the sending rank within this communicator.
+            name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Raises:
             MismatchError: shape, dtype, source, name or operation differ between ranks.
@@ -508,7 +545,7 @@ class Communicator:
 
         Args:
             tensor: of equal shape and dtype on all ranks.
-            name: names the call in error messages; equal on all ranks.
+            name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Returns:
             One tensor for each rank, in rank order, without ranks that were killed while the run goes on
@@ -532,12 +569,16 @@ class Communicator:
 
         Args:
             value: on ``source``, a value that ``json.dumps`` accepts; ignored on other ranks.
-            source: index of the sending rank.
-            name: shown in error messages.
+            source: index of the sending rank within this communicator.
+            name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Returns:
             The value of ``source``, as it is after a round trip through JSON (tuples become lists); with one rank,
             ``value`` itself.
+
+        Raises:
+            MismatchError: the ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size == 1:
             return value
@@ -558,11 +599,12 @@ class Communicator:
 
         Args:
             lines: the text to compare, line by line.
-            name: subject of the text, for the error message.
-            remedy: how to make the ranks agree, for the error message.
+            name: subject of the text, which both errors name.
+            remedy: how to make the ranks agree, a text for MismatchError.
 
         Raises:
             MismatchError: on every rank, naming two ranks and the first line in which they differ.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size == 1:
             return
@@ -606,6 +648,9 @@ class Communicator:
         Args:
             call: describes this rank's call.
             other: index in ``alive_ranks`` of a rank whose call differs from the first one's; equal on all ranks.
+
+        Returns:
+            The error, whose message names both ranks and their calls.
         """
         calls = self.all_gather_strings(call, "comparing calls")
         return MismatchError(
@@ -617,15 +662,19 @@ class Communicator:
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:
-        """All-gather a string from each rank, cut to 1 KiB. Collective over the ranks of this communicator; blocks.
+        """All-gather a string from each rank, cut to 1 KiB of UTF-8. Collective over this communicator's ranks; blocks.
 
         Args:
             text: this rank's string.
-            name: names the call in error messages; equal on all ranks.
+            name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Returns:
             One string for each rank, in rank order, without ranks that were killed while the run goes on
             (``alive_ranks``).
+
+        Raises:
+            MismatchError: the ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size == 1:
             return [text]
@@ -745,8 +794,8 @@ class Communicators:
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
         """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
 
-        Collective over all ranks; blocks. The all-reduce is over ``replica``, the ranks with the same part of the
-        model.
+        Collective over all ranks; blocks. The all-reduce is over the communicator ``replica`` (attribute of this
+        object) of the ranks with the same part of the model.
 
         Args:
             algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
@@ -782,7 +831,7 @@ class Communicators:
         Args:
             name: mesh axis: ``replica``, ``shard``, ``stage`` or ``tensor``.
             places: indices of the members on the axis, in increasing order.
-            purpose: key of the process group, shown in error messages.
+            purpose: key of the process group and name of the communicator, which PeerError and MismatchError show.
 
         Returns:
             The communicator, an object with collectives and point-to-point messages among the members; None on a rank
@@ -803,7 +852,7 @@ class Communicators:
         which one process group would serialise.
 
         Args:
-            purpose: key of the process group, shown in error messages; one key gives one group.
+            purpose: key of the process group, which PeerError and MismatchError show; one key gives one group.
         """
         return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
 

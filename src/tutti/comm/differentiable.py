@@ -61,7 +61,8 @@ class TensorRanks:
 
         Args:
             whole: any tensor, equal on all ranks.
-            name: the layer whose input it is, for error messages.
+            name: the layer whose input it is; named in UsageError, and in the backward's PeerError (a rank is lost or
+                late) and MismatchError (the ranks wait in different calls).
 
         Returns:
             A tensor with the values of ``whole``, to be used in its place; ``whole`` itself without gradients.
@@ -93,7 +94,8 @@ class TensorRanks:
 
         Args:
             part: this rank's summand, of equal shape on all ranks.
-            name: the layer whose output it is, for error messages.
+            name: the layer whose output it is; named in PeerError (a rank is lost or late) and in MismatchError (the
+                ranks wait in different calls).
 
         Returns:
             The sum, of the shape of ``part``, equal on all ranks.
@@ -113,7 +115,8 @@ class TensorRanks:
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
-            name: the layer whose output it is, for error messages.
+            name: the layer whose output it is; named in PeerError (a rank is lost or late) and in MismatchError (the
+                ranks wait in different calls).
 
         Returns:
             The whole tensor, of ``length`` along ``dim``, equal on all ranks.
@@ -132,7 +135,8 @@ class TensorRanks:
             whole: of ``length`` along ``dim``, equal on all ranks.
             dim: dimension to split.
             length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
-            name: the layer whose input it is, for error messages.
+            name: the layer whose input it is; named in the backward's PeerError (a rank is lost or late) and
+                MismatchError (the ranks wait in different calls).
 
         Returns:
             A copy of the slice, in the memory order of ``whole``.
@@ -150,7 +154,8 @@ class TensorRanks:
             part: this rank's summand, of ``length`` along ``dim``.
             dim: dimension to split.
             length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
-            name: the layer whose output it is, for error messages.
+            name: the layer whose output it is; named in PeerError (a rank is lost or late) and in MismatchError (the
+                ranks wait in different calls).
 
         Returns:
             The slice of the sum, contiguous, of size ``len(even_share(length, size, rank))`` along ``dim``.
@@ -172,7 +177,8 @@ class TensorRanks:
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
-            name: the layer whose input it is, for error messages.
+            name: the layer whose input it is; named in PeerError (a rank is lost or late) and in MismatchError (the
+                ranks wait in different calls).
 
         Returns:
             The whole tensor, of ``length`` along ``dim``.
@@ -190,7 +196,8 @@ class TensorRanks:
 
         Args:
             tensors: parameters that are equal on all ranks.
-            name: the layer that they belong to, for error messages.
+            name: the layer that they belong to; named in the backward's PeerError (a rank is lost or late) and
+                MismatchError (the ranks wait in different calls).
 
         Returns:
             Tensors equal to ``tensors``, in their order, to be used in their place.
@@ -208,7 +215,8 @@ class TensorRanks:
 
         Args:
             tensor: of equal shape on all ranks.
-            name: the layer whose output it is, for error messages.
+            name: the layer whose output it is; named in PeerError (a rank is lost or late) and in MismatchError (the
+                ranks wait in different calls).
 
         Returns:
             A tensor of shape (tensor-parallel ranks, …), in rank order, equal on all ranks.
@@ -224,7 +232,8 @@ class TensorRanks:
 
         Args:
             tensor: this rank's summand, of equal shape on all ranks.
-            name: names the call in error messages, such as ``output of mlp``.
+            name: names the call, such as ``output of mlp``, in PeerError (a rank is lost or late) and in MismatchError
+                (the ranks wait in different calls).
         """
         total = tensor.clone(memory_format=torch.contiguous_format)
         self._comm.sum_in_place(total, name)
@@ -240,7 +249,8 @@ class TensorRanks:
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
-            name: names the call in error messages, such as ``output of mlp``.
+            name: names the call, such as ``output of mlp``, in PeerError (a rank is lost or late) and in MismatchError
+                (the ranks wait in different calls).
 
         Returns:
             The whole tensor, of ``length`` along ``dim``, in channels-last format where ``part`` is.
@@ -266,7 +276,8 @@ class TensorRanks:
             tensor: this rank's summand, of ``length`` along ``dim``.
             dim: dimension to split.
             length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
-            name: names the call in error messages, such as ``output of mlp``.
+            name: names the call, such as ``output of mlp``, in PeerError (a rank is lost or late) and in MismatchError
+                (the ranks wait in different calls).
 
         Returns:
             The slice of the sum, contiguous, of size ``len(even_share(length, size, rank))`` along ``dim``.

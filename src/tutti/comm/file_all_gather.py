@@ -56,7 +56,7 @@ class FileAllGather:
 
         Args:
             raw: this rank's bytes, of any length.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
 
         Returns:
             The bytes of each rank that took part, in order of global rank, the same list on all ranks. The attribute
@@ -95,8 +95,8 @@ class FileAllGather:
         Blocks for twice the job's timeout at most. Ranks that are killed meanwhile are left out.
 
         Args:
-            tensor: of equal shape and dtype on all ranks, on any device.
-            text: names the call in error messages.
+            tensor: of equal shape and dtype on all ranks, which is not checked; on any device.
+            text: names the call in PeerError and MismatchError.
 
         Returns:
             A new tensor for each rank that took part, in order of global rank, on the device of ``tensor``; equal on
@@ -104,6 +104,7 @@ class FileAllGather:
 
         Raises:
             PeerError: a rank that is still alive did not make the call in time.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         """
         return [_tensor(raw, tensor) for raw in self.gather(_bytes(tensor), text)]
 
@@ -115,10 +116,11 @@ class FileAllGather:
         Args:
             tensor: of equal shape and dtype on all ranks, on any device; overwritten by the values of ``source``.
             source: global rank of the source.
-            text: names the call in error messages.
+            text: names the call in PeerError and MismatchError.
 
         Raises:
             PeerError: the source is lost, or a rank that is alive did not make the call in time.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         """
         brought = self.gather(_bytes(tensor) if self._rank == source else b"", text)
         if source not in self.there:

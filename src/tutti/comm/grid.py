@@ -66,7 +66,7 @@ class Grid:
         """Return this rank's coordinate on one axis of the device mesh, from 0.
 
         Args:
-            axis: ``replica``, ``shard``, ``stage`` or ``tensor``.
+            axis: ``replica``, ``shard``, ``stage`` or ``tensor``; another name raises ValueError.
         """
         return self._coordinates(self.rank)[AXES.index(axis)]
 

@@ -410,6 +410,9 @@ class Coordinator:
             message: JSON list: kind, number of the session, further fields. Kinds are ``open`` (a session), ``call``
                 and ``hit`` (a new call, or one that was agreed upon before, by its number), ``posted`` (all-reduces in
                 shared memory, by number and attempt), ``join``, ``wait`` (all threads of the rank wait) and ``close``.
+
+        Raises:
+            ValueError: another kind.
         """
         kind, number, *rest = message
         session = self._sessions.get(number)
@@ -463,7 +466,7 @@ class Coordinator:
 
         Args:
             rank: global rank.
-            text: reason, for the error messages.
+            text: reason, the message of the PeerError that these collectives raise.
             orderly: whether the rank announced that it leaves; otherwise all other ranks are told at once, so that they
                 can leave collectives that are under way.
         """

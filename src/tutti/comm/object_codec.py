@@ -40,7 +40,7 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
         The bytes.
 
     Raises:
-        UsageError: a value of another type; names its place in ``value`` and its type.
+        UsageError: a value of another type, or a sparse or quantized tensor; names its place in ``value`` and its type.
 
     >>> decode_object(encode_object({"a": [1, None, (2.5, {3})], b"b": "text"}))
     {'a': [1, None, (2.5, {3})], b'b': 'text'}
@@ -56,6 +56,12 @@ def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
     Args:
         data: result of ``encode_object``.
         tensors: the list that ``encode_object`` has filled, or equal tensors in its order; None if it was given none.
+
+    Returns:
+        A value equal to the encoded one; its tensors are new ones on the CPU, or those of ``tensors`` themselves.
+
+    Raises:
+        UsageError: the bytes have an unknown tag, as of another version of tutti.
     """
     return _Decoder(data, tensors).value()
 

@@ -131,7 +131,7 @@ class PostedReduction:
             return attempt
 
     def posted(self, attempt: int) -> list[int]:
-        """Return the ranks that have written their tensors for an attempt at this all-reduce, or for a later one.
+        """Return the global ranks that have written their tensors for an attempt at this all-reduce, or a later one.
 
         Local: reads counters in shared memory; does not wait.
 

@@ -30,7 +30,8 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
             they share the control group.
 
     Returns:
-        The control group (Gloo, CPU tensors), and the gradient group (default backend); both None for a single rank.
+        The control group (Gloo, CPU tensors), and the gradient group (default backend); both None for a single rank. On
+        a rank that is no member both are what ``dist.new_group`` returns there, ``GroupMember.NON_GROUP_MEMBER``.
     """
     if len(ranks) == 1:
         return None, None

@@ -57,7 +57,8 @@ class ScheduledAllReduce:
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks.
-            text: names the call in error messages.
+            text: names the call in errors of ``wait`` about ranks of this node with which it shares memory; errors of
+                messages over the network name the algorithm and the two ranks instead.
         """
         return ScheduledSum(self, flat, text)
 
@@ -69,7 +70,12 @@ class ScheduledAllReduce:
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks; not more bytes than the constructor's ``size``.
-            text: names the call in error messages.
+            text: names the call in errors about ranks of this node with which it shares memory; errors of messages
+                over the network name the algorithm and the two ranks instead.
+
+        Raises:
+            PeerError: a rank is lost, or did not take part in time.
+            MismatchError: the ranks wait for each other in different calls.
         """
         if self._segment is None:
             self._play(flat, {}, text)

@@ -104,7 +104,7 @@ class SharedMemorySegment:
         Collective over the ranks of the segment.
 
         Args:
-            text: names the call in error messages.
+            text: names the call in both errors.
 
         Raises:
             PeerError: a rank has ended, or did not arrive within the timeout.
@@ -215,7 +215,7 @@ class SmallMessages:
 
         Args:
             mine: this rank's tensor of n elements; n and dtype are equal on all ranks.
-            text: names the call in error messages about ranks that do not arrive.
+            text: names the call in PeerError and in the MismatchError of ranks that all wait in different calls.
             call: describes the call and must be equal on all ranks; "" for ``text`` with n and dtype.
 
         Returns:
@@ -265,8 +265,9 @@ def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
         size: bytes of a slot.
 
     Returns:
-        The segment; None on all ranks where the processor is not x86-64, the ranks are on several nodes, a rank cannot
-        open the file (containers with a /dev/shm of their own), or /dev/shm is too small.
+        The segment, an object with ``slot`` (a rank's memory, as a uint8 tensor) and ``barrier``. None on all ranks if
+        the processor is not x86-64, the ranks are on several nodes, a rank cannot open the file (containers with a
+        /dev/shm of their own), or /dev/shm is too small.
     """
     size = -(-size // 4096) * 4096
     descriptor, name = _create(_total(comm.size, size)) if comm.rank == 0 else (-1, "")

@@ -80,7 +80,8 @@ class TreeSum:
         A logical worker is a fixed share of the global batch, and its vector for example its gradient.
 
         Args:
-            worker: index of the worker among all N logical workers; calls must be in increasing order.
+            worker: index of the worker among all N logical workers; calls must be in increasing order. Where there are
+                more ranks than workers, it is the rank's one worker, and may be given any number of times.
             vector: the worker's vector, shape (length,); this object keeps and overwrites it.
         """
         if self._shared:
@@ -99,6 +100,9 @@ class TreeSum:
         Returns:
             The sum, a tensor of shape (length,), equal on all ranks; ``length`` is the number of elements of each
             vector.
+
+        Raises:
+            KeyError: a worker of this rank was not added; only where no two ranks share a worker.
         """
         if self._shared:
             return self._shared_total()

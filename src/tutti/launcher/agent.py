@@ -308,7 +308,8 @@ def run_agent(agent: Agent) -> signal.Signals | None:
         agent: starts and restarts the ranks.
 
     Returns:
-        The first signal that asked the run to stop; None if it ended by itself.
+        The first signal that asked the run to stop; None if it ended by itself, also if ranks failed, which raises
+        nothing: ``agent.failures()`` then returns their failures.
     """
     try:
         agent.run()

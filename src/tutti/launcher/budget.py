@@ -63,8 +63,8 @@ class Budget:
         Progress saved since the last failure restores the full number of restarts first. Does not wait.
 
         Returns:
-            The restart to make, with the seconds for which the caller must sleep before it (``pause``), the number of
-            restarts left and the saved step. None if no restart is left.
+            The restart to make: ``pause`` (seconds for which the caller must sleep before it), ``left`` (number of
+            restarts left after it) and ``saved`` (the saved step to resume from; 0: none). None if no restart is left.
         """
         saved = self._progress()
         if saved > self._saved:

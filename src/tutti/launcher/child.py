@@ -78,8 +78,9 @@ def child_main(job: Job) -> NoReturn:
     """Run ``job.entry`` as a rank in this forked process, and exit the process; never returns.
 
     Appends output to the rank's log file (rank 0 keeps the terminal instead), starts the rank's watchdog, and writes an
-    exception to the rank's failure record. The exit code is 0 if ``entry`` returns, else ``failure_exit_code`` of the
-    exception. The rank is read from the environment variable ``RANK``.
+    exception to the rank's failure record. The exit code is 0 if ``entry`` returns, else a member of
+    ``tutti.errors.ExitCode`` for the kind of exception, or the code of a ``SystemExit``. The rank is read from the
+    environment variable ``RANK``.
 
     Args:
         job: entry point and its arguments, folders and limits.

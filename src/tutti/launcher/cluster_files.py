@@ -49,7 +49,7 @@ def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[s
         words: the command line, without the leading ``tutti``.
 
     Raises:
-        UsageError: the nodes cannot have equally many devices.
+        UsageError: the number of nodes in ``config`` does not divide ``devices``.
     """
     each = devices_per_node(devices, config.nodes)
     limits = {
@@ -85,7 +85,7 @@ def sky_task(config: SkyPilotConfig, name: str, devices: int, words: Sequence[st
         words: the command line, without the leading ``tutti``.
 
     Raises:
-        UsageError: the nodes cannot have equally many devices.
+        UsageError: the number of nodes in ``config`` does not divide ``devices``.
     """
     each = devices_per_node(devices, config.nodes)
     resources = {

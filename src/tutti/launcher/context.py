@@ -82,8 +82,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
 
     Returns:
-        A ``World``: ``identity`` (rank, size, local rank and node of this process), ``device``, ``store`` (shared by
-        all ranks) and ``timeout`` in seconds.
+        A ``World``: ``identity`` (rank, size, local rank and node of this process), ``device`` (a ``torch.device``),
+        ``store`` (a ``torch.distributed.Store``, shared by all ranks) and ``timeout`` in seconds.
 
     Raises:
         UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or an accelerator is

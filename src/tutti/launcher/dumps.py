@@ -53,8 +53,8 @@ class Dumps:
     def answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
         """Start a thread in the rank that writes the rank's recorded collectives to a file on the watchdog's request.
 
-        Called in the rank, after the watchdog process was forked. The file is written at most once; an ``OSError`` or
-        ``RuntimeError`` while it is written is ignored.
+        Called in the rank, after the watchdog process was forked. The file is written at most once, atomically; an
+        ``OSError`` or ``RuntimeError`` is ignored, and the file is then not written.
 
         Args:
             record: returns the recording, as the bytes of the file.
@@ -130,7 +130,8 @@ def lines_of(stacks: str, thread: int) -> list[str]:
             frames of the last thread, the main thread, are returned.
 
     Returns:
-        One line for each frame, such as ``  File "own.py", line 12 in loss``, innermost frame first.
+        One line for each frame, such as ``  File "own.py", line 12 in loss``, innermost frame first; empty if the dump
+        has no frames.
     """
     threads: dict[int, list[str]] = {}
     frames: list[str] = []

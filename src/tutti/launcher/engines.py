@@ -27,7 +27,8 @@ def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
 
     Raises:
         UsageError: options are given for Slurm (inside an allocation it takes none), the package ``ray`` is missing, or
-            the engine cannot be reached.
+            Ray refuses the working directory or the options; or Slurm's is asked for outside of a Slurm job.
+        PeerError: there is no Ray cluster at the given address, or Slurm does not say which nodes its job has.
     """
     if isinstance(config, LocalEngineConfig):
         return HostsEngine([Host("localhost", devices)], logs)

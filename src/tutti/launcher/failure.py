@@ -166,7 +166,7 @@ def write_failure(directories: Iterable[Path], failure: Failure) -> None:
 
     Args:
         directories: directories to try, in order.
-        failure: the failure; gives the rank N.
+        failure: record of why the process of rank N (``failure.rank``) ended: exception, exit code, traceback, …
     """
     for directory in directories:
         target = path(directory, failure.rank)
@@ -268,7 +268,8 @@ def is_final(cause: Failure) -> bool:
     ``DISK`` has exit code 8.
 
     Args:
-        cause: the failure that ended the job.
+        cause: record of why a rank's process ended, which ended the job; its ``exit_code`` and ``kind``, the name of
+            the exception's class (empty without one), are looked at.
     """
     raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
     return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
@@ -280,7 +281,7 @@ def describe_failure(failure: Failure, log: Path | None) -> str:
     A usage error before training is the same on every rank; its message names no rank.
 
     Args:
-        failure: the failure to describe.
+        failure: record of why the rank's process ended: rank, exception, exit code, traceback and so on.
         log: path of the rank's log; None if the rank's output, with its traceback, is on the terminal.
     """
     if failure.kind == UsageError.__name__ and failure.step is None:

@@ -102,7 +102,8 @@ def parse_host_file(path: Path) -> str:
     """Read a host file, as Open MPI has it, and return its hosts as a value of ``-H``, such as ``host0:2,host1:1``.
 
     Args:
-        path: file with lines ``HOST`` or ``HOST slots=N``; text after ``#`` and blank lines are skipped.
+        path: file with lines ``HOST`` (one slot) or ``HOST slots=N``; text after ``#`` and blank lines are skipped.
+            Names and numbers are not checked here: ``parse_hosts`` does.
 
     Raises:
         UsageError: the file cannot be read.
@@ -128,8 +129,8 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
         port: value of ``MASTER_PORT``: TCP port for rank 0 to listen on.
 
     Returns:
-        Host and environment variables of each rank, in rank order. The variables are those of torchrun: ``RANK``,
-        ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on.
+        For each rank, in rank order, its ``host`` and its ``environment``, a mapping with the variables of torchrun:
+        ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on.
 
     Raises:
         UsageError: there are more ranks than slots.
@@ -161,7 +162,8 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
     """Choose the address and the TCP port at which rank 0 will host the job's key-value store.
 
     They are ``MASTER_ADDR`` and ``MASTER_PORT`` of this process's environment, as far as these are set; else the
-    address of the first host, and a random port from 10000 to 29999, which may be in use.
+    address of the first host (this machine's host name if that is this machine and there are others), and a random port
+    from 10000 to 29999, which may be in use.
 
     Args:
         hosts: hosts of the job, rank 0's first.

@@ -115,7 +115,7 @@ def call_forked(function: Callable[..., T], *arguments: Any) -> T:
     started a thread for each device. A launcher that needs a backward therefore runs the backward by this function.
 
     Args:
-        function: the function; its result or exception is pickled.
+        function: the function; its result or exception is pickled, the exception with the child's traceback as a note.
         arguments: arguments of the function, which need no pickling, because the child is a copy of this process.
 
     Raises:

@@ -20,7 +20,8 @@ def run_as_rank(work: Callable[[], None], rank: int, logs: Path) -> int:
 
     An exception of the script is recorded for the launcher, ``failure-rankN.json`` in ``logs``, if the folder exists on
     this node, and its traceback is printed from the script's first frame on. Errors of tutti, ``SystemExit`` and
-    ``KeyboardInterrupt`` are recorded and raised again.
+    ``BrokenPipeError`` are recorded and raised again, without a print. An orderly end, such as ``KeyboardInterrupt`` or
+    ``sys.exit(0)``, is raised again without a record.
 
     Args:
         work: runs the script; called once, without arguments.
@@ -28,7 +29,8 @@ def run_as_rank(work: Callable[[], None], rank: int, logs: Path) -> int:
         logs: the launcher's folder for the output of the ranks.
 
     Returns:
-        0 if ``work`` returns, else ``failure_exit_code`` of its exception.
+        0 if ``work`` returns; for an exception that is not raised again its exit code, a member of
+        ``tutti.errors.ExitCode``: ``PEER`` for a lost peer, ``DISK`` for a full disk, else ``UNEXPECTED``.
     """
     # The stack of a crash in native code goes to the rank's output, which a program may have replaced.
     with suppress(OSError, ValueError):

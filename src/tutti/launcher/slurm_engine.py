@@ -59,10 +59,14 @@ class SlurmEngine:
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of the nodes that still belong to the Slurm job and answer.
 
-        A slot is room for one rank. Asks Slurm's commands, which may take seconds.
+        A slot is room for one rank. Asks Slurm's commands, which may take seconds. If ``squeue`` does not answer, the
+        nodes that the job had at the last answer count; if ``sinfo`` does not, all of the job's nodes count.
 
         Returns:
             Name of the node → number of free slots.
+
+        Raises:
+            PeerError: ``scontrol`` does not say the names of the job's nodes.
         """
         held = self._ranks.held()
         return {host.name: host.slots - held[host.name] for host in self._there()}
@@ -177,7 +181,8 @@ def requeue(code: int) -> None:
     """Put this Slurm job back into the queue (``scontrol requeue``) if its run was preempted or ended by a signal.
 
     The signals are SIGTERM, SIGUSR1 and SIGUSR2. Does nothing after other ends of the run, nor if Slurm itself is
-    ending the job: a cancelled job would come back.
+    ending the job: a cancelled job would come back. Prints a line on standard error if the job is requeued; if Slurm
+    refuses or does not answer, nothing is printed or raised, and the job is not requeued.
 
     Args:
         code: exit code of the run, a member of ``tutti.errors.ExitCode`` or 128 + the number of a signal.

@@ -38,7 +38,7 @@ def batch_file(
         folder: prefix of the run directory; ``--out FOLDER-JOBID`` is appended to the command. None: no ``--out``.
 
     Raises:
-        UsageError: the nodes cannot have equally many devices.
+        UsageError: the number of nodes in ``config`` does not divide the largest number of devices.
     """
     least, most = sizes
     tasks = devices_per_node(most, config.nodes)

@@ -13,9 +13,10 @@ from typing import Any
 def torch_facts() -> dict[str, Any]:
     """Import torch and return facts about it as a dict for JSON, for ``tutti doctor``.
 
-    Keys: ``torch`` (version), ``import_seconds``, ``toolkit`` and ``collectives`` (versions or None), ``available``
-    (whether there is an accelerator), ``complaint`` (a warning or None), ``gpus`` (dicts with ``name`` and
-    ``memory_bytes``) and ``backends`` (name → whether torch has it).
+    Keys: ``torch`` (version), ``import_seconds``, ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None),
+    ``available`` (whether there is an accelerator), ``complaint`` (torch's warning about the accelerator, or None),
+    ``gpus`` (dicts with ``name`` and ``memory_bytes``) and ``backends`` (name of a backend of ``torch.distributed`` →
+    whether torch has it).
     """
     begin = time.perf_counter()
     import torch
