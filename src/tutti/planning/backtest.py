@@ -132,8 +132,8 @@ class BacktestResult:
 
         Returns:
             Scores by cell (predictions with one basis and a similar extrapolation distance, named for example ``one
-            measured row, at most 2 ×``) and then by published source; each has at most 60 quantiles, and the number of
-            independent series.
+            measured row, at most 2 ×``) and then by published source, each a ``CellScores``: ``scores``, a tuple of at
+            most 60 quantiles, and ``series``, the number of independent series.
         """
         return collect_scores(one for _, one in self.checked)
 

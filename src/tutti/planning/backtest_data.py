@@ -37,8 +37,9 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each benchmark and protocol (zero-shot: from no row of the table; anchored; extrapolated at least 2 × and at
-        least 8 ×) one record with ``group`` (the benchmark), ``protocol``, ``predictions`` (each with its measurement)
-        and ``reason``: why the list is empty, as always for zero-shot, or how many rows were left out of it.
+        least 8 ×) one record with ``group`` (the benchmark), ``protocol``, ``predictions`` (a list of
+        ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why the list is empty, as always for
+        zero-shot, or how many rows were left out of it.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
@@ -173,8 +174,8 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one record with
-        ``group`` (the workload), ``protocol``, ``predictions`` (in samples or epochs, each with its measurement) and
-        ``reason``: why the list is empty, as always for zero-shot.
+        ``group`` (the workload), ``protocol``, ``predictions`` (in samples or epochs, a list of ``CheckedPrediction``,
+        with ``predicted`` and ``measured``) and ``reason``: why the list is empty, as always for zero-shot.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)

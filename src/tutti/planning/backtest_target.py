@@ -84,8 +84,9 @@ def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
             data until the target was reached and minutes, as tables of the kind ``data to target`` have them.
 
     Yields:
-        For each benchmark one record with ``group`` (the benchmark), ``protocol``, ``predictions`` (in minutes, each
-        with its measurement) and ``reason``: why that list is empty, else an empty text.
+        For each benchmark one record with ``group`` (the benchmark), ``protocol`` (``time, from at most 1/4 of the
+        devices``), ``predictions`` (in minutes, a list of ``CheckedPrediction``, with ``predicted`` and ``measured``)
+        and ``reason``: why that list is empty, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         asked = Asked(group, QUARTER)

@@ -126,8 +126,9 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × and
-        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, each with its
-        measurement) and ``reason``: why that list is empty, as always for zero-shot, else an empty text.
+        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, a list of
+        ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why that list is empty, as always
+        for zero-shot, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
@@ -178,9 +179,9 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each workload on its hardware and each protocol (zero-shot: from no row of the table; the two anchored ones;
-        extrapolated to at most 4 × and further) one record with ``group``, ``protocol``, ``predictions`` (in seconds,
-        each with its measurement) and ``reason``: why that list is empty, as always for zero-shot, or what the
-        predictions guess because the table does not state it.
+        extrapolated to at most 4 × and further) one record with ``group``, ``protocol``, ``predictions`` (in seconds, a
+        list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why that list is empty, as
+        always for zero-shot, or what the predictions guess because the table does not state it.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -255,8 +256,9 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each hardware and protocol (zero-shot: from no row of the table; anchored; extrapolated to at most 4 × and
-        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, each with its
-        measurement) and ``reason``: why that list is empty, as always for zero-shot, else an empty text.
+        further) one record with ``group`` (the hardware), ``protocol``, ``predictions`` (in seconds, a list of
+        ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why that list is empty, as always
+        for zero-shot, else an empty text.
     """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
@@ -464,8 +466,8 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each pair of source and hardware, and each protocol, one record with ``group`` (the pair), ``protocol``,
-        ``predictions`` (each with its measurement) and ``reason``: why some or all jobs could not be predicted, or what
-        the predictions guess because the table does not state it.
+        ``predictions`` (a list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why some
+        or all jobs could not be predicted, or what the predictions guess because the table does not state it.
     """
     every = list(map(_Job, rows))
     jobs = [job for job in every if math.isfinite(job.seconds)]
@@ -595,8 +597,10 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
         rows: one row for each job, as tables of the kind ``published jobs`` have them.
 
     Returns:
-        One anchor for each (chip, memory, precision, source), in the order of first appearance; its ``source`` is
-        empty.
+        One ``HardwareAnchor`` for each (chip, memory, precision, source), in the order of first appearance: ``chip``,
+        ``memory_gb`` (0 if not stated), ``precision``, median ``utilisation``, ``spread`` (that standard deviation),
+        ``rows`` (number of jobs) and ``set_name`` (the column ``set``). Its ``source``, where the set was published, is
+        an empty text.
     """
     jobs = [job for job in map(_Job, rows) if math.isfinite(job.flops_per_second())]
     found = []
@@ -630,8 +634,9 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each protocol (zero-shot: from no run; anchored: from one run; extrapolated: from the smaller runs) one
-        record with ``group`` (``loss``), ``protocol``, ``predictions`` (each with its measurement) and ``reason``: why
-        that list is empty, as always for the first two, else an empty text.
+        record with ``group`` (``loss``), ``protocol``, ``predictions`` (a list of ``CheckedPrediction``, with
+        ``predicted`` and ``measured``) and ``reason``: why that list is empty, as always for the first two, else an
+        empty text.
     """
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}

@@ -107,9 +107,9 @@ def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance
         tolerance: loss by which a branch may exceed that at one times the batch; Merrill et al. take 0.01.
 
     Returns:
-        Both answers (``within``, a multiple, and ``critical_batch``, in samples), the 90 % band of the second (``low``,
-        ``high``; 0 and ∞ at an end that the branches do not bound), mean and standard deviation of ln B_crit
-        (``centre``, ``spread``) and P (``progress``).
+        A ``BranchFit`` with the attributes ``within`` (a multiple) and ``critical_batch`` (samples), both answers; the
+        90 % band of the second (``low``, ``high``; 0 and ∞ at an end that the branches do not bound), mean and standard
+        deviation of ln B_crit (``centre``, ``spread``) and P (``progress``).
 
     Raises:
         UsageError: a loss is not finite, the branches do not suffice, or training at one times the batch made no

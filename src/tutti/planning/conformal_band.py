@@ -147,8 +147,9 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
         checked: predictions with their measurements.
 
     Returns:
-        At most 60 quantiles of the scores and the number of series, by class of predictions with one basis and a
-        similar extrapolation distance (``CheckedPrediction.cell``), then by published source.
+        By class of predictions with one basis and a similar extrapolation distance (``CheckedPrediction.cell``), then
+        by published source, a ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and
+        ``series``, the number of series.
     """
     by: dict[tuple[str, str], dict[str, list[float]]] = {}
     for one in checked:
@@ -243,8 +244,9 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
         text: JSON object with the key ``cells``.
 
     Returns:
-        At most 60 quantiles of scores and their number of series, by class of predictions of one basis and a similar
-        extrapolation distance, then by published source.
+        By class of predictions of one basis and a similar extrapolation distance, then by published source, a
+        ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and ``series``, the number of
+        independent series.
     """
     stored = json.loads(text)["cells"]
     return {
@@ -277,8 +279,9 @@ def shipped_residuals() -> dict[str, dict[str, CellScores]]:
     computed the scores from published measurements.
 
     Returns:
-        Scores by class of prediction (predictions of one basis and a similar extrapolation distance), then by published
-        source; each holds at most 60 quantiles and the number of independent series. Empty if the file is missing.
+        By class of prediction (predictions of one basis and a similar extrapolation distance), then by published
+        source, a ``CellScores``: ``scores``, a tuple of at most 60 quantiles, and ``series``, the number of independent
+        series. Empty if the file is missing.
     """
     path = resources.files("tutti.planning") / "residuals.json"
     return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

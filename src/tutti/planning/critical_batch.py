@@ -82,7 +82,8 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
 
     Args:
         path: the run directory, with ``summary.json`` and ``metrics.jsonl``.
-        last: fraction of the measured steps, counted from the end, whose noise is kept.
+        last: fraction of the measured steps, counted from the end, whose noise is kept; rounded up, and at least one
+            step.
 
     Returns:
         A ``NoiseEvidence``: ``task`` and ``batch`` (samples of a global batch); ``estimates`` and ``scaled``, noise

@@ -207,8 +207,9 @@ class PlannedStep:
     def choice(self) -> Choice:
         """Parallel strategy of the planned training step, with its options, parsed from the text ``strategy``.
 
-        The parsed strategy has its name, the options of the model layout and of gradient synchronisation, and gives the
-        shape of the device mesh. The property raises UsageError for an unknown strategy or option.
+        A ``Choice``: ``name`` of the strategy, ``layout`` and ``exchange`` (options of the model layout and of gradient
+        synchronisation), and the method ``shape(devices)``, ranks by axis of the device mesh. The property raises
+        UsageError for an unknown strategy or option.
         """
         return parse_strategy(self.strategy)
 

@@ -152,8 +152,9 @@ def shipped_anchors() -> tuple[HardwareAnchor, ...]:
     """Read the package's table of the utilisation (hardware FLOP/s over dense peak) of published jobs; cached.
 
     Returns:
-        One entry for each chip, memory, precision and published source, with median utilisation and its spread over the
-        jobs.
+        One ``HardwareAnchor`` for each chip, memory, precision and published source: ``chip``, ``memory_gb``,
+        ``precision``, median ``utilisation`` of the jobs, ``spread`` (standard deviation of its logarithm), ``rows``
+        (number of jobs), ``set_name`` and ``source`` (where published).
     """
     text = (resources.files("tutti.planning") / "published_hardware.json").read_text(encoding="utf-8")
     return tuple(HardwareAnchor(**row) for row in json.loads(text)["anchors"])

@@ -57,14 +57,15 @@ def largest_eigenvalues(product: Product, size: int, count: int, tolerance: floa
     An operator of few dimensions (at most 20, or 2 · ``count`` + 1) is built whole and diagonalised.
 
     Args:
-        product: multiplies a vector (size,) by the operator, such as a Hessian.
+        product: function that returns the operator, such as a Hessian, times a vector; both NumPy arrays (size,).
         size: dimensions of the operator.
         count: number of eigenvalues; all where the operator has fewer.
         tolerance: relative accuracy at which ARPACK stops.
         seed: seed of the random start vector.
 
     Returns:
-        Eigenvalues with their error bounds, in falling order; fewer than ``count`` where ARPACK did not converge.
+        A list of ``Eigenvalue`` in falling order, each with ``value`` λ and ``residual``, the norm of Hv − λv, within
+        which an eigenvalue lies; fewer than ``count`` where ARPACK did not converge.
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 

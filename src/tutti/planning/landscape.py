@@ -250,7 +250,8 @@ def contour_levels(loss: NDArray[np.float64], count: int = 10) -> NDArray[np.flo
         count: number of levels.
 
     Returns:
-        Array of shape (count,): losses in rising order; the last one is the largest finite loss.
+        Array of shape (count,): losses in rising order, from a 50th of the rise above the lowest up to the largest
+        finite loss; up to 1e-12 above it where all finite losses are equal.
     """
     known = loss[np.isfinite(loss)]
     rise = max(float(known.max() - known.min()), 1e-12)

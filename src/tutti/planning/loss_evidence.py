@@ -37,7 +37,8 @@ def loss_evidence(paths: Sequence[Path]) -> list[LossEvidence]:
         paths: run directories of ``tutti train``.
 
     Returns:
-        For each path, in their order: ``path``, ``parameters`` (number of them), ``samples`` trained on, and ``loss``.
+        A ``LossEvidence`` for each path, in their order: ``path``, ``parameters`` (number of them), ``samples`` trained
+        on, and ``loss``.
 
     Raises:
         UsageError: a run has not finished or records no loss, runs are of several tasks, or only some were evaluated.

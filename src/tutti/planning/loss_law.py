@@ -148,7 +148,7 @@ def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> fl
 
 
 def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split training runs into the largest tenth (at least one) and all others, by N · D.
+    """Split training runs into the largest tenth (rounded down, but at least one) and all others, by N · D.
 
     Args:
         parameters, data: (runs,) number of parameters N and samples or tokens D of each run.

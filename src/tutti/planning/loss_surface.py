@@ -65,8 +65,8 @@ def sample_blocks(
 ) -> SampleBlocks:
     """Draw samples without replacement, cut them into blocks and fetch this rank's blocks without augmentation.
 
-    A block is a batch that is computed at once; blocks are divided evenly over the ranks. Not collective: the random
-    choice is the same on all ranks.
+    A block is a batch that is computed at once. Each rank gets consecutive blocks; where ranks do not divide the number
+    of blocks, the first ranks get one more. Not collective: the random choice is the same on all ranks.
 
     Args:
         source: the data set.

@@ -74,8 +74,8 @@ class Network:
             apart: stride in devices from one of these ranks to the next.
 
         Returns:
-            A pair: number of the collective's ranks that are on one node, and number of nodes with ranks of the
-            collective.
+            A pair: number of the collective's ranks on a full node (at least 1), and number of nodes with ranks of the
+            collective, of which the last may have fewer.
 
         >>> Network(8).spread(4, 2), Network(8).spread(4, 8), Network(8).spread(16, 1)
         ((4, 1), (1, 4), (8, 2))
@@ -225,7 +225,7 @@ def schedule_seconds(
         network: cost of a message between nodes: latency in seconds and bytes a second, or a function that returns the
             seconds of a message from its bytes.
         node: cost of a transfer within a node, for ``hierarchical``; None: as between nodes.
-        per_node: ranks of a node, for ``hierarchical``.
+        per_node: ranks of a node, for ``hierarchical``; the number of nodes, N over this, is rounded down.
 
     >>> round(schedule_seconds("ring", 8, 1e8, LinkCost(2e-5, 1e10)), 6)
     0.01778

@@ -256,7 +256,8 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
         roles: role (standard name, such as ``step_time``) and unit factor of each known column, by its header.
 
     Returns:
-        The row, with a text and, where the cell is a number, a number for each role.
+        A ``TableRow`` with two dicts by role: ``text`` of each cell, and ``numbers`` of the cells that have a number to
+        keep. Of several columns with one role the first with a cell counts.
     """
     text: dict[str, str] = {}
     numbers: dict[str, float] = {}
@@ -361,16 +362,17 @@ def recognise_table(
     """Recognise what a published table measures by its columns, and keep the rows with all cells needed for it.
 
     Args:
-        name: the file's name, for messages alone.
+        name: the file's name, copied into the result.
         header: names of the columns.
         cells: the rows, each with the text of its cells by column.
-        lines: line of the file in which each row ends, for messages; None: one line a row, after the header's.
+        lines: line of the file in which each row ends, by which ``reason`` names incomplete rows; None: one line a row,
+            after the header's.
 
     Returns:
-        The table with its ``kind`` (``all-reduce``, ``metric by epoch``, ``data to target``, ``published jobs``,
-        ``iteration by grid``, ``small cluster`` or ``scaling law``), its complete ``rows`` in SI units, and ``reason``,
-        which counts the incomplete rows. Where no kind is recognised, ``kind`` and ``rows`` are empty, and ``reason``
-        says which columns or numbers the nearest kind would have needed.
+        A ``MeasurementTable`` with its ``kind`` (``all-reduce``, ``metric by epoch``, ``data to target``, ``published
+        jobs``, ``iteration by grid``, ``small cluster`` or ``scaling law``), its complete ``rows`` in SI units, and
+        ``reason``, which counts the incomplete rows. Where no kind is recognised, ``kind`` and ``rows`` are empty, and
+        ``reason`` says which columns or numbers the nearest kind would have needed.
     """
     roles = {column: column_role(column) for column in header if column_role(column)[0]}
     named = {role for role, _ in roles.values()}
@@ -428,8 +430,8 @@ def read_tables(folder: Path) -> list[MeasurementTable]:
         folder: folder that is searched for names that end in ``.csv`` or ``.tsv``.
 
     Returns:
-        One table for each file, sorted by path, with its ``kind``, such as ``all-reduce``, and its ``rows`` in SI
-        units.
+        One ``MeasurementTable`` for each file, sorted by path, with its ``name`` (path within ``folder``), ``kind``,
+        such as ``all-reduce``, and ``rows`` in SI units. Empty where there is no such file.
     """
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):

@@ -342,8 +342,9 @@ def memory_rows(memory: Memory) -> Mapping[str, float]:
 def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | None:
     """Find a run that fits into the memory of a device and differs little from ``config``.
 
-    Tried are first smaller micro-batches, of which the largest that fits is taken, then ``--strategy sharded`` on the
-    fewest devices, a power of two up to 1,024, with the lowest ZeRO stage.
+    Tried are first smaller micro-batches, of which the largest that fits is taken (with synchronised batch norm none),
+    then ``--strategy sharded`` on the fewest devices, with the lowest ZeRO stage: on as many devices as ``config`` has
+    (at least two), then on more, powers of two up to 1,024.
 
     Args:
         found: bytes of the model's parameters and activations, as ``model_facts`` measures them.

@@ -104,7 +104,8 @@ def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
         checkpointing: choice of activation checkpointing, such as ``none``.
 
     Returns:
-        Two entries, backward and recomputation, each with FLOP, bytes and calls by class of operator.
+        A list of two, backward and recomputation (with ``none``: what fused kernels repeat), each with FLOP, bytes and
+        calls by class of operator.
 
     Raises:
         UsageError: the choice recomputes nothing in this model.

@@ -30,7 +30,7 @@ def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
 
     Args:
         facts: names of the module groups of each virtual stage.
-        virtual: index of the virtual stage.
+        virtual: index of the virtual stage in the whole pipeline, from 0 in the order of the forward.
 
     Returns:
         Names of the stage's own groups, in the model's order; for the last stage the names ``REST`` and ``LOSS``
@@ -102,7 +102,8 @@ class PipelineBuilder(ReplicaBuilder):
         Before the update each stage all-reduces its gradients over the data-parallel replicas of the pipeline.
 
         Args:
-            choice: the parsed strategy, with the pipeline schedule and the options of gradient synchronisation.
+            choice: the parsed strategy, a ``Choice``: ``layout`` holds the pipeline schedule, ``exchange`` the options
+                of gradient synchronisation.
             parts: number of samples in each micro-batch, one list for each logical worker (a fixed share of the global
                 batch).
 

@@ -55,7 +55,9 @@ class MicroBatchSizes:
 
     @classmethod
     def of(cls, config: PlannedRun) -> MicroBatchSizes:
-        """Compute number and size of the micro-batches of a logical worker, which is a fixed share of the global batch.
+        """Compute number and size of the micro-batches of logical worker 0, which has at least as many as any other.
+
+        A logical worker is a fixed share of the global batch.
 
         Both numbers follow from strategy, global batch and ``--micro-batch``. With synchronised batch norm there is one
         micro-batch, the share of data rank 0.
@@ -186,14 +188,15 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
     """Estimate the bytes that training takes on each device of a pipeline, by kind.
 
     Args:
-        found: sizes of the model.
+        found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
         ahead: memory of the model's blocks (runs of consecutive calls) and their partition into stages, from
             ``observe_stages``.
         config: configuration of the run.
 
     Returns:
-        One entry for each pipeline rank, in order: bytes of parameters, gradients, optimizer state, communication
-        buffers, averaged weights, activations and buffers on its device, with their sum ``total``.
+        One ``Memory`` for each pipeline rank, in order: bytes on its device, as attributes ``parameters``,
+        ``gradients``, ``optimizer`` (state), ``messages`` (communication buffers), ``average`` (averaged weights),
+        ``activations`` and ``buffers``, with their sum ``total``.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
     held = ahead.held(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
@@ -203,16 +206,18 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
 def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> StagePlan | None:
     """Find the most even partition of a model into pipeline stages each of which fits into a device's memory.
 
+    Even stages take equal time or, where ``ahead`` was made without measured seconds, have equal numbers of parameters.
+
     Args:
-        found: sizes of the model.
+        found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
         ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
         config: configuration of the run.
         room: bytes of a device.
 
     Returns:
-        The same ``blocks`` of the model with new ``bounds``, the indices of the blocks at which stages begin; None if
-        no partition fits.
+        A ``StagePlan`` with the same ``blocks`` of the model and new ``bounds``, (stages + 1,) indices of the blocks at
+        which stages begin, and the number of blocks; None if no partition fits.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
 
@@ -245,8 +250,12 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
 def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> PlannedRun | None:
     """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages and devices.
 
+    Micro-batches are halved first, down to one or two samples (with synchronised batch norm not at all); then devices
+    and stages are multiplied by 2, 3 and so on, as far as there are blocks, each with the same halvings. The first plan
+    that fits is taken.
+
     Args:
-        found: sizes of the model.
+        found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
         ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
         config: configuration of the run.

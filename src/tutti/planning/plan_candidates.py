@@ -142,7 +142,7 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
     Args:
         strategies: asked for, as texts of ``--strategy``.
         measured: steps of runs that have reached the target.
-        command: ``tutti train`` with task and target, for the message's remedy.
+        command: ``tutti train`` with task and target, to which the error's remedy adds the options of the missing run.
 
     Raises:
         UsageError: one of these strategies has no measured step.

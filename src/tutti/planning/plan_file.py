@@ -31,8 +31,8 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
         base: configuration with all further options.
         target: metric and level at which the run ends.
         near: evidence of a finished run with the options of ``base``. Its length is kept where it is at least 1.2 times
-            the samples that the target needs, because the learning-rate schedule depends on it; otherwise, and for
-            None, the length is twice the samples that the target needs.
+            the samples that the target needs, because the learning-rate schedule depends on it; otherwise, for None,
+            and for a run that missed its target, the length is twice the samples that the target needs.
 
     Returns:
         Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the length

@@ -46,8 +46,10 @@ def plan_choices(
 ) -> Iterator[PlannedStep]:
     """Yield every combination of devices, batch, strategy, micro-batch and checkpointing that a search may choose.
 
-    Micro-batches are 1, 1/2, 1/4, … 1/64 of a data rank's samples, unless the strategy fixes their number. Combinations
-    that make no sense are left out, such as a batch of fewer samples than data ranks.
+    Micro-batches are 1, 1/2, 1/4, … 1/64 of a data rank's samples, unless the strategy fixes their number. Left out are
+    batches of fewer samples than data ranks; on one device all strategies but the first of ``strategies``, ``mirrored``
+    and ``single``; ``hybrid`` without options on fewer than four devices, unless it is the only strategy; and for
+    stages split over tensor ranks all of ``checkpointing`` but the first.
 
     Args:
         counts: numbers of devices.
@@ -211,6 +213,9 @@ class StepPricer:
         Args:
             step: the plan: devices, batch, strategy and options.
             memory: bytes of a device.
+
+        Raises:
+            UsageError: the model of a pipeline plan cannot be cut into stages, or it cannot be traced.
         """
         return self.sizes.device_bytes(self._config(step)) - memory
 
@@ -291,12 +296,13 @@ def calibrate(measured: Sequence[PlannedStep], pricer: StepPricer, found: PlanCa
     """Compare measured steps with their predictions, and set the factors that multiply later predictions.
 
     A factor is the geometric mean of measured ÷ predicted seconds, by strategy and over all strategies. Steps that
-    cannot be simulated are skipped.
+    cannot be simulated are skipped; where none is left, there are no factors, and predictions stay as they are.
 
     Args:
         measured: steps that runs have measured.
-        pricer: predicts the steps, and receives the factors as ``factors``.
-        found: receives a line in words on the factors in ``rests``.
+        pricer: predicts the steps, and receives ``factors``: a dict from the name of a strategy, and from "" for all
+            strategies, to a pair of the factor and the number of steps behind it. Factors set before are discarded.
+        found: receives a line in words on the factors in its list ``rests``.
     """
     logs: dict[str, list[float]] = defaultdict(list)
     pricer.factors = {}
@@ -333,7 +339,9 @@ def search_plans(
         pricer: predicts all other steps.
         data: number of training samples to the target at any batch size.
         memory: bytes of a device's memory; None where memory is not to be checked.
-        found: receives steps (simulated, or with a lower bound), counts of refused plans, sources and guesses.
+        found: receives ``steps`` (those of ``measured`` first, then simulated ones and ones with a lower bound),
+            ``refused`` (number of plans by reason), ``lacking`` (plans that do not fit into memory, by strategy), and
+            in the lists ``rests`` and ``guesses`` lines on sources and guesses.
     """
     known = {step_key(step) for step in measured}
     rows: dict[int, list[DevicePlan]] = defaultdict(list)

@@ -20,7 +20,7 @@ class PlannedRun(TrainConfig):
         """Return a configuration of ``tutti train`` as one of a planned run, whose number of devices is known.
 
         Args:
-            config: options of the run; ``devices`` is a whole number as text.
+            config: options of the run; ``devices`` must be a whole number as text, which is not checked here.
 
         Returns:
             A ``PlannedRun`` with the same options, which has the parsed strategy (``choice``), ``device_count`` and the
@@ -34,8 +34,8 @@ class PlannedRun(TrainConfig):
     def choice(self) -> Choice:
         """Parallel strategy of the planned run with its options, parsed from ``--strategy``.
 
-        It has the strategy's name, capabilities, and options of the model layout and of gradient synchronisation.
-        Raises UsageError for an unknown strategy or option.
+        A ``Choice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``exchange`` (options of the
+        model layout and of gradient synchronisation). Raises UsageError for an unknown strategy or option.
         """
         return parallel.parse_strategy(self.strategy)
 

@@ -131,7 +131,7 @@ def check_writable(path: Path | None, what: str, suffixes: Sequence[str] = ()) -
 
     Args:
         path: the file; None for none, which is always right.
-        what: the content, for messages, such as ``the recipe``.
+        what: the content, as the messages of both errors name it, such as ``the recipe``.
         suffixes: endings of the file's name of which it must have one; empty for any.
 
     Raises:

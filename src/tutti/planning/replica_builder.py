@@ -42,8 +42,8 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        exchange: options of gradient synchronisation; its ``schedule`` names the all-reduce algorithm, None for the
-            backend's own.
+        exchange: options of gradient synchronisation, such as an ``AllReduceConfig``; read is ``schedule``, the name of
+            the all-reduce algorithm, such as ``ring``; None for the backend's own.
         ranks: number of data ranks.
         size: bytes of the vector.
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
@@ -208,7 +208,8 @@ class ReplicaBuilder:
         backend's own algorithm overlap backward; those by another algorithm follow backward.
 
         Args:
-            exchange: options of gradient synchronisation: all-reduce algorithm, wire dtype, bucket size.
+            exchange: options of gradient synchronisation, such as an ``AllReduceConfig``: ``schedule`` (all-reduce
+                algorithm, None for the backend's own), ``wire`` (dtype of messages) and ``bucket_mb``.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
             ranks: number of data ranks; 1 makes no all-reduce.
@@ -477,8 +478,8 @@ class ReplicaBuilder:
             times: number of micro-batches.
 
         Returns:
-            Index in ``program.actions`` of the action after which the device continues: the collectives, or the last of
-            ``needs`` where there are none.
+            Index in ``program.actions`` of the action after which the device continues: the collectives, or the last
+            element of ``needs``, which must not be empty, where there are none.
         """
         sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
         if not sent:

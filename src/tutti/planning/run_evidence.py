@@ -199,7 +199,7 @@ def measured_targets(
     Args:
         runs: runs of one task, model and data, with synchronous strategies.
         target: metric, direction and level to reach; None: the target that all runs with ``--until`` were trained to.
-        task: name of the task, for the command in messages.
+        task: name of the task, for the ``tutti train`` command that the errors propose.
 
     Returns:
         Three values. The target. A list by rising batch size, whose elements have ``batch`` (samples of a global

@@ -119,11 +119,11 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def optimizer_text(optimizer: Any, script: str) -> str | None:
-    """Describe an optimizer as text of ``--optimizer``, with learning rate and for SGD momentum.
+    """Describe an optimizer as text of ``--optimizer``, with its learning rate, and for SGD also with its momentum.
 
     Args:
         optimizer: text, which is returned as it is, or an instance of an optimizer.
-        script: path of the script, for messages.
+        script: path of the script; not read.
 
     Returns:
         ``NAME:lr=RATE``, for SGD with momentum ``sgd:lr=RATE,momentum=VALUE``, and for an optimizer that

@@ -60,6 +60,9 @@ def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int,
 def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) -> ServerPlan:
     """Partition the trainable parameters over parameter servers, as a run with parameter servers does.
 
+    The parameters of each dtype are cut, across tensors, into parts that are equal up to 64 bytes. For an optimizer
+    that mixes elements each tensor stays whole: the largest first, each goes to the server with the fewest bytes.
+
     Args:
         tensors: trainable parameters, in the model's order.
         servers: number of servers.
@@ -67,8 +70,8 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
             one server.
 
     Returns:
-        The layout of all parameters in one buffer (``size`` bytes). Its methods ``pieces`` and ``regions`` give the
-        pieces of parameters that a server holds, and their ranges of bytes.
+        A ``ServerPlan``, the layout of all parameters in one buffer of ``size`` bytes. Its methods ``pieces(server)``
+        and ``regions(server)`` return the pieces of parameters that a server holds, and their ranges of bytes.
 
     Raises:
         UsageError: the tensors must stay whole, and there are fewer of them than servers.

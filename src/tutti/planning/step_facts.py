@@ -168,8 +168,8 @@ def gradient_vectors(
         bucket_mb: megabytes (2²⁰ bytes) of a bucket; None: 25.
 
     Returns:
-        One element for each vector: indices of its parameters in ``tensors`` (``parameters``), its number of
-        ``elements``, and the bytes of an element in messages (``itemsize``).
+        One element for each vector, the bucket of the last parameters first: indices of its parameters in ``tensors``
+        (``parameters``), its number of ``elements``, and the bytes of an element in messages (``itemsize``).
     """
     tail = Tail(len(tensors), 0).size
     groups = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int((bucket_mb or _BUCKET_MB) * _MEGABYTE))
@@ -224,7 +224,7 @@ def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
         ranks: number of ranks that shard the optimizer state.
 
     Returns:
-        Bytes for each bucket, in the order of the buckets.
+        Bytes for each bucket, in the order in which backward completes buckets: the last parameters first.
     """
     buckets = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int(_BUCKET_MB * _MEGABYTE))
     return [sum(tensors[i].padded(ranks) * tensors[i].dtype.itemsize for i in group) for group in buckets]

@@ -205,6 +205,9 @@ class TaskSizes:
 
         Args:
             config: configuration of the run, with a number of devices.
+
+        Raises:
+            UsageError: the run is a pipeline, and the model cannot be cut into stages.
         """
         facts = self.memory(config)
         if config.shape["stage"] == 1:
@@ -380,9 +383,11 @@ def predict_step(
         residuals: scores of earlier predictions for the 90 % band, by class of prediction and source.
 
     Returns:
-        A pair. The prediction: seconds of the step (median, quantiles over draws, 90 % band), shares of computing,
-        communication and idling, samples a second, bytes on the fullest device and messages. And for a timeline the
-        start and end in seconds of every action (computation or message) of the simulated step.
+        A pair. First a ``StepPrediction`` with the attributes ``seconds`` of the step (median), ``draws`` (5 % and 95 %
+        quantile over Monte Carlo draws), ``band`` (90 % band, or None), ``shares`` of computing, communication and
+        idling, ``samples_per_second``, ``memory`` (bytes on the fullest device, by kind), ``messages`` and others.
+        Second a ``StepTimes`` with the arrays ``start`` and ``end``, seconds of every action (computation or message)
+        of the simulated step, shape (actions, draws); its method ``rows`` makes a timeline.
 
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
@@ -484,8 +489,8 @@ def note_partition(choice: Any, costs: StepCosts) -> None:
     Nothing is appended for a strategy that neither cuts nor splits the model.
 
     Args:
-        choice: the parsed strategy.
-        costs: durations on the machine, which keep the list of guesses.
+        choice: the parsed strategy, a ``Choice``, of which ``layout``, the options of the model layout, is read.
+        costs: durations on the machine, whose list ``guesses`` receives the lines.
     """
     if isinstance(choice.layout, TensorConfig) and choice.layout.tensor != 1:
         costs.note("layers are split as in a run on CPUs, which also splits attention with dropout")

@@ -151,8 +151,8 @@ class StepProgram:
             schedule: the all-reduce algorithm over the data ranks.
 
         Returns:
-            A dict from (source rank, destination rank) to a ``LinkTraffic`` with the number of ``messages`` and their
-            ``bytes``.
+            A dict from (source, destination), ranks among the data ranks of one all-reduce, to a ``LinkTraffic`` with
+            the number of ``messages`` and their ``bytes``; links without a message are missing.
         """
         total: dict[tuple[int, int], LinkTraffic] = {}
         for vector in self.vectors:
@@ -245,9 +245,9 @@ class StepTimes:
         Communication is a segment only while the same device does not compute.
 
         Returns:
-            One list for each simulated device: its segments by start time, without overlaps. A segment has the name of
-            a phase (such as ``forward`` or ``communication``), start and end in seconds from the begin of the step, and
-            a text.
+            One list for each simulated device: its segments by start time, without overlaps. A ``TimelineSegment`` has
+            ``phase`` (such as ``forward`` or ``communication``), ``start`` and ``end`` in seconds from the begin of the
+            step, and ``call``, the text of its action.
         """
         place, found = self.median_sample, []
         for device in range(self.program.devices):

@@ -23,13 +23,15 @@ _SHARED, _SHARED_ROUNDS = 768, 5
 
 
 def bench_links(world: World, found: Findings) -> None:
-    """Measure the seconds of point-to-point messages between each rank and the next, one each way at the same time.
+    """Measure the seconds of point-to-point messages between ranks I and I + 1, one each way at the same time.
+
+    The pairs are measured one after the other. The last rank has no message to rank 0, and one rank alone no curve.
 
     Ring algorithms use links both ways at once. On some links each direction is slower then, because acknowledgements
     share its rate. The function is collective over all ranks.
 
     Args:
-        world: all ranks.
+        world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
         found: receives the curves ``links/I-J`` of median seconds over bytes, I and J being the two ranks; equal on all
             ranks.
     """
@@ -46,7 +48,7 @@ def bench_collectives(
     """Measure the seconds of all-reduce, all-gather, reduce-scatter and broadcast over all ranks. Collective.
 
     Args:
-        world: all ranks.
+        world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
         kinds: some of ``all_reduce``, ``all_gather``, ``reduce_scatter`` and ``broadcast``; None: all four.
         sizes: bytes of the whole tensors.
         found: receives the curves ``collectives/KIND/RANKS`` of this rank's median seconds over bytes of the whole
@@ -76,7 +78,7 @@ def bench_shared(world: World, found: Findings) -> None:
     among ranks and the contention between ranks.
 
     Args:
-        world: all ranks, on one node.
+        world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.
         found: receives the ratios ``shared/matmul/RANKS`` and ``shared/elementwise/RANKS``, of seconds together (mean
             over ranks) over seconds alone; right on rank 0 only.
     """
@@ -110,7 +112,7 @@ def bench_overlap(world: World, found: Findings) -> None:
     The all-reduce is over all ranks and has 16 MiB. The function is collective over all ranks.
 
     Args:
-        world: all ranks.
+        world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
         found: receives two ratios of this rank's seconds. ``overlap/compute/RANKS`` is the time of the matrix products
             during the all-reduce divided by their time alone. ``overlap/both/RANKS`` is the time until all-reduce and
             products have ended divided by the time of the slower of the two alone.
@@ -151,7 +153,7 @@ def bench_jitter(world: World, found: Findings) -> None:
     All ranks compute the same matrix products at once, 60 times. The function is collective over all ranks.
 
     Args:
-        world: all ranks.
+        world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
         found: receives two ratios of standard deviation to mean of the seconds: ``jitter/time/RANKS`` over the
             repetitions of a rank (median over ranks), ``jitter/ranks/RANKS`` over the ranks' medians; equal on all
             ranks.
@@ -180,7 +182,7 @@ def bench_start(world: World, begin: float, found: Findings) -> None:
     Call it right after the process group has been initialised. Not collective.
 
     Args:
-        world: all ranks.
+        world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
         begin: ``time.monotonic`` when the launcher was called.
         found: receives the figure ``start/RANKS``.
     """

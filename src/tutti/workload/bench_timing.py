@@ -147,7 +147,8 @@ def fit_line(unit: str, points: Sequence[CurvePoint]) -> Curve:
         points: measured seconds by size.
 
     Returns:
-        The points sorted by size, with ``rate``, ``fixed`` and the largest relative error of the line at a point.
+        A ``Curve``: ``unit`` as given, ``points`` sorted by size, ``rate`` (size a second), ``fixed`` (seconds), and
+        ``error``, the largest relative error of the line at a point.
 
     >>> line = fit_line("byte", [CurvePoint(size, 1e-5 + size / 1e9, 0.0, 5) for size in (1e3, 1e5, 1e7)])
     >>> round(line.rate), round(line.fixed * 1e6, 6), round(line.error, 9)
@@ -170,8 +171,8 @@ def fit_link(points: Sequence[CurvePoint]) -> Curve:
         points: measured seconds by bytes of a message.
 
     Returns:
-        The points sorted by size, with ``rate``, ``fixed`` (the latency), and ``error``, the largest relative error of
-        the line ``fixed + size / rate`` at a point.
+        A ``Curve``: ``unit`` (``byte``), ``points`` sorted by size, ``rate``, ``fixed`` (the latency), and ``error``,
+        the largest relative error of the line ``fixed + size / rate`` at a point.
 
     >>> burst = [CurvePoint(size, 1e-4 + max(size - 65536, 0) / 1e7, 0.0, 5) for size in (2**10, 2**16, 2**20, 2**24)]
     >>> round(fit_link(burst).rate / 1e7, 2), round(fit_link(burst).fixed, 6)

@@ -89,8 +89,8 @@ def state_memory(parameters: float, each: State = State(), split: DeviceSplit = 
             default: one device.
 
     Returns:
-        Bytes of ``parameters``, ``gradients`` and ``optimizer`` state, with their sum ``state``; the other kinds, such
-        as activations, are 0.
+        A ``Memory``: bytes (floats) of ``parameters``, ``gradients`` and ``optimizer`` state, with their sum ``state``;
+        the other kinds, such as ``activations``, are 0.
 
     >>> mixed = State(2, 2, 12)
     >>> [state_memory(7.5e9, mixed, DeviceSplit(shards=64, zero=z)).state / 1e9 for z in range(4)]

@@ -143,8 +143,8 @@ class MessageLog:
         Returns:
             For each kind of activation checkpointing, such as ``none``, a tuple of the collectives of a micro-batch in
             the order of the trace, each a ``GroupMessage``: ``group`` (name of the module group), ``passed``
-            (``forward`` or ``backward``), ``kind`` and ``bytes`` of the whole tensor, as a linear function of the
-            samples.
+            (``forward`` or ``backward``), ``kind``, such as ``all_reduce``, and ``bytes`` of the whole tensor as an
+            ``Affine``: ``fixed`` + ``per_sample`` · samples.
 
         Raises:
             UsageError: the traces made different collectives, or the bytes of a further trace are not on the line.

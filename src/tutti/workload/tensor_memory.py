@@ -27,7 +27,10 @@ class Tracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes of the tensor storages that operators have made in this context's block and that are still alive."""
+        """Bytes, now, of the tensor storages that operators have made in the tracker's ``with`` block and still live.
+
+        A tracker is the context manager that counts them. Storages that were made before the block do not count.
+        """
         storages = [made() for made in list(self._made.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

@@ -205,10 +205,19 @@ class ModuleTraces:
     _model: nn.Module
 
     def workload(self, groups: Sequence[str]) -> Workload:
-        """Return the FLOP, bytes and calls of each module group, as ``trace_workload`` does.
+        """Return the FLOP, bytes and calls of each module group of the traced model.
+
+        A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
         Args:
             groups: names of the modules that are groups, the innermost first; the traces must have watched them.
+
+        Returns:
+            A ``Workload`` with the attributes ``groups``: for each module group FLOP, bytes and calls of forward and
+            backward by class of operator, as linear functions of the samples of a micro-batch (``fixed`` and
+            ``per_sample``), those of ``groups`` in the model's order, then the rest and the loss; ``gradient_order``,
+            names of the parameters in the order in which their gradients become complete; ``not_affine`` and
+            ``without_formula``, what the counts do not cover.
         """
         model, grouping = self._model, _Grouping(self._model, groups)
         lines, bent = {}, []
@@ -232,13 +241,16 @@ class ModuleTraces:
         )
 
     def messages(self, groups: Sequence[str]) -> dict[str, tuple[GroupMessage, ...]]:
-        """Return the collectives over the tensor ranks that the traces recorded, as ``MessageLog.lines`` does.
+        """Return the collectives over the tensor ranks that the traces of a model with split layers recorded.
 
         Args:
             groups: names of the modules that are groups, the innermost first; the traces must have watched them.
 
         Returns:
-            The collectives of a micro-batch by choice of activation checkpointing; empty for a whole model.
+            For each kind of activation checkpointing, such as ``none``, a tuple of the collectives of a micro-batch in
+            the order of the trace, each with ``group`` (name of its module group), ``passed`` (``forward`` or
+            ``backward``), ``kind`` and ``bytes`` (``fixed`` + ``per_sample`` · samples). Empty for a model whose layers
+            are not split.
 
         Raises:
             UsageError: the traces made different collectives, or their bytes are no line in samples.
@@ -264,7 +276,8 @@ def trace_modules(
         watched: names of the modules that may be groups; None for all.
 
     Returns:
-        The counts, of which ``workload`` makes FLOP, bytes and calls of each module group.
+        A ``ModuleTraces``: the counts by module. Its method ``workload(groups)`` sums them to FLOP, bytes and calls of
+        each module group, and ``messages(groups)`` returns the collectives over tensor ranks.
 
     Raises:
         UsageError: the model or its loss cannot be traced; the error names the line.
@@ -283,14 +296,18 @@ def trace_modules(
 
 
 def one_sample(training: Any) -> Batch:
-    """Return a batch that holds the first sample of a task's training data; of a stream, its first item.
+    """Return a batch that holds the first sample of a task's training data, without augmentation.
 
     Args:
-        training: the training data, as a task returns them.
+        training: the training data: tensors, a map-style data set, or an iterable (a stream), of which the first item
+            is read as the sample.
+
+    Returns:
+        The batch, of the nesting of tensors that the data give, each with a first dimension of 1.
 
     Raises:
-        UsageError: the data cannot be read.
-        DataError: the data cannot be read, or are empty.
+        UsageError: the data are of another type, or are an iterator or a DataLoader.
+        DataError: the data are empty, or their first sample cannot be read or made a batch.
     """
     data = adapt_training(training)
     if not isinstance(data, Stream):
