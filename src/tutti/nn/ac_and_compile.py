@@ -78,7 +78,8 @@ def recompute(part: nn.Module, choice: Checkpointing) -> None:
 
     Args:
         part: the model, or a part of it.
-        choice: the modules to recompute: by a rule (``Blocks``), by names and classes; None for none.
+        choice: the modules to recompute: a rule (``Blocks``), or a sequence of names and classes of modules; None for
+            none.
     """
     if units := find_units(part, choice):
         _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)

@@ -42,8 +42,8 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
     Args:
         model: the whole model, before it is divided over ranks.
-        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes; None for no activation
-            checkpointing, which passes.
+        choice: the modules to recompute: a rule (``Blocks``), or a sequence of names and classes of modules; None for
+            no activation checkpointing, which passes.
 
     Raises:
         UsageError: ``choice`` names a module that the model lacks, or nothing would be recomputed.
@@ -71,8 +71,8 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
     Args:
         part: the modules on this rank; their names are those of the whole model.
-        choice: the modules to recompute: by a rule (``Blocks``), or by names and classes, of which absent ones are
-            ignored; None for none.
+        choice: the modules to recompute: a rule (``Blocks``), or a sequence of names and classes of modules, of which
+            absent ones are ignored; None for none, which gives empty ``whole`` and ``runs``.
 
     Returns:
         A ``CheckpointUnits``: ``whole``, modules to recompute; ``runs``, a dict from each sequence of layers to a list

@@ -80,6 +80,10 @@ class GhostBatchNorm(TakenOver):
         Returns:
             The normalised input, in the same shape. In evaluation it is plain batch norm's result, by the running
             statistics; for an input of one ghost batch it is plain batch norm's result, too.
+
+        Raises:
+            ValueError: ``input`` has another number of dimensions than the batch norm takes, or in training the whole
+                batch has a single number a channel.
         """
         self._check_input_dim(input)
         points = input[0, 0].numel() if len(input) else 0

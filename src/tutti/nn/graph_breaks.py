@@ -26,7 +26,7 @@ _METHODS: list[_Method] = []
 
 
 def ends_graph(method: _F) -> _F:
-    """Return a method before which graphs of ``torch.compile`` end, once ``end_graphs`` has been called.
+    """Wrap a method so that graphs of ``torch.compile`` end before its calls, once ``end_graphs`` has been called.
 
     The method communicates with other ranks, which no graph can hold. Outside of a trace a call costs as much as
     before.
@@ -45,7 +45,7 @@ def ends_graph(method: _F) -> _F:
 
 
 def left_out_of_graphs(function: _F) -> _F:
-    """Return a function before which graphs of ``torch.compile`` end. Loads the compiler's front end.
+    """Wrap a function so that graphs of ``torch.compile`` end before its calls. Loads the compiler's front end.
 
     Args:
         function: a function that is made anew for each run.
@@ -60,7 +60,10 @@ def left_out_of_graphs(function: _F) -> _F:
 
 
 def end_graphs() -> None:
-    """Let graphs of ``torch.compile`` end before the methods of ``ends_graph``. Loads the compiler's front end."""
+    """Let graphs of ``torch.compile`` end before calls of all methods that ``ends_graph`` has wrapped.
+
+    Loads the compiler's front end. A second call does nothing for methods of the first.
+    """
     for method in _METHODS:
         if method.untraced is method.plain:
             method.untraced = torch.compiler.disable(method.plain)

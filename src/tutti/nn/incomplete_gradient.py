@@ -133,9 +133,9 @@ def _refuse(place: str, name: str) -> NoReturn:
 
 
 def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
-    """Set the ``.grad`` of each parameter to a placeholder that raises where it is read, to hide partial gradients.
+    """Set the ``.grad`` of each parameter to a placeholder that raises UsageError where the script reads it.
 
-    Used where this rank lacks the whole gradient. A script may still clear the placeholder.
+    Hides partial gradients where this rank lacks the whole one. A script may still clear the placeholder.
 
     Args:
         parameters: the script's parameters.
@@ -148,7 +148,8 @@ def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
 def is_cleared(gradient: Tensor | None) -> bool:
     """Return whether a script has cleared the placeholder that ``conceal`` set as ``.grad``.
 
-    True for None, and for a placeholder that was zeroed in place; False for real gradients.
+    True for None, and for a placeholder that was zeroed in place; False for one that was left as it was, and for real
+    gradients.
 
     Args:
         gradient: the parameter's ``.grad``.
@@ -159,7 +160,7 @@ def is_cleared(gradient: Tensor | None) -> bool:
 def is_zeroed(gradient: Tensor | None) -> bool:
     """Return whether a script has zeroed in place the placeholder that ``conceal`` set as ``.grad``.
 
-    False for None and for real gradients.
+    False for None, for a placeholder that was left as it was, and for real gradients.
 
     Args:
         gradient: the parameter's ``.grad``.

@@ -40,7 +40,8 @@ def recomputed(
         selective: also save the results of expensive operators, such as matrix products, which are not computed again.
 
     Returns:
-        A function with the arguments and result of ``forward``.
+        A function with the arguments and result of ``forward``; while gradients are disabled it only calls ``forward``.
+        It raises UsageError if a buffer changes that earlier calls have left unchanged.
     """
     constant: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 

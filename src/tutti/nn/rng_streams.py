@@ -100,11 +100,12 @@ class RngStreams:
 
     @property
     def moment(self) -> RngSnapshot:
-        """Snapshot of a model's RNG streams: the micro-batch's key, call counts, and whether a forward is recomputed.
+        """Snapshot of a model's RNG streams, an ``RngSnapshot``.
 
-        Modules with a stream of their own are those that draw, such as dropout; the snapshot counts their calls so far.
-        After the snapshot is set again, these modules draw the same numbers again. So do functions that draw from the
-        device's generator, if ``state`` is set back, too.
+        Its attributes are ``micro_batch``, the micro-batch's key; ``calls``, by name the number of calls so far of each
+        module with a stream of its own (those that draw, such as dropout); and ``replaying``, whether a forward is
+        being recomputed. After the snapshot is set again, these modules draw the same numbers again. So do functions
+        that draw from the device's generator, if ``state`` is set back, too.
         """
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 

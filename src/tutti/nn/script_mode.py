@@ -68,7 +68,10 @@ class QuietMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle a call of a function of PyTorch, and return its result.
+        """Handle a call of a function of PyTorch under this torch function mode, and return its result.
+
+        Abstract. Subclasses call ``func(*args, **kwargs)``, check the call or change its result. While the attribute
+        ``quiet`` is True they pass the call on unchanged.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -210,7 +213,9 @@ def acts_by_element(func: Any) -> bool:
 
 
 def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of a function of PyTorch, and in lists and tuples among them.
+    """Yield the tensors among the arguments of a function of PyTorch, and directly in lists and tuples among them.
+
+    Tensors in deeper nesting, or in dictionaries, are left out.
 
     Args:
         args, kwargs: arguments as ``__torch_function__`` is given them.

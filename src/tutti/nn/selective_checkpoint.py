@@ -127,7 +127,7 @@ def function_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     True if the operator has an argument ``dropout_p``, as fused attention has, and it is above 0 in this call.
 
     Args:
-        func: the ATen operator.
+        func: the ATen operator, an ``OpOverload``.
         args, kwargs: positional and keyword arguments of the call.
     """
     for place, argument in enumerate(operator_arguments(func)):

@@ -133,7 +133,8 @@ def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterato
 
     Args:
         parts: modules whose names are those of the whole model.
-        values: tensors by parameter or buffer name, used without a copy; other parameters and buffers stay.
+        values: tensors by name of a parameter (of a tied one, the first name) or persistent buffer, used without a
+            copy. Other parameters and buffers stay; names that the modules lack are ignored.
     """
     own: list[tuple[nn.Parameter, Tensor]] = []
     held: list[tuple[BufferRef, Tensor]] = []

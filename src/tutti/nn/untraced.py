@@ -75,8 +75,8 @@ class Untraced:
 def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
     """Run ``forward`` and return the dotted names of the attributes that modules of ``model`` wrote in it.
 
-    The attributes, parameters and buffers are restored, also after an error. Parameters and buffers are not among the
-    names.
+    The attributes, parameters and buffers are restored, also after an error of ``forward``, which is raised on.
+    Parameters and buffers are not among the names.
 
     Args:
         model: the model.

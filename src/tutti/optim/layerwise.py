@@ -87,7 +87,8 @@ class RowGroup:
     def params(self) -> list[Tensor]:
         """The parameters of this group, which one call of a layer-wise optimizer's loops updates together.
 
-        In the order of ``rows``; the gradients ``grads`` and the states have the same order.
+        A list in the order of ``rows``, the group's ``TensorUpdate`` objects (a parameter each, with gradient, state
+        and options); the gradients ``grads`` and the states have the same order.
         """
         return [row.param for row in self.rows]
 
@@ -255,13 +256,16 @@ def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) 
     Gradients are converted to the dtype and memory format of their parameters.
 
     Args:
-        rows: the tensors of the step.
-        kind: maps a tensor to a hashable key; tensors of one group have equal keys.
+        rows: for each tensor of the step a ``TensorUpdate``: parameter, gradient, optimizer state and options.
+        kind: maps a ``TensorUpdate`` to a hashable key; those of one group have equal keys.
 
     Returns:
         One ``RowGroup`` for each pair of an implementation and a key, in the order of first appearance: its tensors as
-        the lists ``params`` and ``grads``, and the implementation (compiled loops or PyTorch's operators) that updates
-        them.
+        the lists ``params`` and ``grads``, and as ``passes`` the implementation (compiled loops or PyTorch's operators)
+        that updates them.
+
+    Raises:
+        UsageError: a tensor's option ``fused`` is True and there are no compiled loops for it.
     """
     parts: dict[Any, RowGroup] = {}
     plain = Foreach()
@@ -290,7 +294,8 @@ def _alike(state: Tensor, param: Tensor) -> bool:
 def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
     """Return the compiled loops that can update this parameter; None where there are none, or with ``fused=False``.
 
-    Compiled loops need a CPU, float32 or float64, dense memory and a C++ compiler.
+    Compiled loops need a CPU, float32 or float64, dense memory and a C++ compiler. The returned object has methods such
+    as ``squares`` and ``momentum``, which compute the norms and updates of lists of tensors.
 
     Args:
         parameter: the parameter, whose device, dtype and memory format decide.

@@ -42,8 +42,8 @@ def gradual(step: int, length: int, start: float) -> float:
     With ``start`` = 1/k it is the gradual warm-up from η to kη (Goyal et al. 2017, arXiv 1706.02677, §2.2).
 
     Args:
-        step: steps taken.
-        length: steps of the warm-up.
+        step: steps taken, at most ``length``; the result is not clamped.
+        length: steps of the warm-up, at least 1.
         start: factor at step 0.
 
     >>> [round(0.8 * gradual(i, 60, 1 / 8), 9) for i in (0, 30, 59)]

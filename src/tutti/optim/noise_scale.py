@@ -141,8 +141,8 @@ class NoiseAverage:
         """Add one step's estimates of the gradient noise to the averages, unless one of them is not finite.
 
         Args:
-            estimate: tr Σ, the trace of the covariance of one sample's gradient, and |G|², the squared norm of the
-                expected gradient.
+            estimate: a named tuple of ``trace``, the estimate of tr Σ (trace of the covariance of one sample's
+                gradient), and ``square``, that of |G|² (squared norm of the expected gradient).
         """
         trace, square = estimate
         products = (trace, square, trace**2, trace * square, square**2)
@@ -214,10 +214,13 @@ def mean_noise(estimates: Iterable[NoiseEstimate]) -> NoiseAverage:
     """Return the average of several steps' estimates of gradient noise, all with equal weight.
 
     Args:
-        estimates: one estimate for each step; those that are not finite are left out.
+        estimates: for each step a named tuple of ``trace``, the estimate of tr Σ (trace of the covariance of one
+            sample's gradient), and ``square``, that of |G|² (squared norm of the expected gradient). Those that are not
+            finite are left out.
 
     Returns:
-        The averages; their method ``band`` returns the noise scale and its confidence interval.
+        A ``NoiseAverage``, whose method ``band`` returns the noise scale and its confidence interval, or raises
+        ValueError if there is no estimate.
     """
     average = NoiseAverage(1.0)
     for estimate in estimates:

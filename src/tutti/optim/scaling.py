@@ -24,8 +24,9 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
         batch: global batch, in samples.
 
     Raises:
-        UsageError: the rule is AdaScale and the optimizer is not SGD; the rule is Adam's square-root rule, and the
-            optimizer has no β1, β2 and ε or κ(1 - β) is 1 or more, with κ = ``batch`` / the rule's base batch.
+        UsageError: the rule is AdaScale and the optimizer is not SGD; or the rule is Adam's square-root rule, and
+            either the optimizer has no β1, β2 and ε, or κ(1 - β) is 1 or more, with κ = ``batch`` / the rule's base
+            batch.
     """
     name = type(optimizer).__name__.removesuffix("Config")
     if rule.adaptive and not isinstance(optimizer, SGDConfig):

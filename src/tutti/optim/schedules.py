@@ -143,7 +143,7 @@ def stable_decay(progress: float, decay: float, final: float, root: bool) -> flo
 def one_cycle(step: int, total: int, rise: float, start: float, final: float) -> float:
     """Return the factor of a one-cycle schedule (``OneCycleLR``): a cosine from ``start`` to 1, another to ``final``.
 
-    The factor is 1 at step rise · total - 1.
+    The factor is 1 at step rise · total - 1. If that is 0 or below, nothing rises and ``start`` has no effect.
 
     Args:
         step: steps taken.

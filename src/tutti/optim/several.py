@@ -150,6 +150,9 @@ def stepping(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that the next ``step`` call updates: the active one, or all if none is active.
 
     Only optimizers with parameters on this rank are returned.
+
+    Args:
+        optimizer: optimizers combined in a ``SeveralOptimizers``; any other optimizer is returned as a list of one.
     """
     if not isinstance(optimizer, SeveralOptimizers):
         return [optimizer]

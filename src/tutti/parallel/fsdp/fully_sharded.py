@@ -194,7 +194,7 @@ class FullySharded:
                     parameter.requires_grad_(not before)
 
     def replaced_name(self) -> str | None:
-        """Return the name of a sharded parameter in whose place the script has put another object; None for none.
+        """Return the name of the first sharded parameter that the script has replaced by another object; None for none.
 
         The model may have any of a parameter's own objects: the DTensor, or after the first forward the unsharded one.
         Not collective.
@@ -261,9 +261,10 @@ class FullySharded:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        The ``.grad`` of the FSDP2-sharded model's parameters are DTensors, which the script may read and edit. Most
-        reads of the ``.grad`` of the optimizer's rows raise: a norm of them, say, would cover this rank's rows only.
-        Not collective.
+        The ``.grad`` of the FSDP2-sharded model's parameters are DTensors, which the script may read and edit. The
+        ``.grad`` of the optimizer's rows become placeholders. Norms of them, scaling and clamping in place act on the
+        DTensors, and so on all ranks' rows; other reads raise UsageError. Under tensor parallelism norms and scaling
+        raise, too, for parameters of which the tensor ranks have slices. Not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -314,7 +315,8 @@ class FullySharded:
 
         In that time ``model.parameters()`` are FSDP2's unsharded parameters, and FSDP2 accumulates gradients elsewhere
         than in their ``.grad``. The hooks put a placeholder into each ``.grad``. The placeholder records that the
-        script clears it, for ``apply_clearing``, and raises when the script reads it. A second call does nothing.
+        script clears it, for ``apply_clearing``, and raises UsageError when the script reads it. A second call does
+        nothing.
         """
         if self._slots:
             return
@@ -357,8 +359,8 @@ class FullySharded:
         """Put a placeholder into the ``.grad`` of each FSDP2-unsharded parameter whose sharded gradient is not None.
 
         Unsharded parameters are in the model between a forward and its backward. The script can clear a placeholder,
-        which ``apply_clearing`` carries over to the sharded gradient; reading a placeholder raises. Does nothing before
-        ``begin_custom_loop``.
+        which ``apply_clearing`` carries over to the sharded gradient; reading a placeholder raises UsageError. Does
+        nothing before ``begin_custom_loop``.
         """
         for each, gathered in self._training if self._slots else ():
             if gathered.grad is not None and each.name not in self._standing:
@@ -384,7 +386,7 @@ class FullySharded:
         """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of FSDP2's DTensor grads.
 
         Called before the optimizer step, which therefore uses gradients as the script has edited or cleared them in the
-        ``.grad`` of the model's DTensor parameters. Not collective.
+        ``.grad`` of the model's DTensor parameters, or cleared them in that of the rows. Not collective.
         """
         self._take_cleared()
         for each, gathered in self._training:
@@ -419,11 +421,12 @@ class FullySharded:
     def gradient_meter(self) -> Callable[[], float]:
         """Start to measure this rank's own gradients, before FSDP2's backward reduce-scatters them. Not collective.
 
-        Gradients are measured up to the end of the step, and again after the next call of the returned function.
+        The measurement stops in the step's ``reduce_scatter_gradients``; each call of the returned function starts it
+        again.
 
         Returns:
-            A function that returns the sum of squares of the gradients' elements since its last call, and resets the
-            sum to 0.
+            A function without arguments that returns, as a float, the sum of squares of the elements of the gradients
+            measured since its last call, and resets the sum to 0.
         """
         self._meter.take()
         return self._meter.take

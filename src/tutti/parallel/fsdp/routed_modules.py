@@ -79,7 +79,8 @@ def routed_modules(
     own forward has read values of a tensor on the host (``item``, a boolean) or called a function whose output shape
     depends on values (``nonzero``, a mask as index). Second, either its blocks differ in their calls (number of calls,
     or shapes of the inputs), or these blocks got other numbers of rows (first dimension of the first tensor argument)
-    than the suspected module itself. Not collective. An error of the trial ends the trial and is not raised.
+    than the suspected module itself. Not collective. An error of the trial ends the trial and is not raised; the names
+    then follow from the calls before the error.
 
     Args:
         model: the whole model, not yet sharded; the trial leaves its state as it was.

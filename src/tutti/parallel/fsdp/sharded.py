@@ -347,7 +347,7 @@ class ShardedSync:
         update, the first call in a step all-gathers the parameters.
 
         Args:
-            worker: index of the logical worker, one that runs on this rank.
+            worker: index of the logical worker among all N, from 0; one that runs on this rank.
             step_context: facts of the step under way, such as its number and loss scale.
 
         Raises:
@@ -383,9 +383,9 @@ class ShardedSync:
             step_context: the step under way, with its number, and with the loss scale that gradients are divided by.
 
         Returns:
-            A ``StepStats``, equal on all ranks: loss and metrics as means over the global batch, the count of samples
-            or tokens, the L2 norm of the complete gradient, whether all gradients are finite, and whether a rank asks
-            to stop.
+            A ``StepStats`` of Python numbers, equal on all ranks: ``loss``, and ``metrics`` by name, as means over the
+            global batch; ``count``, the number of samples or tokens; ``grad_norm``, the L2 norm of the complete
+            gradient; ``finite``, whether all gradients are; and ``stop``, whether a rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -502,9 +502,9 @@ class ShardedSync:
         rows in the optimizer's parameter groups, which are then all-gathered first.
 
         Returns:
-            A mapping from names in the model to tensors, not copied: unsharded parameters, this rank's rows of the
-            parameters that FSDP2 shards and, in a run of one logical worker (share of the global batch with its own
-            buffers), buffers.
+            A mapping, never None, from names in the model to tensors, not copied: unsharded parameters, this rank's
+            rows of the parameters that FSDP2 shards and, in a run of one logical worker (share of the global batch with
+            its own buffers), buffers.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
@@ -542,6 +542,9 @@ class ShardedSync:
 
         Args:
             saved: the checkpoint, written by a run with any strategy and any number of ranks.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a tensor of the model, or one of its files is damaged.
         """
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
@@ -566,10 +569,10 @@ class ShardedSync:
         left out. Not collective.
 
         Returns:
-            An ``OwnGradients`` of two parts. The first is a list of the trained parameters in whose ``.grad`` backward
-            leaves this rank's own gradient (ZeRO stage 1). The second is there only where FSDP2 reduces gradients
-            within backward: a function without arguments that returns the sum of squares of the elements of this rank's
-            gradients since its last call.
+            An ``OwnGradients``. Its ``parameters`` is a list of the trained parameters in whose ``.grad`` backward
+            leaves this rank's own gradient (ZeRO stage 1; empty where FSDP2 shards all). Its ``take_squares`` is None,
+            or where FSDP2 reduces gradients within backward a function without arguments, which returns the sum of
+            squares of the elements of this rank's gradients since its last call.
         """
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
@@ -692,8 +695,8 @@ class ShardedSync:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with ZeRO stage 1 on several
-        shards, reading the ``.grad`` of the model's parameters raises, because a rank has only its rows. Sets the
-        attribute ``accumulated`` to whether ``held`` has gradients.
+        shards, reading the ``.grad`` of the model's parameters raises UsageError, because a rank has only its rows.
+        Sets the attribute ``accumulated`` to whether ``held`` has gradients.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -743,9 +746,9 @@ class ShardedSync:
     def show_gradients(self) -> None:
         """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        The unsharded parameters are in the model between a forward and its backward. A placeholder raises when the
-        script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded gradient. With
-        ZeRO stage 1 this does nothing.
+        The unsharded parameters are in the model between a forward and its backward. A placeholder raises UsageError
+        when the script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded
+        gradient. With ZeRO stage 1 this does nothing.
         """
         for engine in self._engines:
             engine.show_gradients()
@@ -781,10 +784,13 @@ class ShardedSync:
         Args:
             members: some of ``script_parameters()``, the trained parameters as the model has them; the same on all
                 ranks. Parameters without gradient count as 0.
-            step_context: facts of the step under way; its number is for error messages.
+            step_context: facts of the step under way; the ranks of a replica compare its number.
 
         Returns:
             The norm over the ranks' rows together, a Python float, equal on all ranks.
+
+        Raises:
+            MismatchError: the ranks of a replica are in different steps.
         """
         own = set(members)
         pairs = self._pairs()

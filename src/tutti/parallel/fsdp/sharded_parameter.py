@@ -74,6 +74,9 @@ class ShardedParameter:
         Returns:
             A tensor on the CPU of the shape of this rank's rows, in the dtype of the checkpoint; where the rank has no
             rows, an empty tensor in the parameter's dtype.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor, or one of its files is damaged.
         """
         if not self.parameter.numel():
             return self.parameter.detach().cpu().clone()
@@ -156,7 +159,7 @@ class ShardingEngine(Protocol):
         stage 1 reduce-scatters in this call, FSDP2 has done so in backward.
 
         Args:
-            step: number of the step from 1, for error messages.
+            step: number of the step from 1, named in the ``PeerError`` if a rank dies or is in another collective.
         """
 
     def all_gather_parameters(self) -> None:
@@ -205,7 +208,7 @@ class ShardingEngine(Protocol):
 
         Each rank holds some rows of every parameter. Not collective. With FSDP2 the script can read the sums in the
         ``.grad`` of the model's DTensors; in ZeRO stage 1 on several ranks reading the ``.grad`` of the model's
-        parameters raises from then on.
+        parameters raises UsageError from then on.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -248,9 +251,9 @@ class ShardingEngine(Protocol):
     def show_gradients(self) -> None:
         """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        The unsharded parameters are in the model between a forward and its backward. A placeholder raises when the
-        script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded gradient. ZeRO
-        stage 1 does nothing.
+        The unsharded parameters are in the model between a forward and its backward. A placeholder raises UsageError
+        when the script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded
+        gradient. ZeRO stage 1 does nothing.
         """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
@@ -416,7 +419,7 @@ class ZeroSharding:
         afterwards. One rank does nothing.
 
         Args:
-            step: number of the step from 1, for error messages.
+            step: number of the step from 1, named in the ``PeerError`` if a rank dies or is in another collective.
         """
         if self._comm.size == 1:
             return
@@ -528,7 +531,7 @@ class ZeroSharding:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks, reading the ``.grad``
-        of the model's parameters or of the rows therefore raises from then on. Not collective.
+        of the model's parameters or of the rows therefore raises UsageError from then on. Not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the

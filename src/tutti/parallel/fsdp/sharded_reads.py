@@ -128,8 +128,8 @@ class ShardedReads(ScriptMode):
     def stay(self, roots: Iterable[nn.Module]) -> None:
         """Go on with the checks after the first update: the script has a custom training loop. Not collective.
 
-        Its body may write parameters at any time, such as a layer that begins anew. The model's forwards are checked up
-        to the first update alone.
+        The body of such a loop may write parameters at any time, for example when it initialises a layer again. The
+        model's forwards are checked up to the first update alone.
 
         Args:
             roots: the modules that the script calls. A second call of this method does nothing.

@@ -108,9 +108,10 @@ class PipelineLayout:
             closed: names of modules that no cut may go through.
 
         Returns:
-            A pair. First a list of this rank's virtual stages, in the model's order: each with its module and the names
-            of the values that the stage receives and sends. Second a ``StageOwnership``, which says for each parameter
-            and buffer of the model which stages hold it; None where there is one stage only.
+            A pair. First a list of this rank's virtual stages, in the model's order: each with its ``module`` and the
+            names of the values that the stage receives (``incoming``) and sends (``outgoing``). Second a
+            ``StageOwnership``, whose ``stages`` has for each parameter and persistent buffer of the model the indices
+            of the virtual stages that hold it; None where there is one stage only.
 
         Raises:
             MismatchError: the ranks have built different models.
@@ -516,6 +517,7 @@ class PipelineRunner(ReplicaPart):
         Raises:
             StageReached: on every stage but the last, after the sends of this stage's activations have started. The
                 exception ends the loss function.
+            UsageError: a forward hook of the script has kept a tensor with its autograd graph on a stage but the last.
         """
         virtual_stage = self._virtual_stages[stage // self._ranks]
         if stage > 0:

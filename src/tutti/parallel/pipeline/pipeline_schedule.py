@@ -150,13 +150,13 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
     """Return the interleaved 1F1B schedule, with v virtual stages a rank, which divides the bubble by v.
 
     As in 1F1B, each rank alternates a forward and a backward after a warm-up of forwards. Micro-batches go through a
-    rank's stages in groups of p, some of the groups larger where p does not divide m. Source: Narayanan et al. 2021,
-    arXiv 2104.04473, §2.2.
+    rank's stages in groups of p; where p does not divide m, in ⌊m/p⌋ groups (at least one) of nearly equal size.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, §2.2.
 
     Args:
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
-        chunks: virtual stages a rank, v; rank i has the stages i, i + p, i + 2p, ….
+        chunks: virtual stages a rank, v; rank i has the stages i, i + p, i + 2p, … of the model.
 
     Returns:
         An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch), with kind
@@ -229,8 +229,8 @@ def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Or
 
     Returns:
         An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions (kind, stage, micro-batch) in the
-        order of execution. Kinds are F forward and B backward, or with ``zero_bubble`` in place of B the backward's two
-        halves, I input backward and W weight backward.
+        order of execution, with the index of the virtual stage in the whole model. Kinds are F forward and B backward,
+        or with ``zero_bubble`` in place of B the backward's two halves, I input backward and W weight backward.
 
     Raises:
         KeyError: ``SCHEDULES`` has no such name.
@@ -248,7 +248,7 @@ def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
     Args:
         ranks: pipeline ranks, p.
         micro_batches: number of micro-batches, m.
-        chunks: virtual stages a rank, v.
+        chunks: virtual stages a rank, v; rank i has the stages i, i + p, i + 2p, … of the model.
 
     Returns:
         An ``Order``: its ``ranks`` has for each pipeline rank a tuple of actions ("F", stage, micro-batch), in the
@@ -307,6 +307,9 @@ def bubble(rows: Sequence[Sequence[Span]]) -> float:
     Args:
         rows: for each rank the list of its forwards and backwards with start and end (``Span``), as ``timeline``
             returns.
+
+    Raises:
+        ValueError: no rank has an action.
     """
     end = max(span.end for row in rows for span in row)
     busy = sum(span.end - span.start for row in rows for span in row)

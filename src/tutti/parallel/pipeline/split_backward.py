@@ -108,14 +108,14 @@ class SplitBackward:
         No gradients of weights are computed and no ``.grad`` is written. The autograd graph is kept for ``weights``.
 
         Args:
-            roots: the tensors where backward starts, with their gradients.
+            roots: ``tensors`` where backward starts, such as the loss, and their ``gradients`` in the same order.
             entered: the stage's inputs that require a gradient.
             calls: for each call of a layer in the forward, the layer and the edge of its output in the autograd graph,
                 the list from ``record``.
 
         Returns:
-            One tuple: the gradients of ``entered``, then of the outputs in ``calls``; None for a tensor on which
-            ``roots`` do not depend.
+            One tuple of tensors: the gradients of ``entered``, then of the outputs in ``calls``; None in place of a
+            tensor on which ``roots`` do not depend.
         """
         wanted = [*entered, *(call.edge for call in calls)]
         return _gradients(roots, wanted) if wanted else ()
@@ -126,7 +126,7 @@ class SplitBackward:
         """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
         Args:
-            roots: the tensors where the pipeline stage's backward starts, with their gradients, as for ``inputs``.
+            roots: ``tensors`` where the pipeline stage's backward starts, and their ``gradients``, as for ``inputs``.
             calls: for each call of a layer in the forward, the layer and the edge of its output in the autograd graph,
                 the list from ``record``.
             gradients: gradients of the outputs in ``calls``, the second part of the result of ``inputs``.

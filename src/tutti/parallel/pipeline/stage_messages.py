@@ -73,7 +73,8 @@ class StageMessages:
         Args:
             kind: ``activations`` or ``gradients``.
             values: tensors, and other values that JSON can hold, such as numbers.
-            key: identifies batches whose values have equal forms, such as the stage and the batch's shapes.
+            key: identifies batches whose values have equal forms: first the index, in the whole model, of the stage
+                that receives the activations or sends the gradients, then the likes of the batch's shapes.
 
         Returns:
             A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order.
@@ -108,7 +109,7 @@ class StageMessages:
             gradients: for each of ``values`` its gradient; None where the loss does not depend on this value.
             values: the activations that this stage has received.
             key: identifies batches whose values have equal shapes and dtypes, as for ``send``; its first entry is the
-                index of the stage.
+                index of this virtual stage in the whole model.
 
         Raises:
             UsageError: an activation has a gradient, but had none in the first batch of this key.

@@ -56,10 +56,11 @@ def stages_here(
             r + 2p, ….
 
     Returns:
-        A pair. First a list of this rank's virtual stages in the model's order, each with its module and the names of
-        the values that the stage receives and sends. Second a ``StageOwnership``, which is about all stages: for each
-        parameter and persistent buffer the stages that hold it, the names of this rank's tensors that another rank
-        saves and counts in norms, and the parameters that several stages share.
+        A pair. First a list of this rank's virtual stages in the model's order, each with its ``module`` and the names
+        of the values that the stage receives (``incoming``) and sends (``outgoing``). Second a ``StageOwnership``,
+        which is about all stages of the model: ``stages`` has for each parameter and persistent buffer, by name, the
+        indices of the virtual stages that hold it; ``not_owned`` the names of this rank's tensors that another rank
+        saves and counts in norms; and ``groups`` the parameters that several stages share, with their ranks.
     """
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
     held = found.held(plain)

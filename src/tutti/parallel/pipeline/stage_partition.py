@@ -316,7 +316,7 @@ def weight(node: fx.Node, plain: nn.Module, seconds: Mapping[str, float] | None 
     """Return the cost of a graph node by which pipeline stages are made even.
 
     The cost is the measured seconds of the module that the node calls or, without measured seconds, the number of
-    elements of the module's parameters.
+    elements of the module's parameters (0 for a node that calls no module).
 
     Args:
         node: a node of the graph of the model's forward.

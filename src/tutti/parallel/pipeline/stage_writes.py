@@ -35,7 +35,18 @@ class StageWrites(QuietMode):
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Keep a copy of the parameters that a function may write; see the class."""
+        """Call a function of PyTorch, after a copy of this rank's parameters that the function may write.
+
+        This function mode copies a parameter of this rank's pipeline stages before the script's first call, since
+        ``forget``, of a function that may write the parameter or returns a view of it. ``undo`` copies the value back.
+
+        Args:
+            func: the function, as ``__torch_function__`` is given it.
+            args, kwargs: its arguments.
+
+        Returns:
+            The result of ``func(*args, **kwargs)``, unchanged.
+        """
         if not self.quiet and func not in METADATA and _may_change(func, kwargs):
             for tensor in tensors_among(args, kwargs):
                 if (

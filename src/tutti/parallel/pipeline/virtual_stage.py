@@ -41,7 +41,7 @@ class VirtualStage:
 
 
 def body(graph: fx.Graph) -> list[fx.Node]:
-    """Return, in order, the nodes of a model's graph that a single pipeline stage each computes.
+    """Return, in order, the nodes of a model's graph each of which exactly one pipeline stage computes.
 
     The model may be cut into stages between any two of these nodes. The graph's inputs and output, reads of attributes,
     and cheap values that every stage recomputes from the inputs, such as shapes, are left out.
@@ -121,8 +121,8 @@ def cut_into_stages(
             ``graph``.
 
     Returns:
-        The virtual stages in the model's order, each with its modules and the names of the values that the stage
-        receives and sends.
+        The virtual stages of the whole model, in order. Each has its ``module`` and the names of the values that the
+        stage receives (``incoming``) and sends (``outgoing``).
     """
     nodes = body(graph)
     last = last_uses(graph)

@@ -168,7 +168,7 @@ def record_calls(
 
     A block is a module of several layers, such as attention, that tensor parallelism may split as one unit. The loss
     function runs twice: first with gradients, to see which arguments need one, and then without, to record the
-    arguments of each block's first call. Errors of the loss function are ignored.
+    arguments of each block's first call. An error of the loss function ends that run and is not raised.
 
     Args:
         plain: the whole model; it is left as it was.
@@ -178,8 +178,8 @@ def record_calls(
         device: device on which the loss function runs.
 
     Returns:
-        The recorded calls by the block's name, with detached tensors on the CPU. Blocks that are not called, or whose
-        arguments cannot be copied, are left out; without ``trial`` the mapping is empty.
+        The recorded calls by the block's name, with detached tensors on the CPU. Blocks that are not called in both
+        runs before an error, or whose arguments cannot be copied, are left out; without ``trial`` the mapping is empty.
     """
     learned: dict[str, list[bool]] = {}
     found: dict[str, BlockArguments] = {}

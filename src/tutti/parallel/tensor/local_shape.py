@@ -223,7 +223,7 @@ def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Seque
         draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
             where the input is not split.
         forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``; the forward
-            refuses other calls, but takes the same ones without gradients. Empty for no check.
+            raises UsageError for other calls, but takes the same ones without gradients. Empty for no check.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
     prefix = f"{module.tutti_slice.name}." if module.tutti_slice.name else ""  # type: ignore[union-attr]

@@ -46,9 +46,10 @@ _MODES: WeakSet[SplitReads] = WeakSet()
 
 
 def slice_of(tensor: Tensor) -> str | None:
-    """Return the name of the split parameter of which a tensor that the script has made is this rank's slice, or None.
+    """Return the name of the parameter from whose tensor-parallel slice the script has made a tensor, or None.
 
-    True of elementwise functions of the parameter, such as a moving average of its values or a copy of them.
+    Results of elementwise functions count, such as a moving average of the slice's values or a copy of them, and so
+    does the parameter itself.
 
     Args:
         tensor: any tensor.
@@ -87,7 +88,23 @@ class SplitReads(QuietMode):
         self._blocks = WeakKeyDictionary({layer: ref(block) for layer, block in blocks.items()})
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse what gives other numbers than the whole parameters would; see the class."""
+        """Call a function of PyTorch, or refuse it if its result on slices is no slice of that on whole parameters.
+
+        Concerns the script's calls with parameters of which this tensor-parallel rank has only a slice. For the size of
+        such a parameter, or of its gradient, the script gets that of the whole one. Elementwise functions are allowed;
+        their results count as slices, too. Calls by layers and optimizers pass unchanged.
+
+        Args:
+            func: the function, as ``__torch_function__`` is given it.
+            args, kwargs: its arguments.
+
+        Returns:
+            The function's result; a ``SplitTensor`` where the script itself calls a column-parallel layer.
+
+        Raises:
+            UsageError: the function is not elementwise, an operand would differ between slices, or the script itself
+                calls a layer that is split by heads.
+        """
         if not self.quiet and func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
             return size_of_whole(func, whole, args, kwargs)
         if not self.quiet and func == _GRADIENT:

@@ -33,7 +33,7 @@ class SliceRanks(Protocol):
 
         Args:
             whole: a tensor that is the same on all ranks.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
         """
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
@@ -41,7 +41,7 @@ class SliceRanks(Protocol):
 
         Args:
             part: this rank's summand, of the same shape on all ranks.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
 
         Returns:
             The sum, the same tensor on all ranks.
@@ -55,9 +55,9 @@ class SliceRanks(Protocol):
 
         Args:
             part: this rank's slice.
-            dim: the split dimension.
+            dim: the split dimension; if the number of ranks does not divide ``length``, the first ranks have one more.
             length: size of the whole tensor along ``dim``.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
 
         Returns:
             The whole tensor, with size ``length`` along ``dim``.
@@ -70,9 +70,10 @@ class SliceRanks(Protocol):
 
         Args:
             whole: the whole tensor.
-            dim: the dimension to split, in even shares.
+            dim: the dimension to split; if the number of ranks does not divide ``length``, the first ranks have one
+                more.
             length: size of ``whole`` along ``dim``.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
         """
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -82,9 +83,10 @@ class SliceRanks(Protocol):
 
         Args:
             part: this rank's summand, whole along ``dim``.
-            dim: the dimension to split, in even shares.
+            dim: the dimension to split; if the number of ranks does not divide ``length``, the first ranks have one
+                more.
             length: size of ``part`` along ``dim``.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
         """
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -95,9 +97,9 @@ class SliceRanks(Protocol):
 
         Args:
             part: this rank's slice.
-            dim: the split dimension.
+            dim: the split dimension; if the number of ranks does not divide ``length``, the first ranks have one more.
             length: size of the whole tensor along ``dim``.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
 
         Returns:
             The whole tensor, with size ``length`` along ``dim``.
@@ -112,7 +114,7 @@ class SliceRanks(Protocol):
 
         Args:
             tensors: tensors that are the same on all ranks.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
 
         Returns:
             One tensor for each of ``tensors``, in order.
@@ -125,7 +127,7 @@ class SliceRanks(Protocol):
 
         Args:
             tensor: this rank's tensor, of the same shape on all ranks.
-            name: name of the layer, for error messages.
+            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
 
         Returns:
             (ranks, *shape), in rank order.
@@ -151,7 +153,8 @@ class LayerSlice(NamedTuple):
     def mine(self) -> range:
         """Range of the layer's heads, features or other units that this tensor-parallel rank holds.
 
-        The units 0 … ``length`` - 1 are divided evenly over the ranks, contiguously and in rank order.
+        The units 0 … ``length`` - 1 are divided over the ranks, contiguously and in rank order. The shares are
+        equal; if the number of ranks does not divide ``length``, the first ranks have one unit more.
         """
         return even_share(self.length, self.ranks.size, self.ranks.rank)
 

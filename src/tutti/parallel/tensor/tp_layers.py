@@ -50,7 +50,8 @@ class ColumnParallelLinear(TensorParallelLayer):
         which the hooks see as the whole outputs.
 
         Raises:
-            UsageError: the hooks cannot be given whole outputs.
+            UsageError: there are such hooks, but they cannot be given whole outputs: the layer is split by heads of
+                several features, or the modules after it are compiled.
         """
         result: Tensor = super().forward(copied(input, self.tutti_slice))
         hooked = find_script_hook(self.tutti_hookable)
@@ -138,9 +139,9 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up whole embeddings in a table split by rows over the tensor ranks: indices (…) → (…, features).
 
-        Collective: an all-reduce; each rank contributes the rows that it holds, and zeros for other indices. With
-        sequence parallelism there is a reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the
-        embeddings of its own positions.
+        The indices are those of the whole table, the same on every rank. Collective: an all-reduce; each rank
+        contributes the rows that it holds, and zeros for other indices. With sequence parallelism there is a
+        reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own positions.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         elsewhere = (input < mine.start) | (input >= mine.stop)

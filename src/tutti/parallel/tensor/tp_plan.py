@@ -77,8 +77,9 @@ class PlanEntry:
 
         An entry says how tensor parallelism treats one module. Keys are ``name``, ``role`` (such as ``column``),
         ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (four values that fit the
-        module's code to a slice), as the attributes. ``cuts`` has a list for each parameter: the split dimension, the
-        number of undivided units along it, and the number of parts split alike.
+        code of a block to a slice: ``width``, ``sizes``, ``draws`` and ``forms`` of ``run_within``). ``cuts`` has a
+        list for each parameter: the split dimension, the number of undivided units along it, and the number of parts
+        split alike.
         """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 

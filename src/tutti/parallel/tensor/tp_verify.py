@@ -57,8 +57,9 @@ class TensorCut(NamedTuple):
 
         Args:
             tensor: the whole tensor.
-            rank: index of the rank.
-            ranks: number of ranks, which have even shares.
+            rank: index of the rank among the tensor-parallel ranks, from 0.
+            ranks: number of these ranks; if it does not divide the units (such as heads), the first ranks have one
+                more.
         """
         mine = even_share(self.units, ranks, rank)
         step = tensor.shape[self.dim] // self.blocks
@@ -75,8 +76,9 @@ class TensorCut(NamedTuple):
 
         Args:
             tensor: the whole tensor.
-            rank: index of the rank.
-            ranks: number of ranks, which have even shares.
+            rank: index of the rank among the tensor-parallel ranks, from 0.
+            ranks: number of these ranks; if it does not divide the units (such as heads), the first ranks have one
+                more.
         """
         each = tensor.shape[self.dim] // self.blocks // self.units
         begin = each * even_share(self.units, ranks, rank).start
@@ -130,9 +132,11 @@ def find_block_split(
         call: recorded arguments for a block whose forward takes several; default: one random input.
 
     Returns:
-        A ``BlockSplit``: the column-parallel layers and the row-parallel layer by name, how the outputs of the
-        column-parallel layers are cut, and the number of heads or features that are divided. None where no split gives
-        the same result, where the block raises an error, and where it has too few or too many linear layers.
+        A ``BlockSplit``: ``columns``, a dict from the names of the column-parallel layers to the cut of their outputs
+        (a ``TensorCut``); ``row``, the name of the row-parallel layer; ``units``, the number of heads or features that
+        are divided; and what fits the block's own code to a slice (``sizes``, ``draws``, ``forms``). None where no
+        split gives the same result, where the block raises an error, and where it has too few or too many linear
+        layers.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
