@@ -238,6 +238,7 @@ def agreed(odd: int) -> list[str]:
         same[:1] if mine else same,
         [] if mine else same,
         ["λ" * 3000] if mine else same,
+        [*same, ""] if mine else same,
     ]
     for lines in cases:
         try:
@@ -252,7 +253,7 @@ def agreed(odd: int) -> list[str]:
 def test_agreement_shows_the_first_difference_on_every_rank(size: int, odd: int) -> None:
     a, b = "layer.weight [3, 4]", "layer.bias [4]"
     want = [(b, "layer.bias [5]", 1), (a, b, 0), ("(nothing)", "extra [1]", 2), (b, "(nothing)", 1)]
-    want += [(a, "(nothing)", 0), (a, "λλλ", 0)]
+    want += [(a, "(nothing)", 0), (a, "λλλ", 0), ("(nothing)", "", 2)]
     for rank, (fine, *said) in enumerate(worlds.run(size, agreed, odd=odd)):
         assert fine == ""
         for text, (others, own, entry) in zip(said, want, strict=True):

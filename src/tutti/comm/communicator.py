@@ -613,7 +613,8 @@ class Communicator:
         if other is None:
             return
         counts = [int(c) for c in self._gather(torch.tensor([len(lines)]), f"comparing {name}")]
-        padded = torch.zeros(max(counts), dtype=torch.int64)
+        # No key is negative; that of an empty line is 0.
+        padded = torch.full((max(counts),), -1)
         padded[: len(lines)] = torch.tensor([name_key(line) for line in lines])
         table = self._gather(padded, f"comparing {name}")
         differ = int((table[0] != table[other]).nonzero()[0])

@@ -142,9 +142,15 @@ class VocabParallelEmbedding(TensorParallelLayer):
         The indices are those of the whole table, the same on every rank. Collective: an all-reduce; each rank
         contributes the rows that it holds, and zeros for other indices. With sequence parallelism there is a
         reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own positions.
+
+        Raises:
+            IndexError: on a CPU, an index is outside of the whole table, as ``torch.nn.Embedding`` raises; on an
+                accelerator its assertion fails.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
-        elsewhere = (input < mine.start) | (input >= mine.stop)
+        # An index outside of the table is no other rank's: the look-up below refuses it on every rank.
+        before, after = (input >= 0) & (input < mine.start), (input >= mine.stop) & (input < self.tutti_slice.length)
+        elsewhere = before | after
         rows = (input - mine.start).masked_fill(elsewhere, 0)
         own = padding - mine.start if padding is not None and padding in mine else None
         part = functional.embedding(rows, self.weight, own).masked_fill(elsewhere.unsqueeze(-1), 0)
