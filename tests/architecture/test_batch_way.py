@@ -40,7 +40,7 @@ MOST_CALLS = 10
 def blocks() -> list[list[str]]:
     """The two chains in the page."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found = re.findall(r"^```\n((?:\w+/[\w/]*\.py [\w.]+\n)+)```$", page, re.MULTILINE)
+    found = re.findall(r"^```\n((?:\w+/[\w/]*\.py [\w.<>]+\n)+)```$", page, re.MULTILINE)
     return [block.splitlines() for block in found]
 
 
@@ -52,6 +52,6 @@ def test_the_page_shows_the_chain_of_calls(tmp_path: Path) -> None:
     assert calls["backward"][-len(backward) :] == backward
     assert calls["step"][-len(step) :] == step
     entry = calls["backward"].index(backward[0])
-    assert calls["step"][: entry + 5] == calls["backward"][: entry + 5]
+    assert calls["step"][: entry + 6] == calls["backward"][: entry + 6]
     assert len(backward) <= MOST_CALLS
     assert not any(call.startswith("cli/") for call in calls["backward"][entry:])

@@ -60,7 +60,7 @@ def no_wait() -> AbstractContextManager[Any]:
 
 def host_group() -> AbstractContextManager[Any]:
     """Gradients of the device are sent over the host's process group."""
-    return patch.object(Communicator, "_carrier", lambda self, tensor: self._group)
+    return patch.object(Communicator, "_carrier", lambda self, tensor: self._control_group)
 
 
 def host_batch() -> AbstractContextManager[Any]:

@@ -236,7 +236,13 @@ def test_digests_of_several_tensors_are_those_of_each() -> None:
     torch.manual_seed(0)
     sizes = [(0,), (1,), (7,), (5, 3), (64, 16), (65, 16), (300, 300)]
     tensors = [torch.randn(size).to(dtype) for size in sizes for dtype in (torch.float64, torch.bfloat16, torch.bool)]
-    tensors += [torch.tensor(3.0), torch.randn(5, 7).t(), torch.arange(24, dtype=torch.uint8).view(2, 3, 4)[:, 1:]]
+    tensors += [
+        torch.tensor(3.0),
+        torch.randn(9)[::2],
+        torch.randn(3)[1::2],
+        torch.randn(5, 7).t(),
+        torch.arange(24, dtype=torch.uint8).view(2, 3, 4)[:, 1:],
+    ]
     for count in (0, 1, len(tensors)):
         assert tensor_digests(tensors[:count]) == [int(tensor_digest(tensor)) for tensor in tensors[:count]]
     # More than are digested together.

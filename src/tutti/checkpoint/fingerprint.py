@@ -47,8 +47,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
-    # A tensor of one element is contiguous whatever its stride.
-    data = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    data = _bytes_of(tensor)
     whole = len(data) // 8 * 8
     if data.storage_offset() % 8:
         data = data.clone()
@@ -69,14 +68,16 @@ def tensor_digest(tensor: Tensor) -> Tensor:
 def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
     """Return ``tensor_digest`` of each tensor as a Python int, with one synchronisation of host and device for all.
 
-    Up to 32 tensors of at most 8 KiB are digested together: one by one, each takes some twenty operations.
+    On a CPU up to 32 tensors of at most 8 KiB are digested together: one by one, each takes some twenty operations. On
+    an accelerator that would need another synchronisation, for the tensors' places.
 
     Args:
         tensors: tensors of one device, of any dtypes and shapes.
     """
     every = list(tensors)
-    small = [i for i, tensor in enumerate(every) if tensor.nbytes <= _SMALL]
-    found: list[Tensor | None] = [None if tensor.nbytes <= _SMALL else tensor_digest(tensor) for tensor in every]
+    small = [i for i, each in enumerate(every) if each.nbytes <= _SMALL and each.device.type == "cpu"]
+    chosen = set(small)
+    found: list[Tensor | None] = [None if i in chosen else tensor_digest(each) for i, each in enumerate(every)]
     for first in range(0, len(small), _TOGETHER):
         places = small[first : first + _TOGETHER]
         for i, digest in zip(places, _digests_together([every[i] for i in places]), strict=True):
@@ -91,7 +92,7 @@ def _digests_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     padding = torch.zeros(8, dtype=torch.uint8, device=device)
     pieces, ends = [], [0]
     for tensor in tensors:
-        data = tensor.detach().reshape(-1).view(torch.uint8)
+        data = _bytes_of(tensor)
         pieces += [data, padding[: -len(data) % 8]]
         ends.append(ends[-1] - -len(data) // 8)
     words = torch.cat(pieces).view(torch.int64)
@@ -114,6 +115,12 @@ def is_compared(count: int) -> bool:
     [1, 2, 3, 4, 8, 16, 32]
     """
     return count <= _ALL or not count & (count - 1)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes in C order, (bytes,) uint8."""
+    # A tensor of one element is contiguous whatever its stride.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _mixed(words: Tensor) -> Tensor:
