@@ -122,7 +122,8 @@ class WeightsReader:
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file must have it, or a name tied to it, unless ``kept`` has it.
+            name: the tensor's name in the model; the file must have it, or a name tied to it, unless the constructor's
+                argument ``kept`` maps it to a tensor.
         """
         if name in self._kept:
             return self._kept[name]
@@ -136,7 +137,8 @@ class WeightsReader:
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file must have it, or a name tied to it, unless ``kept`` has it.
+            name: the tensor's name in the model; the file must have it, or a name tied to it, unless the constructor's
+                argument ``kept`` maps it to a tensor.
         """
         if name in self._kept:
             return tuple(self._kept[name].shape)
@@ -152,7 +154,8 @@ class WeightsReader:
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file must have it, or a name tied to it, unless ``kept`` has it.
+            name: the tensor's name in the model; the file must have it, or a name tied to it, unless the constructor's
+                argument ``kept`` maps it to a tensor.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.
 

@@ -186,18 +186,20 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[str]:
     """Return the verdict on a ladder in sentences: the drop of the metric, its causes by share, and the best recipe.
 
-    The drop is that from the first rung to the naive one, which loses accuracy. A recipe is a rung at another scale
-    (workers, batch size) than the first, or any rung but the first if all have one scale. It is judged only against a
-    baseline at the first rung's scale with otherwise equal options (``like_with_like.baselines``), so that a difference
-    has one cause.
+    The drop is that from the first rung to the naive one (``ladder.naive``), which loses accuracy. A recipe is a rung
+    at another scale (workers, batch size) than the first, or any rung but the first if all have one scale. It is judged
+    only against a baseline at the first rung's scale with otherwise equal options (``like_with_like.baselines``), so
+    that a difference has one cause.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
-        rows: results by rung name; rungs with a non-finite held-out value are named and not compared.
+        rows: results by rung name. Rungs with a non-finite held-out value are named and not compared; rungs without a
+            result are left out.
         metric: the metric that is compared.
 
     Returns:
-        The sentences in the order of reading, one a paragraph; at least one.
+        The sentences in the order of reading, one a paragraph; at least one. Without a result of the first or the naive
+        rung, no drop: only the best recipe, or that not enough runs have finished.
     """
     first, naive = ladder.rungs[0].name, ladder.naive
     sentences, rows = _without_numbers(ladder, rows)

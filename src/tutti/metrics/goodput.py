@@ -56,7 +56,11 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Goodput of the run: the part of its elapsed time that was productive, 0 to 1; 0 for an elapsed time of 0."""
+        """Goodput of the run, 0 to 1: productive seconds divided by elapsed seconds; 0 for an elapsed time of 0.
+
+        Productive are the seconds of steps whose work was kept, without waits for data and without the excess of slow
+        steps. Elapsed are the seconds from the launch of the run to its end, restarts included.
+        """
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:

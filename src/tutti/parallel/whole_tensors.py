@@ -468,8 +468,9 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
     """Find out by trial steps whether an optimizer can step on slices of tensors, and combine all ranks' results.
 
     An update of an element may depend on other rows, columns or elements of the tensor, or on other tensors; a step on
-    slices is then wrong. Collective: an all-gather over all ranks of the run. In a run of one rank there is no trial,
-    and the result is that of an element-wise optimizer.
+    slices is then wrong. The trial steps a copy of the optimizer on small tensors of its own. Collective: an all-gather
+    over all ranks of the run. In a run of one rank there is no trial, and the result is that of an element-wise
+    optimizer.
 
     Args:
         optimizer: this rank's optimizer; None if this rank has no parameters.
@@ -480,7 +481,8 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
         A ``Mixing`` with four flags, True where on all ranks a step on parts gives the result of the step on whole
         tensors: ``rows`` (on blocks of the first dimension), ``columns`` (on slices along other dimensions), ``flat``
         (on pieces of the flattened tensor) and ``tensors`` (on some of the tensors alone). Further ``closure``: whether
-        any rank's ``step`` needs a closure; and ``untried``: this rank's reason why the trial failed, or None.
+        any rank's ``step`` needs a closure; and ``untried``: this rank's reason why the trial failed, or None. Where a
+        rank's trial failed, the four flags are False.
 
     Raises:
         UsageError: on all ranks, where a step draws from PyTorch's global random generator.

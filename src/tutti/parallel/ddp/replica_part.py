@@ -116,11 +116,12 @@ class ReplicaPart:
                 slot.put(tensor.clone())
 
     def forget(self) -> None:
-        """Undo a dummy micro-batch after its backward: restore the modules' buffers and set gradients to None.
+        """Undo a dummy micro-batch after its backward: restore the modules' buffers, and set gradients to None.
 
-        A rank computes a dummy micro-batch, of no samples, only to keep collectives aligned. Buffers of
-        ``SyncBatchNorm`` keep their values, which are the same on all ranks. With FSDP2 gradients stay: a dummy
-        micro-batch adds zero to them.
+        A rank that has no samples of a global batch computes a dummy micro-batch, only to keep collectives aligned; all
+        of its gradients come from this one. Buffers get the values that they had before its forward; those of
+        ``SyncBatchNorm`` keep the new ones, which are the same on all ranks. With FSDP2, where a dummy micro-batch may
+        follow others and adds zero to their gradients, the gradients stay.
         """
         for slot, tensor in self._kept:
             slot.put(tensor)
