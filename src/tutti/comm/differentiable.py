@@ -8,27 +8,17 @@ except for ``copy`` and ``widen``, whose backward sums different gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tutti.comm.communicator import Communicator
+from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.comm.partition import even_share
 from tutti.errors import UsageError
 from tutti.torch_compat import tensor_version
-
-
-def _left_out(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method before which graphs of ``torch.compile`` end: the script may compile at any time."""
-    never = torch.compiler.disable(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # ``never`` costs more than a microsecond, and is of use in a trace alone.
-        return never(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
-
-    return call
 
 
 class TensorRanks:
@@ -48,7 +38,7 @@ class TensorRanks:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._copied: tuple[Tensor, int, Tensor] | None = None
         for name in ("copy", "reduce", "gather", "take", "scatter", "widen", "copies"):
-            vars(self)[name] = _left_out(getattr(self, name))
+            vars(self)[name] = left_out_of_graphs(getattr(self, name))
 
     def __deepcopy__(self, memo: Any) -> TensorRanks:
         return self

@@ -49,7 +49,7 @@ class FittedLaw:
 
         Returns:
             A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard
-            deviation of the natural logarithm of a measurement, which has two parts: that of the seconds over 256
+            deviation of the natural logarithm of a measurement, which has two parts: that of the seconds over the
             random draws of the law's constants from the posterior, and ``misfit``, what the law with the best
             constants leaves.
         """

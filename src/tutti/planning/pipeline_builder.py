@@ -54,7 +54,7 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
         checkpointing: choice of activation checkpointing, such as ``none``.
 
     Returns:
-        Seconds on a typical device, array of shape (virtual stages, 256): a row for each virtual stage, a column for
+        Seconds on a typical device, array of shape (virtual stages, draws): a row for each virtual stage, a column for
         each of the Monte Carlo draws of the machine's uncertain constants.
     """
 

@@ -104,7 +104,7 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
     Returns:
         Entries sorted by devices, batch and strategy. Each has ``seconds``, the seconds of a step (median over its
-        runs); ``draws``, an array of 256 random draws of these seconds from their measured spread; and for strategies
+        runs); ``draws``, an array of random draws of these seconds from their measured spread; and for strategies
         such as ``local_sgd`` the median samples to the target (``samples``, else None).
     """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}

@@ -171,7 +171,7 @@ class StepPricer:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
-            A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (an array of 256 Monte Carlo draws of
+            A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (an array of Monte Carlo draws of
             the bound), ``terms`` (its seconds by cause), ``basis`` in words, and ``least``: True for a bound, False
             where the step was simulated.
 
@@ -193,7 +193,7 @@ class StepPricer:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
-            A copy of ``step`` with ``seconds`` (median), ``draws`` (an array of 256 Monte Carlo draws of the seconds),
+            A copy of ``step`` with ``seconds`` (median), ``draws`` (an array of Monte Carlo draws of the seconds),
             ``terms`` (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False: the seconds are
             no lower bound.
 

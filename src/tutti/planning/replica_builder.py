@@ -420,7 +420,7 @@ class ReplicaBuilder:
 
         Returns:
             One array for each list of ``parts``, in their order: the delay in seconds, shape (draws,), one value for
-            each of 256 Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
+            each of the Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
         """
         choice = self.config.activation_checkpointing
         computing = [

@@ -219,7 +219,7 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
         prices: seconds of the model's passes.
 
     Returns:
-        Seconds, array of shape (draws,), as if the device held the whole model: one value for each of 256 Monte Carlo
+        Seconds, array of shape (draws,), as if the device held the whole model: one value for each of the Monte Carlo
         draws of the machine's uncertain constants.
     """
     choice = config.activation_checkpointing

@@ -263,7 +263,7 @@ class _Floor:
     def _stage_work(self, stages: StageFacts, counts: Mapping[int, int]) -> tuple[Array, Array, Array, Array]:
         """Return seconds of the devices of a pipeline, which plans of equal micro-batches share.
 
-        For each device, (devices, 256): until the end of its passes, after earlier stages' first forward; of earlier
+        For each device, (devices, draws): until the end of its passes, after earlier stages' first forward; of earlier
         stages' last backward; and of its messages to tensor ranks. Last, (draws,): of passes, the mean over devices.
 
         Args:

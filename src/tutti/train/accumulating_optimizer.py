@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.errors import UsageError
-from tutti.nn.graph_breaks import left_out_of_graphs
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.several import members_of
 from tutti.parallel import Choice, check_custom_loop

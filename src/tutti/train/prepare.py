@@ -13,6 +13,7 @@ from torch import nn
 
 from tutti import parallel
 from tutti.comm.communicator import Communicators, everybody
+from tutti.comm.graph_breaks import end_graphs
 from tutti.comm.partition import sharers
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
@@ -30,7 +31,6 @@ from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
 from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
-from tutti.nn.graph_breaks import end_graphs
 from tutti.optim.adascale import AdaScale
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.conversions import ModelConversions

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tutti.checkpoint.fingerprint import weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
+from tutti.comm.graph_breaks import ends_graph
 from tutti.config.gradient_noise import Multiplicative
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
@@ -28,7 +29,6 @@ from tutti.device import release_graph_results
 from tutti.errors import NonFiniteError, UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.nn.graph_breaks import ends_graph
 from tutti.optim.adascale import AdaScale
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.optim.loss_scale import LossScale
