@@ -82,7 +82,7 @@ class PassPrices:
 
         Args:
             key: all that the seconds depend on, besides the model and the machine.
-            price: computes the predicted seconds, such as an array whose last dimension holds 256 Monte Carlo draws;
+            price: computes the predicted seconds, such as an array whose last dimension holds Monte Carlo draws;
                 called without arguments, and only if the key is new.
 
         Returns:

@@ -62,9 +62,10 @@ class PlannedRun(TrainConfig):
         return self.shape["replica"] * self.shape["shard"]
 
     def sized(self, batch_size: int, micro_batch: int | None, activation_checkpointing: str) -> PlannedRun:
-        """Return a copy of this run with other sizes, made in a tenth of the time of ``dataclasses.replace``.
+        """Return a copy of this run with other sizes. No option is checked or parsed again, unlike in a new object.
 
-        The copy keeps the parsed strategy. Of all options only these three differ, so that they alone are to be valid.
+        A search makes such a copy for each of its thousands of plans. The caller gives valid sizes; the copy shares the
+        parsed strategy with this run.
 
         Args:
             batch_size: global batch, in samples.
