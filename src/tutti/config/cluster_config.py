@@ -51,7 +51,9 @@ class KubeflowConfig:
             ("resource", _RESOURCE, "a name such as nvidia.com/gpu"),
         ):
             if (value := getattr(self, name)) is not None and not form.fullmatch(value):
-                raise UsageError(f"tutti submit kubeflow has {name}={value}", remedy=f"give {example}")
+                raise UsageError(
+                    f"tutti submit kubeflow has {name}={value}, which Kubernetes refuses", remedy=f"give {example}"
+                )
         if self.resource is not None and self.gpus is None:
             raise UsageError(
                 f"tutti submit kubeflow has resource={self.resource} and no gpus", remedy="add gpus=1, for each device"
@@ -86,7 +88,7 @@ class SkyPilotConfig:
             _refuse_image("skypilot", self.image)
         if self.accelerator is not None and not _ACCELERATOR.fullmatch(self.accelerator):
             raise UsageError(
-                f"tutti submit skypilot has accelerator={self.accelerator}",
+                f"tutti submit skypilot has accelerator={self.accelerator}, which is no name of an accelerator",
                 remedy="give a name alone, such as H100: each node gets one for each of its devices",
             )
 
@@ -100,6 +102,6 @@ def _at_least_one(cluster: str, numbers: dict[str, int | None]) -> None:
 def _refuse_image(cluster: str, image: str) -> None:
     if not _IMAGE.fullmatch(image):
         raise UsageError(
-            f"tutti submit {cluster} has image={image}",
+            f"tutti submit {cluster} has image={image}, which names no image of a registry",
             remedy="give REGISTRY/NAME:TAG, without https:// and docker:, and with a NAME in lower case",
         )

@@ -61,8 +61,8 @@ def check_strategy(
     if graphs and not row.fixed_addresses:
         raise UsageError(
             f"strategy '{choice.name}' cannot be combined with a mode of --compile that records CUDA graphs",
-            why="a graph has the addresses of its tensors, and this strategy moves parameters, or sends results of a"
-            " forward to other devices while the graph may be replayed",
+            why="a graph is replayed on the addresses that it recorded, and this strategy moves parameters, or sends"
+            " results of a forward to other devices while the graph may be replayed",
             remedy="take --compile default, or --strategy mirrored",
         )
     ranks = choice.data_ranks(devices)
