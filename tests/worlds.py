@@ -174,11 +174,16 @@ def _run(key: tuple[int, float, str], function: Callable[..., Any], arguments: d
     return _pools[key].run(function, **arguments)
 
 
-def require_devices(device: str, count: int) -> None:
-    """Skip the test where fewer than ``count`` devices of this type are here, or the simulated one cannot be built."""
+def require_devices(device: str, count: int, *, own: bool = False) -> None:
+    """Skip the test where fewer than ``count`` devices of this type are here, or the simulated one cannot be built.
+
+    ``own``: whether each rank needs a device of its own, also where ``TEST_SHARE_GPU`` lets ranks share one.
+    """
     if device == build.DEVICE:
         build.require()
-    elif device != "cpu" and (here := devices_here(device)) < (min(count, 1) if sharing.SHARED else count):
+        return
+    shared = sharing.SHARED and not own
+    if device != "cpu" and (here := devices_here(device)) < (min(count, 1) if shared else count):
         pytest.skip(f"{count} devices of type {device} are needed, and {here} are here")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from tutti.comm.communicator import Communicators
+    from tutti.comm.communicator import Communicator, Communicators
     from tutti.comm.grid import Grid
 
 Batch: TypeAlias = Any
@@ -511,6 +511,15 @@ class ReplicaRunner(Protocol):
     script_code: Callable[[], AbstractContextManager[None]]
     model_code: Callable[[], AbstractContextManager[None]]
     split_backwards: Sequence[Any]
+
+    @property
+    def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:
+        """Trained parameters on this rank of which other pipeline stages of the replica hold copies (tied weights).
+
+        Pairs: a communicator over the stages' ranks that hold the same parameters, and these parameters, in an order
+        equal on all of these ranks. Empty without such parameters.
+        """
+        ...
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Register an object that is told of each gradient of the model's parameters on this rank.

@@ -55,6 +55,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_process_trains_on_the_device_of_its_local_rank(ranks: int) -> None:
+    worlds.require_devices(DEVICE, ranks, own=True)
     found = worlds.run_on(DEVICE, ranks, train)
     assert [each["places"] for each in found] == [{f"{DEVICE}:{rank}"} for rank in range(ranks)]
     [alone] = worlds.run_on("cpu", 1, train)

@@ -65,7 +65,7 @@ def join(rank: int, path: str, size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_nccl_is_bound_to_the_device_of_the_local_rank(size: int, tmp_path: Path) -> None:
-    worlds.require_devices("cuda", size)
+    worlds.require_devices("cuda", size, own=True)
     for rank, found in enumerate(apart(size, join, str(tmp_path / "store"), size)):
         assert found == {
             "backend": "cpu:gloo,cuda:nccl",

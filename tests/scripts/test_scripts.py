@@ -42,6 +42,8 @@ def check(case: Case) -> None:
         pytest.skip("the oracle draws the random numbers of a CPU")
     if worlds.DEVICE not in ("cpu", build.DEVICE) and case.script == "script_muon":
         pytest.skip("its products in bfloat16 round otherwise than the oracle's, on a CPU")
+    if worlds.DEVICE not in ("cpu", build.DEVICE) and case.script == "script_weight_norm":
+        pytest.skip("CUDA's kernel of weight norm rounds to single precision in float64, and the oracle is a CPU's")
     verdict, refusal = harness.check(case), expected.refusal(case)
     missing = re.search(r"NotImplementedError: Could not run '(aten::\w+)'", verdict.text)
     if missing and worlds.DEVICE == build.DEVICE:

@@ -26,6 +26,7 @@ from tutti.nn.swap import parameters
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
 from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, largest_vector
+from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.reducers import (
     Named,
     OverlappedReducer,
@@ -38,7 +39,6 @@ from tutti.parallel.ddp.reducers import (
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
-from tutti.parallel.ddp.tensor_copies import share_whole_gradients
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clipped, divisor_of_backward, is_finite, mean_factor, nonfinite_names
@@ -703,17 +703,23 @@ class AllReduceSync:
         return with_sparse_gradients(reducer, self._replica.parts, self._run_context.comms.replica)
 
     def _share_copies(self) -> None:
-        """Make the gradients of whole tensors equal on all tensor ranks, where rounding may differ. Collective there.
+        """Make gradients of a replica's copies of parameters equal, where rounding may differ. Collective there.
 
-        The fixed tree of ``by_worker`` rounds alike on all; and so does one data rank, whose backwards are
+        Copies are tied weights on several stages and whole tensors on tensor ranks. The fixed tree of ``by_worker``
+        rounds alike on all. Stages exchange the gradients of tied weights in their backwards, and a sum over two data
+        ranks has one order; gradients of whole tensors come from each tensor rank's own backward, which is
         deterministic on CPUs.
         """
         grid, comms = self._run_context.grid, self._run_context.comms
-        alike = self.by_worker or (comms.replica.size == 1 and not is_accelerator(comms.world.device))
-        if grid.tensor > 1 and not alike:
+        if self.by_worker:
+            return
+        if comms.replica.size > 2:
+            for comm, copied in self._replica.stage_copies:
+                share_gradients(copied, comm)
+        if grid.tensor > 1 and (comms.replica.size > 1 or is_accelerator(comms.world.device)):
             specs = self._replica.specs
             whole = [p for name, p in self._named if tuple(p.shape) == tuple(specs[name].shape)]
-            share_whole_gradients(whole, comms.axis("tensor"))
+            share_gradients(whole, comms.axis("tensor"))
 
     def _culprits(self) -> tuple[str, ...]:
         return culprits(self._run_context.comms.model, self._named)

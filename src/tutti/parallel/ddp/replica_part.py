@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.comm.communicator import Communicator
 from tutti.nn.ac_and_compile import apply_ac_and_compile, restore_forwards
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.init_on_disk import load_spilled
@@ -94,6 +95,11 @@ class ReplicaPart:
         self._connected: list[Any] = []
         for part in self.parts:
             apply_ac_and_compile(part, self.draws, run_context)
+
+    @property
+    def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:
+        """Trained parameters that several pipeline stages use, with the ranks that hold copies: here none."""
+        return ()
 
     def enter(self, micro_batch: MicroBatch, before: Mapping[str, int] | None = None) -> None:
         """Seed the random number streams (dropout) of this rank's modules for one micro-batch, before its forward.

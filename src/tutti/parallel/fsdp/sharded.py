@@ -30,10 +30,10 @@ from tutti.optim.mixing import needs_closure
 from tutti.optim.several import acting, members_of, stepping
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
+from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.host_parameters import OffloadedUpdate
 from tutti.parallel.ddp.reducers import layout_key_of, refuse_mismatch, scale_all, squares_of
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
-from tutti.parallel.ddp.tensor_copies import share_whole_gradients
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.fsdp.sharded_parameter import (
     RowGatherer,
@@ -406,7 +406,7 @@ class ShardedSync:
                 # Frozen by the script after it was sharded: FSDP2 still computes its gradient.
                 used[index], rows.parameter.grad, seen.grad = False, None, None
         self._sum_over_copies(step_context)
-        self._share_tensor_copies()
+        self._share_copies()
         sums, square = self._agree(step_context, self._counting.take(), used)
         square, stop = norm_across_model(self._run_context.comms.model, square, sums.stop, step_context)
         self._buffers.verify()
@@ -922,16 +922,20 @@ class ShardedSync:
             views = [v.view_as(g) for v, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
             foreach_copy_(gradients, views)
 
-    def _share_tensor_copies(self) -> None:
-        """Make the gradients of tensors that are not split equal on all tensor ranks, where rounding may differ.
+    def _share_copies(self) -> None:
+        """Make gradients of a replica's copies of rows equal, where rounding may differ. Collective there.
 
-        Collective there. On CPUs backwards are deterministic, and only sums over more than two copies (HSDP) are added
-        in an order that depends on a tensor's place in the message.
+        Copies are tied weights on several stages and unsplit tensors on tensor ranks. On CPUs backwards are
+        deterministic, and only sums over more than two copies (HSDP) are added in an order that depends on a tensor's
+        place in the message.
         """
         comms, specs = self._run_context.comms, self._replica.specs
+        if self._copies.size > 2:
+            for comm, copied in self._replica.stage_copies:
+                share_gradients(copied, comm)
         if self._run_context.grid.tensor > 1 and (self._copies.size > 2 or is_accelerator(comms.world.device)):
             whole = [rows.parameter for rows in self._trained if tuple(rows.local) == tuple(specs[rows.name].shape)]
-            share_whole_gradients(whole, comms.axis("tensor"))
+            share_gradients(whole, comms.axis("tensor"))
 
     def _agree(
         self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]

@@ -266,6 +266,14 @@ class PipelineRunner(ReplicaPart):
         trained = [any(p.requires_grad for p in row) for row in self._held]
         self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
 
+    @property
+    def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:
+        """Trained parameters that several pipeline stages use, such as tied weights, with the ranks that hold copies.
+
+        Pairs: a communicator over the ranks of the stages that hold the same parameters, and these parameters.
+        """
+        return self._shared.copies
+
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Set the hook whose ``gradient_ready`` is called for each trained parameter of this rank's pipeline stages.
 

@@ -23,6 +23,7 @@ class SharedGradients:
 
     Attributes:
         parameters: the shared parameters of this rank that are trained.
+        copies: of these the ones that other ranks hold, too: pairs of the communicator over these ranks and parameters.
     """
 
     def __init__(self, groups: Sequence[tuple[Communicator | None, Sequence[nn.Parameter]]], exact: bool) -> None:
@@ -33,13 +34,18 @@ class SharedGradients:
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def look(self) -> None:
-        """Update the attribute ``parameters``: the shared parameters whose ``requires_grad`` is now True.
+        """Update ``parameters`` and ``copies``: the shared parameters whose ``requires_grad`` is now True.
 
         Shared parameters are those that several pipeline stages use, such as tied weights. This object sums gradients
         over the stages only for the parameters in ``parameters``.
         """
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
+        by_ranks: dict[Communicator, list[nn.Parameter]] = {}
+        for comm, p in self._groups:
+            if comm is not None:
+                by_ranks.setdefault(comm, []).append(p)
+        self.copies = [*by_ranks.items()]
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Take over new parameter objects that have replaced former ones in this rank's pipeline stages.

@@ -1,7 +1,11 @@
-"""Parameters that all tensor ranks hold whole stay equal, though a backend rounds their gradients' sums differently."""
+"""Copies of a parameter within a replica stay equal, though a backend rounds their gradients' sums differently.
+
+Copies are whole tensors on tensor ranks and tied weights on pipeline stages.
+"""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +16,7 @@ from tests import worlds
 from tests.contract.table import MODELS
 from tests.simulated_accelerator.build import DEVICE
 from tutti.nn.swap import parameters
+from tutti.parallel.ddp.reducers import OverlappedReducer
 from tutti.parallel.fsdp.sharded import ShardedSync
 from tutti.types import StepContext
 
@@ -82,3 +87,50 @@ def test_tensor_ranks_have_the_same_rows_of_whole_tensors(stage: int, options: s
     for shard in (0, 1):
         one, other = (bits for own, bits in found if own == shard)
         assert one == other
+
+
+def tied_bits(strategy: str) -> dict[str, list[str]]:
+    """The bits of this rank's copies of weights that several stages use, after an epoch whose sums round apart.
+
+    On odd stages the sums over the data ranks are larger by a rounding.
+    """
+    finish, reduced = OverlappedReducer.finish, ShardedSync._sum_over_copies
+
+    def rounded(reducer: OverlappedReducer, *arguments: Any) -> Any:
+        found = finish(reducer, *arguments)
+        if run.context.grid.at("stage") % 2:
+            reducer.scale(1 + 2**-50)
+        return found
+
+    def rounded_rows(sync: ShardedSync, step_context: StepContext) -> None:
+        reduced(sync, step_context)
+        for rows in sync._trained if run.context.grid.at("stage") % 2 else ():
+            if rows.parameter.grad is not None:
+                rows.parameter.grad.mul_(1 + 2**-50)
+
+    chosen = MODELS["gpt"]
+    model = chosen.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(
+        *(model, optimizer, chosen.samples(40), chosen.loss),
+        **{"strategy": strategy, "workers": 4, "batch_size": 12, "precision": "fp64", "reproducible": False},
+    )
+
+    with (
+        patch.object(OverlappedReducer, "finish", rounded),
+        patch.object(ShardedSync, "_sum_over_copies", rounded_rows),
+    ):
+        for batch in run.epoch(0):
+            run.step(batch)
+    assert run.replica.stage_copies
+    return {
+        name: [float(x).hex() for x in p.detach().flatten().tolist()]
+        for name, p in parameters(run.replica.parts)
+        if any(p is copy for _, copies in run.replica.stage_copies for copy in copies)
+    }
+
+
+@pytest.mark.parametrize("strategy", ["hybrid:stages=2", "hybrid:stages=2,shards=1,stage=1"])
+def test_stages_have_the_same_tied_weights(strategy: str) -> None:
+    first, *others = worlds.run_on(DEVICE, 8, tied_bits, strategy=strategy)
+    assert first and all(found == first for found in others)
