@@ -67,9 +67,10 @@ WITHOUT_FLOAT64 = ("mps",)
 def is_device_choice(name: str) -> bool:
     """Return whether a text can be the value of ``--device``: ``auto``, ``cpu``, an accelerator's type or a plugin's.
 
-    Accelerators' types are the names that PyTorch itself knows, such as ``cuda``, ``xpu`` and ``mps``. The name of a
-    plugin's device is known only once torch has loaded the plugin, so any identifier passes if a plugin is installed;
-    ``choose`` refuses it later if it names no accelerator here.
+    Accelerators' types are the names that PyTorch itself knows, such as ``cuda``, ``xpu`` and ``mps``. A plugin is an
+    installed package that registers a device with PyTorch (entry point ``torch.backends``). The device's name is known
+    only once torch has loaded the plugin, so any identifier passes if one is installed; ``choose`` refuses it later if
+    it names no accelerator here.
 
     Args:
         name: the text.
@@ -110,13 +111,16 @@ def check_device(choice: str, where: str = "--device") -> None:
 def count_by_driver(environ: Mapping[str, str]) -> int | None:
     """Count the accelerator's devices without torch and without a driver library; None if only torch can tell.
 
-    Counts the device files of NVIDIA's driver, limited by ``CUDA_VISIBLE_DEVICES``. 0 if torch is built for CPUs and no
-    plugin is installed. Under the Windows subsystem for Linux the driver makes no such files: there, state
-    ``--devices``.
+    Counts the device files of NVIDIA's driver (``/dev/nvidiaN``), limited by ``CUDA_VISIBLE_DEVICES``. Under the
+    Windows subsystem for Linux the driver makes no such files: there, state ``--devices``.
 
     Args:
         environ: environment variables, of which ``CUDA_VISIBLE_DEVICES`` and ``TORCH_DEVICE_BACKEND_AUTOLOAD`` are
             read.
+
+    Returns:
+        The number of devices; 0 if torch is built for CPUs. None if torch is built for ROCm, XPU or macOS, or a plugin
+        is installed, a package that registers a device with PyTorch.
     """
     version = _torch_version()
     if _plugins(environ) or re.search(r"\+(rocm|xpu)", version) or (version != "+cpu" and sys.platform == "darwin"):
@@ -162,12 +166,12 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
 
     Args:
         choice: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type.
-        local_rank: index of this process among those on this node.
+        local_rank: index of this process among those on this node, which is also the index of its accelerator.
         local_size: number of processes on this node.
-        where: names the rank in the UsageError about more processes than devices.
+        where: the rank in words, such as ``rank 3``, for the UsageError about more processes than devices.
 
     Raises:
-        UsageError: an unknown type, an accelerator that is not here, or more processes than devices.
+        UsageError: an unknown type, an accelerator that is not here, or no device with the index ``local_rank``.
     """
     import torch
 
@@ -209,7 +213,7 @@ def check_processes(choice: str, processes: int, where: str) -> None:
     Args:
         choice: ``--device``, or the type of a device.
         processes: number of processes of the job, on all nodes.
-        where: names the option or the rank in UsageError.
+        where: the option or the rank in words, such as ``--devices``, for the UsageError.
 
     Raises:
         UsageError: more than one process on ``mps``.
@@ -279,8 +283,11 @@ def collective_backend(device: torch.device) -> str | None:
 def set_collective_defaults(device: torch.device, environ: MutableMapping[str, str]) -> list[str]:
     """Set defaults for the collective backend's environment variables in ``environ``, where the user has not set them.
 
+    Only NCCL has a default: ``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, with which a collective that fails or is late ends
+    the process without a clean-up of communicators that may hang. An old name of the variable counts as set, too.
+
     Args:
-        device: determines the backend; only NCCL has defaults.
+        device: determines the backend.
         environ: changed in place.
 
     Returns:
@@ -330,12 +337,12 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
     """Return a CPU tensor of ``numbers``, pinned where that makes ``non_blocking`` copies to ``device`` asynchronous.
 
     Args:
-        device: destination of the copy.
-        numbers: numbers or truth values, (n,).
+        device: destination of the copy, which the caller makes.
+        numbers: sequence of n numbers or truth values.
         dtype: dtype of the tensor.
 
     Returns:
-        A new tensor of shape (n,), on the CPU, to be copied by the caller.
+        A new tensor of shape (n,), on the CPU.
     """
     import torch
 
@@ -503,14 +510,15 @@ def convolves_in_tf32(device: torch.device) -> bool:
 
 
 def describe_products(device: torch.device, precision: str) -> str | None:
-    """Return a line for the run's header on whether float32 products are rounded to TF32.
+    """Return a line for the run's header on whether float32 matrix products and convolutions are rounded to TF32.
 
     Args:
         device: the run's device.
         precision: the run's ``--precision``, such as ``fp32``.
 
     Returns:
-        The line; None for devices other than ``cuda`` and for other precisions, which have no choice.
+        The line, such as ``matrix products in full float32, convolutions in TF32``; None for devices other than
+        ``cuda``, and for precisions other than ``fp32``, whose matrix products are not computed in float32.
     """
     if device.type != "cuda" or precision != "fp32":
         return None
@@ -521,19 +529,23 @@ def describe_products(device: torch.device, precision: str) -> str | None:
 
 
 def replays_graphs(device: torch.device) -> bool:
-    """Return whether ``torch.compile`` records kernels on a device as graphs, in the modes that do: CUDA and ROCm.
+    """Return whether ``torch.compile`` can record kernels on a device as graphs that are launched as a whole.
+
+    True for CUDA and ROCm (device type ``cuda``), in modes of ``torch.compile`` such as ``reduce-overhead``. On other
+    devices the same mode compiles the same kernels and launches them one by one.
 
     Args:
-        device: the device; elsewhere inductor compiles the same kernels and launches them one by one.
+        device: the device.
     """
     return device.type == "cuda"
 
 
 def release_graph_results() -> None:
-    """Let the graphs of ``torch.compile`` overwrite the results of their last replays, from the next compiled call on.
+    """Let the CUDA graphs of ``torch.compile`` overwrite their last results from the next compiled call on.
 
-    Called at the start of each step; without such graphs (CUDA graphs) the call changes no result. Within a step
-    results stay: gradients, which micro-batches add up, are among them.
+    Called at the start of each step (``torch.compiler.cudagraph_mark_step_begin``). Until the next call the results
+    stay valid, gradients among them, which the micro-batches of a step add up. Without recorded graphs the call has no
+    effect.
     """
     import torch
 
@@ -676,7 +688,10 @@ def has_toolkit(name: str) -> bool:
 
 
 def collective_library_version() -> int:
-    """Return the version of the vendor's collectives (NCCL, RCCL) as a number, such as 22705; 0 without them."""
+    """Return the version of the vendor's collectives (NCCL, RCCL) as one number; 0 if torch is built without them.
+
+    The number is major · 10,000 + minor · 100 + patch: 22705 for version 2.27.5.
+    """
     import torch
 
     if not (has_toolkit("cuda") or has_toolkit("rocm")):

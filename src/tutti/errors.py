@@ -97,7 +97,8 @@ _NO_THREAD = "Resource temporarily unavailable"
 def no_memory(error: BaseException) -> NotEnoughMemory | None:
     """Return the error to raise in place of an exception that reports a failed allocation or start of a thread.
 
-    Recognises MemoryError, PyTorch's OutOfMemoryError and RuntimeErrors about allocations and threads.
+    Recognises MemoryError, PyTorch's OutOfMemoryError, exceptions whose text says ``can't allocate``, and RuntimeErrors
+    of a thread that could not be started.
 
     Args:
         error: any exception.
@@ -227,7 +228,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def script_line_of(error: BaseException) -> str:
     """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
 
-    It is the innermost frame of the traceback outside of torch and tutti; ``the script`` if there is none.
+    The place is the innermost frame of the traceback whose file is in no folder ``torch`` or ``tutti``; ``the script``
+    if there is none.
 
     Args:
         error: an exception that was raised.
@@ -241,7 +243,8 @@ def script_line_of(error: BaseException) -> str:
 def script_line() -> str:
     """Return the place in the user's code that is being run now, as ``FILE:LINE``, for messages.
 
-    It is the innermost stack frame outside of torch and tutti; ``the script`` if there is none.
+    The place is the innermost stack frame whose file is in no folder ``torch`` or ``tutti``, and not ``contextlib.py``;
+    ``the script`` if there is none.
     """
     for frame in reversed(traceback.extract_stack()):
         passed = frame.filename.endswith("/contextlib.py")

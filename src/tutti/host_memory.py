@@ -47,12 +47,18 @@ def free_memory(processes: int) -> int:
 def parse_bytes(text: str, option: str) -> int:
     """Parse a number of bytes with a decimal or binary unit, such as ``16GB``, ``512MiB`` or ``1e9``.
 
+    Units are K, M, G and T (powers of 1000) or Ki, Mi, Gi and Ti (of 1024), in any case, with or without a B; a number
+    without a unit is in bytes. A fraction of a byte is dropped.
+
     Args:
         text: the text.
         option: name of the option that has the text, for the message.
 
+    Returns:
+        The number of bytes.
+
     Raises:
-        UsageError: the text is no positive number of bytes.
+        UsageError: the text is not of this form, or the number is not positive.
 
     >>> parse_bytes("16GB", "--memory"), parse_bytes("512 MiB", "--memory")
     (16000000000, 536870912)

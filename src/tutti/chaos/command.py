@@ -129,7 +129,7 @@ class Running:
         """Return the exit code that a run of another process has written to its summary; None while the run goes on.
 
         A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while its
-        launcher exists or, without a launcher, one of its ranks. Does not wait.
+        launcher exists or, without a launcher, the first rank that was found. Does not wait.
         """
         main = self._members[0]
         if main.is_running() and main.status() != psutil.STATUS_ZOMBIE:

@@ -48,7 +48,8 @@ class FaultOutcome:
         """Return one sentence for each promise of tutti that the run broke under this injected fault.
 
         The sentences are the entries of ``broken`` (wrong exit code and the like, in words), and one more if
-        ``lost_steps`` (steps that had to be repeated) exceeds ``most_lost``.
+        ``lost_steps``, the number of training steps that were repeated, exceeds ``most_lost``, the largest permitted
+        number (None: no limit).
 
         Returns:
             The sentences; an empty list means that the run survived the fault.

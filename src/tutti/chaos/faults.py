@@ -44,13 +44,14 @@ class Fault:
         return f"{self.kind} {'the launcher' if self.rank == LAUNCHER else f'rank {self.rank}'}"
 
     def ends(self) -> frozenset[int]:
-        """Return the non-zero exit codes with which this fault, such as ``kill``, may end a run as tutti promises.
+        """Return the non-zero exit codes with which a run may end because of this fault.
 
-        A run that ends with one of them can be started again with ``--resume``.
+        A run that ends with one of them can be continued with ``--resume``.
 
         Returns:
-            Exit codes (members of ``tutti.errors.ExitCode``); -9 (``KILLED``) means that SIGKILL ended the process.
-            Empty for ``slow``, which must not end a run.
+            For ``terminate`` 75 (preempted), for ``fill`` 8 (disk), and for ``slow`` none, because the run must go on.
+            For ``kill``, ``stop`` and ``corrupt`` 5 (a peer is lost) and -9 (SIGKILL ended the process) if the target
+            is a rank, and -9 alone if it is the launcher.
         """
         if self.kind in ("slow", "terminate", "fill"):
             orderly = {"slow": (), "terminate": (ExitCode.PREEMPTED,), "fill": (ExitCode.DISK,)}
@@ -84,9 +85,11 @@ def draw_faults(
     """Plan one kind of fault ``times`` times in a run, at multiples of ``step`` or at random steps.
 
     Args:
-        fault: gives kind, duration and factor; its step and rank are replaced.
-        step: step of the first fault and distance between faults; 0: at the first checkpoint, for a single fault;
-            ``random``: distinct steps, not at the very end of the run.
+        fault: gives ``kind``, ``seconds`` and ``factor`` of every planned fault; its ``step`` and ``rank`` are
+            replaced.
+        step: training step of the first fault and distance between faults; 0: as soon as the run has a checkpoint, for
+            a single fault; ``random``: distinct steps, none of them in the last 5 % of the run nor in its last 100
+            steps (half of a run of less than 200) unless so many faults need these.
         rank: target rank, or ``LAUNCHER`` (-1), the run's launcher process; ``random``: a rank drawn for each fault.
         times: number of faults.
         ranks: number of processes of the run.

@@ -50,18 +50,19 @@ class Rules:
     def most_lost(self, fault: Fault, since_full: int | None = None) -> int | None:
         """Return the largest number of training steps that a run may have to repeat after an injected fault.
 
-        A killed run loses up to two checkpoint intervals, because a checkpoint may still be being written while
-        training goes on up to the next; a corrupted checkpoint costs one interval more.
+        It is two checkpoint intervals for a run that is killed or stopped, because a checkpoint may still be being
+        written while training goes on up to the next, and three for a ``corrupt`` fault, which damages the newest
+        checkpoint.
 
         Args:
             fault: the fault, of which only the kind counts.
-            since_full: number of checkpoints finished since the disk was last full; None: it never was. Saves that
-                failed on the full disk leave a gap between checkpoints, and nothing is promised if the run falls back
-                over it.
+            since_full: number of checkpoints that were finished since a ``fill`` fault ended; None: the disk was never
+                full. Saves that fail on a full disk leave a longer gap between checkpoints.
 
         Returns:
-            Number of steps: 0 after the faults ``slow`` and ``terminate``; None if nothing is promised, as after
-            ``fill``, or if the checkpoint interval is unknown.
+            Number of steps; 0 for ``slow`` and ``terminate``. None if nothing is promised: for ``fill``, if the
+            checkpoint interval is unknown, and if the run may resume from a checkpoint older than such a gap
+            (``since_full`` is 0, or for ``corrupt`` below 2).
         """
         if fault.kind in ("slow", "terminate"):
             return 0

@@ -67,9 +67,9 @@ def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
             machine, of which only root sees those of other users.
 
     Returns:
-        A ``Crew``: ``launcher``, the parent of the ranks (the run itself if it is one process; None under another
-        launcher such as torchrun, and if there are no processes), and ``ranks``, a dict from the rank's number to its
-        ``psutil.Process``, empty if there are none.
+        A ``Crew`` of ``launcher`` and ``ranks``. ``ranks`` is a dict from the rank's number to its ``psutil.Process``,
+        empty if there are none. ``launcher`` is the parent process of the lowest rank; for a run of one process this
+        process itself, or None if another launcher such as torchrun has started it; None if there are no processes.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()

@@ -104,10 +104,10 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the model's tensors that this reader of a weights file gives.
+        """Return the names of the tensors that ``get`` can return: those in the weights file, and the keys of ``kept``.
 
-        They are the names in the file, and those of the tensors that the constructor was given as ``kept``, which keep
-        their initial values because the file lacks them or has them in another shape.
+        ``kept`` is the constructor's mapping of tensors that keep their initial values because the file lacks them or
+        has them in another shape.
 
         Args:
             group: kind of state, as in a checkpoint: a weights file has only ``model``; any other group gives an empty
@@ -116,14 +116,18 @@ class WeightsReader:
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one whole tensor of a weights file, read to the CPU, or the constructor's tensor in its place.
-
-        The constructor's argument ``kept`` maps names to such tensors; one from the file has the file's dtype.
+        """Return one whole tensor: of the constructor's ``kept`` if that has the name, else read from the weights file.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file must have it, or a name tied to it, unless the constructor's
-                argument ``kept`` maps it to a tensor.
+            name: the tensor's name in the model; the file may have a tied name instead.
+
+        Returns:
+            From the file a tensor on the CPU in the file's dtype; from ``kept`` the tensor itself.
+
+        Raises:
+            StopIteration: neither ``kept`` nor the file has the tensor.
+            CheckpointError: the tensor cannot be read.
         """
         if name in self._kept:
             return self._kept[name]
@@ -131,14 +135,14 @@ class WeightsReader:
         return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one whole tensor of a weights file, or of the constructor's tensor in its place.
-
-        The shape of a tensor in the file comes from the file's header.
+        """Return the shape of one whole tensor, of the constructor's ``kept`` or from the header of the weights file.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file must have it, or a name tied to it, unless the constructor's
-                argument ``kept`` maps it to a tensor.
+            name: the tensor's name in the model; the file may have a tied name instead.
+
+        Raises:
+            StopIteration: neither ``kept`` nor the file has the tensor.
         """
         if name in self._kept:
             return tuple(self._kept[name].shape)
@@ -150,34 +154,41 @@ class WeightsReader:
         return next(n for n in (name, *tied) if n in self._weights.records)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read one whole tensor of the weights file and return a region of it, on the CPU.
+        """Read one whole tensor, as ``get`` does, and return a region of it.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
-            name: the tensor's name in the model; the file must have it, or a name tied to it, unless the constructor's
-                argument ``kept`` maps it to a tensor.
+            name: the tensor's name in the model; the file may have a tied name instead.
             offset: index of the region's first element in the tensor, one number a dimension.
             shape: shape of the region, one number a dimension.
 
         Returns:
-            A view of the region, on the CPU.
+            A view of the region, in the dtype and on the device of the tensor.
+
+        Raises:
+            StopIteration: neither the constructor's ``kept`` nor the file has the tensor.
+            CheckpointError: the tensor cannot be read.
         """
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]
 
 
 def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec]:
-    """Return shape and tied names of every tensor of the unsplit model, by name, on every rank.
+    """Return the whole shape and the tied names of every tensor of a model whose parts lie on several ranks.
 
-    Collective: one broadcast from each rank of ``comm``; blocks until all have called it.
+    Collective: one JSON broadcast from each rank of ``comm``; blocks until all have called it.
 
     Args:
-        replica: this rank's part of the model.
+        replica: this rank's part of the model; a tensor that several ranks hold is described by its owner alone.
         comm: the ranks of one replica, which together hold one copy of the model.
 
     Returns:
-        A ``ShardSpec`` by name of each parameter and persistent buffer: the full ``shape``, and ``tied``, the other
-        names of a tied tensor; ``offset`` is 0.
+        The same dict on every rank: for each parameter and persistent buffer, by name, a ``ShardSpec`` with the full
+        ``shape``, and ``tied``, the other names of a tied tensor; ``offset`` is 0.
+
+    Raises:
+        MismatchError: the ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     specs, borrowed = replica.specs, replica.not_owned
     local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}

@@ -20,11 +20,12 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
     Args:
         run: a run directory, one of its checkpoints, or a folder that a script's ``run.save`` has filled.
         step: which checkpoint, as text: its step, ``newest``, ``best:NAME`` (by the held-out metric NAME) or ``best``
-            (by the metric of the run's ``--keep-best``).
+            (by the metric of the run's ``--keep-best``). Where ``run`` is a checkpoint, only ``newest`` is allowed.
         warn: called with a line on each damaged checkpoint that was passed over.
 
     Returns:
-        A ``Manifest``: the checkpoint's path and step, facts of the run, and records of files and tensors.
+        A ``Manifest``: ``path`` and ``step`` of the checkpoint, ``facts`` (the run's other state as JSON), and records
+        of files and tensors.
 
     Raises:
         UsageError: there is no such run, ``step`` is malformed, or no checkpoint has this step.

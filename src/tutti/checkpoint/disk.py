@@ -48,6 +48,9 @@ def sync(directory: Path) -> None:
 
     Args:
         directory: path of the directory.
+
+    Raises:
+        OSError: the directory cannot be opened or synchronised.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

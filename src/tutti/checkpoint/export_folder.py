@@ -23,15 +23,15 @@ def export_hf_folder(
 ) -> tuple[str, int]:
     """Write ``weights`` as ``save_pretrained`` of transformers does: ``model.safetensors``, or shards and an index.
 
-    Other files of the folder, such as ``config.json``, stay. The index is written last, and each file atomically; one
-    tensor at a time is in memory.
+    Other files of the folder, such as ``config.json``, stay. One tensor at a time is in memory. Each file is written
+    atomically; an earlier index is deleted first and the new one written last, so that no index names shards of both.
 
     Args:
         weights: the weights to write, such as ``open_weights`` returns: named tensors, read on demand.
-        output: the folder, which is made if it does not exist.
+        output: the folder, which is made if it does not exist; its parent must exist.
         metadata: entries of each file's ``__metadata__``, beside ``format`` and the hash of its weights.
         overwrite: whether weights in the folder may be replaced.
-        most: bytes of the largest shard.
+        most: largest number of tensor bytes in a shard; a larger tensor has a shard of its own.
 
     Returns:
         A pair: the SHA-256 of all weights in hexadecimal (as ``weights_hash``), and the size of all safetensors files
@@ -40,7 +40,7 @@ def export_hf_folder(
     Raises:
         UsageError: ``output`` is a file, or holds weights and ``overwrite`` is off.
         CheckpointError: a tensor cannot be read.
-        DiskError: a file cannot be written.
+        DiskError: a file cannot be written; shards that were written before stay.
     """
     earlier = _earlier(output, overwrite)
     shards = _shards(weights, most)

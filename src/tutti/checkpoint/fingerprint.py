@@ -68,11 +68,14 @@ def tensor_digest(tensor: Tensor) -> Tensor:
 def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
     """Return ``tensor_digest`` of each tensor as a Python int, with one synchronisation of host and device for all.
 
-    On a CPU up to 32 tensors of at most 8 KiB are digested together: one by one, each takes some twenty operations. On
-    an accelerator that would need another synchronisation, for the tensors' places.
+    CPU tensors of at most 8 KiB are hashed in groups of up to 32, because each one alone takes some twenty small
+    operations; the digests are the same.
 
     Args:
-        tensors: tensors of one device, of any dtypes and shapes.
+        tensors: tensors of any dtypes and shapes, all on one device.
+
+    Returns:
+        A signed 64-bit integer for each tensor, in their order; an empty list without tensors.
     """
     every = list(tensors)
     small = [i for i, each in enumerate(every) if each.nbytes <= _SMALL and each.device.type == "cpu"]
@@ -104,12 +107,13 @@ def _digests_together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def is_compared(count: int) -> bool:
-    """Return whether the values of parameters are compared at the ``count``-th occasion: the first four, then 8, 16, …
+    """Return whether a check for changed parameters also hashes all values: checks 1 to 4, and then 8, 16, 32, …
 
-    A digest reads every parameter, so that one at every occasion would take too long.
+    The checks find parameters that a user's script has written between tutti's updates. A hash reads every parameter,
+    which would take too long at every check; the other checks compare norms or version counters alone.
 
     Args:
-        count: number of the occasion, from 1.
+        count: number of the check in the run, from 1.
 
     >>> [count for count in range(1, 40) if is_compared(count)]
     [1, 2, 3, 4, 8, 16, 32]

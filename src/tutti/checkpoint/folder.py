@@ -28,14 +28,14 @@ def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
     """Return the newest intact checkpoint in a run's folder, and the error texts of damaged ones.
 
     A checkpoint is intact if its manifest is valid and all files have the hashes in it. Reads every byte of the
-    checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
+    checkpoint that it returns, so that one rank should call it and the others ``load_manifest``. Not collective.
 
     Args:
         folder: the run's ``checkpoints``.
 
     Returns:
-        A tuple of the manifest (path, step, facts of the run, records of files and tensors), None where there is no
-        intact checkpoint; and a list with a text for each damaged checkpoint found.
+        A tuple of the manifest (path, step, records of files and tensors, and ``facts``, the run's other state as
+        JSON), None where there is no intact checkpoint; and a list with a text for each damaged checkpoint found.
     """
     return _trusted(*_scan(folder))
 
@@ -48,11 +48,12 @@ def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[s
 
     Args:
         folder: the run's ``checkpoints``.
-        score: maps the facts of a manifest to a score, higher is better; None for a checkpoint without one.
+        score: maps the ``facts`` of a manifest (the run's state beside its tensors, as JSON, with the held-out values
+            of the step) to a score, higher is better; None for a checkpoint without one.
 
     Returns:
-        A tuple of the manifest (path, step, facts of the run, records of files and tensors), None where no intact
-        checkpoint has a score; and a list with a text for each damaged checkpoint found.
+        A tuple of the manifest (path, step, ``facts``, records of files and tensors), None where no intact checkpoint
+        has a score; and a list with a text for each damaged checkpoint found.
     """
     manifests, broken = _scan(folder)
     return _trusted(ranked(manifests, score), broken)
@@ -65,8 +66,8 @@ def scan(folder: Path) -> list[Manifest]:
         folder: a run's ``checkpoints``.
 
     Returns:
-        A list of manifests (path, step, facts of the run, and records of files and tensors). Checkpoints whose manifest
-        cannot be read are left out.
+        A list of manifests (path, step, records of files and tensors, and ``facts``, the run's other state as JSON).
+        Checkpoints whose manifest cannot be read are left out.
     """
     return _scan(folder)[0]
 
@@ -76,10 +77,11 @@ def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
 
     Args:
         manifests: manifests of checkpoints.
-        score: maps a manifest's ``facts`` to a number, higher is better, or to None for no score.
+        score: maps a manifest's ``facts`` (the run's state beside its tensors, as JSON, with the held-out values of the
+            step) to a number, higher is better, or to None for no score.
 
     Returns:
-        The manifests (path, step, facts of the run, records of files and tensors); those without a score are left out.
+        The manifests themselves; those without a score are left out.
     """
     scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest.facts)) is not None]
     return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]
@@ -105,15 +107,16 @@ def prune(
 ) -> list[str]:
     """Delete checkpoints that are no longer needed and leftovers of unfinished saves. Rank 0 only, never during a save.
 
-    The checkpoints to keep are verified before any is deleted. In the order of steps, and in that of scores, damaged
-    checkpoints ahead of the last one to keep do not count, but stay on disk, as do those with an unreadable manifest;
-    all others are deleted without being verified.
+    Kept are the newest and the best-scored checkpoints, as many as asked for. Their files are verified before anything
+    is deleted: for a damaged one the next in the order is kept, too, and the damaged one itself stays on disk, as does
+    a checkpoint whose manifest is unreadable. All other checkpoints are deleted without being verified.
 
     Args:
         folder: the run's ``checkpoints``.
-        keep_last: number of newest checkpoints to keep, at least 1.
-        keep_best: number of checkpoints with the highest ``score`` to keep besides.
-        score: maps the facts of a manifest to its score, higher is better; None for a checkpoint without one.
+        keep_last: number of newest intact checkpoints to keep, at least 1.
+        keep_best: number of intact checkpoints with the highest ``score`` to keep besides.
+        score: maps the ``facts`` of a manifest (the run's state beside its tensors, as JSON) to a score, higher is
+            better; None for a checkpoint without one.
         verified: paths of checkpoints already verified, which are not read again; updated in place.
 
     Returns:

@@ -32,9 +32,11 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         """Return the whole tensor whose first name is ``name``."""
 
     def all(self) -> dict[str, Tensor]:
-        """Gather every tensor of a model that is distributed over ranks. Collective: every rank calls this method.
+        """Gather every tensor of a model that is distributed over ranks, and return the whole tensors.
 
-        Needs memory for the whole model on each rank.
+        Collective over the ranks that together hold one copy of the model, each of which must call it: an all-gather of
+        a tensor's rows, or a broadcast of each of its slices, one tensor after the other. Needs memory for the whole
+        model on each rank.
 
         Returns:
             The whole tensors by name; a tied tensor is gathered once and is found under each of its names.
@@ -183,13 +185,14 @@ def gathered_model(
 ) -> GatheredModel:
     """Return a mapping from names to the whole tensors of a model that is sharded over ranks; gathers on access.
 
-    Collective: this call may broadcast names and shapes, and each access gathers one tensor, so that all ranks must
-    access the same names in the same order.
+    Collective over the ranks that together hold one copy of the model; all must access the same names in the same
+    order. An access all-gathers the tensor's rows where only the mesh axis ``shard`` divides the model. Otherwise it
+    broadcasts the tensor's slices, and this call broadcasts their names and shapes.
 
     Args:
-        replica: this rank's part of the model.
-        comms: this rank's communicators.
-        merged: this rank's tensors and slices of the model merged over replicas, or of its average (EMA), by name.
+        replica: this rank's part of the model, with the shapes and places of its slices.
+        comms: this rank's communicators along the axes of the device mesh.
+        merged: this rank's tensors and slices by name, of the model (``GradientSync.merged``) or of its moving average.
         at_first_shard: whether this rank is the first on the mesh axis ``shard``; only that rank gives tensors that are
             not sharded by rows, which the ranks of the axis hold alike.
 

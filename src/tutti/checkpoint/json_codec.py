@@ -14,8 +14,9 @@ _TAG = "~"
 def encode_json(value: Any, name: str) -> Any:
     """Encode a Python value as a JSON value that ``decode_json`` turns back into an equal value.
 
-    Numbers (NaN and infinities too), strings, booleans, None, and lists, tuples and dicts of them are allowed. A dict's
-    keys may be numbers, which plain JSON would turn into strings: a ``MultiStepLR`` would never step again.
+    Numbers (NaN and infinities too), strings, booleans, None, and lists, tuples and dicts of them are allowed. Plain
+    JSON would turn tuples into lists and a dict's number keys, such as the milestones of a ``MultiStepLR``, into
+    strings: these are marked by the key ``~``.
 
     Args:
         value: the value.

@@ -281,10 +281,11 @@ class CheckpointManager:
         """Return the manifest of the newest intact checkpoint of the run, on every rank; None where there is none.
 
         A checkpoint is intact if its manifest is valid and all files have the hashes in it. Rank 0 reads every byte of
-        the checkpoint, and warns of damaged checkpoints. Collective: a broadcast.
+        the checkpoint, and warns of damaged checkpoints. Collective: a broadcast over all ranks of its path.
 
         Returns:
-            A ``Manifest``: path, step, facts of the run, and records of files and tensors.
+            A ``Manifest``: ``path``, ``step``, ``facts`` (the run's other state as JSON), and records of files and
+            tensors.
 
         Raises:
             CheckpointError: all checkpoints are damaged.

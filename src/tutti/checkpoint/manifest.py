@@ -147,7 +147,7 @@ class Manifest:
         The last member, ``sha256``, is the SHA-256 of all bytes before it.
 
         Raises:
-            CheckpointError: ``facts`` cannot be written as JSON.
+            CheckpointError: ``facts``, the run's state beside its tensors, has a value that JSON lacks, such as NaN.
         """
         document = {
             "format": _FORMAT,
@@ -172,7 +172,8 @@ class Manifest:
             path: the checkpoint's directory: the manifest's ``path``, which a CheckpointError states.
 
         Returns:
-            The manifest: path, step, facts of the run, and records of files and tensors.
+            The manifest: ``path``, ``step``, ``facts`` (the run's other state as JSON), and records of files and
+            tensors.
 
         Raises:
             CheckpointError: the manifest is damaged, of another version, or contradicts itself.
@@ -260,10 +261,10 @@ def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:
-    """Return whether slices of one tensor cannot be its partition: two share an element, or one of several is empty.
+    """Return whether slices of one tensor cannot partition it: two share an element, or one of several is empty.
 
-    Holes are not found. Sweeps along the dimension with the most different offsets, so that n slices along any one
-    dimension take time proportional to n.
+    Elements that no slice covers are not found. For n slices along one dimension the time is about proportional to n:
+    the slices are compared in the order of their offsets in the dimension with the most different offsets.
 
     Args:
         slices: all slices of the tensor, at least one.

@@ -14,15 +14,18 @@ from tutti.types import ShardSpec
 
 @torch.no_grad()
 def load_plain_model(model: nn.Module, manifest: Manifest, ema: bool = False) -> None:
-    """Copy the weights and buffers of a checkpoint into ``model``, in its dtype; one tensor at a time is in memory.
+    """Copy the weights and buffers of a checkpoint into a module that no strategy has split or sharded. Local.
+
+    Values are converted to the dtype of the module's tensors; one tensor at a time is in memory.
 
     Args:
-        model: the plain model, as its task builds it.
-        manifest: the manifest of a verified checkpoint.
-        ema: load the average (EMA) of the weights in place of the weights.
+        model: the module, whose state dict has the names and shapes of the checkpoint's tensors.
+        manifest: manifest of a checkpoint whose files were verified.
+        ema: load the moving average (EMA) of the weights in place of the weights.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or has no average of the weights.
+        CheckpointError: names or shapes differ, the checkpoint has no average of the weights, or a file differs from
+            the manifest.
     """
     weights = SavedWeights(manifest, ema)
     own = model.state_dict()

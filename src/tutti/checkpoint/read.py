@@ -34,15 +34,15 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check it in itself, but not the files against it: see ``verify``.
+    """Read the manifest of a checkpoint and check its own hash and consistency; its tensor files are not read.
 
-    For ranks to which rank 0 broadcasts the path of a checkpoint that it has verified.
+    For ranks to which rank 0 broadcasts the path of a checkpoint that it has verified (``verify`` reads all files).
 
     Args:
         path: the checkpoint's directory.
 
     Returns:
-        A ``Manifest``: path, step, facts of the run, and records of files and tensors.
+        A ``Manifest``: ``path``, ``step``, ``facts`` (the run's other state as JSON), and records of files and tensors.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, of another version, or contradicts itself.
@@ -61,10 +61,11 @@ def verify(path: Path) -> Manifest:
         path: the checkpoint's directory.
 
     Returns:
-        A ``Manifest``: path, step, facts of the run, and records of files and tensors.
+        A ``Manifest``: ``path``, ``step``, ``facts`` (the run's other state as JSON), and records of files and tensors.
 
     Raises:
-        CheckpointError: a file is missing, no regular file, of another size, or damaged; the error names it.
+        CheckpointError: the manifest is not valid; or a file is missing, no regular file, of another size, or damaged.
+            The error names the file.
     """
     manifest = load_manifest(path)
     for file in manifest.files:

@@ -52,8 +52,8 @@ def load_optimizer(
 ) -> None:
     """Load an optimizer's state from a checkpoint, named as by ``optimizer_tensors``; each rank reads only its slices.
 
-    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. Step counters
-    are moved to the device from which the optimizer's kernels read them. Not collective.
+    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. Tensors move to
+    the parameter's device, step counters to the device from which the optimizer's kernels read them. Not collective.
 
     Args:
         optimizer: the optimizer over this rank's parameters.
@@ -63,6 +63,9 @@ def load_optimizer(
         prefix: beginning of the tensors' names before ``{parameter}/{key}``.
         specs: by name of each parameter a ``ShardSpec``: the shape of the whole parameter, the offset of this rank's
             slice in it, and further (tied) names; None if this rank holds all parameters whole.
+
+    Raises:
+        CheckpointError: a file differs from the checkpoint's manifest.
     """
     keys: dict[str, list[str]] = {}
     for entry in saved.names(group):
@@ -97,11 +100,11 @@ def written(
     """Return the tensors that this rank writes into a checkpoint, so that every tensor is written by one rank alone.
 
     Tensors that another rank of this replica owns (such as tied weights) are left out, and those that the ranks of
-    ``comm`` hold alike are divided among them. Not collective.
+    ``comm`` hold alike are divided among them by size. Not collective; every rank computes the same division.
 
     Args:
         tensors: tensors by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
-        replica: this rank's part of the model, which holds the tensors.
+        replica: this rank's part of the model: the shape of each whole tensor and the place of this rank's slice.
         comm: the ranks that hold the same tensors and share the writing.
         shapes: for an optimizer's state, this rank's local shape of each parameter by its name: a state tensor of this
             shape is a slice like the parameter; another, such as a step counter, is whole. None: the tensors are
@@ -130,12 +133,15 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
     Args:
         saved: the tensors of the checkpoint.
         group: the checkpoint's group of tensors, such as ``model``.
-        name: the tensor's name, a key of ``replica.specs``; the checkpoint may have a tied name instead.
-        replica: this rank's part of the model.
+        name: the tensor's name, a key of ``replica.specs``; the checkpoint must have it, or a tied name.
+        replica: this rank's part of the model, whose ``specs`` give the whole shape and the slice's place.
         local: shape of this rank's slice.
 
     Returns:
         The slice; the whole saved tensor where its shape is not that of the model's whole tensor.
+
+    Raises:
+        CheckpointError: a file differs from the checkpoint's manifest.
     """
     spec, names = replica.specs[name], saved.names(group)
     found = next((n for n in (name, *spec.tied) if n in names), name)
@@ -179,10 +185,10 @@ def _owner(name: str, replica: ReplicaRunner) -> str:
 
 
 def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Divide the writing of tensors that several ranks hold alike: return those that this rank should write.
+    """Divide the writing of tensors that several ranks hold alike: return the tensors that this rank should write.
 
-    They are every ``ranks``-th tensor, from number ``rank`` on, in the order of sizes, largest first and equal ones by
-    name, so that all ranks write about as many bytes.
+    Of the tensors in the order of their sizes, largest first and equal ones by name, number i goes to rank i mod
+    ``ranks``, so that all ranks write about as many bytes. Not collective: every rank computes the same division.
 
     Args:
         tensors: all tensors, by name.

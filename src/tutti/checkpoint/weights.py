@@ -26,14 +26,15 @@ class Weights(Protocol):
     def records(self) -> Mapping[str, SliceRecord]:
         """Description of each tensor of the model by name: a ``SliceRecord`` with ``dtype`` and ``shape``.
 
-        The record covers the whole tensor. ``dtype`` is safetensors' name, such as ``BF16``.
+        The record covers the whole tensor. ``dtype`` is safetensors' name, such as ``BF16``. Exports, hashes and warm
+        starts list the tensors by it before they read any.
         """
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
 
-        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
-        real dtype.
+        Exports, hashes and warm starts call it for one tensor after the other. Bits are unchanged: a bfloat16 tensor, a
+        dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the real dtype.
 
         Args:
             name: name of the tensor, a key of ``records``.

@@ -158,7 +158,7 @@ def commit(
         facts: the run's further state, as JSON without NaN.
 
     Returns:
-        The checkpoint's ``Manifest``: path, step, facts of the run, and records of files and tensors.
+        The checkpoint's ``Manifest``: final ``path``, ``step``, ``facts``, and records of files and tensors.
 
     Raises:
         CheckpointError: slices do not make whole tensors, files are missing, the facts are no JSON, or the manifest is

@@ -132,6 +132,12 @@ def landscape(
     Measured at the weights of one checkpoint: the largest eigenvalues, trace and spectral density of the Hessian of the
     training loss (``curvature``), Keskar's and SAM's sharpness (``sharpness``), and the loss along one random
     filter-normalised direction (``line``) and on the plane of two (``plane``). ``arguments`` are those of ``script``.
+
+    Trace and density are estimated from ``probes`` random vectors with ``lanczos`` Lanczos steps each. Keskar's
+    sharpness (Keskar et al. 2017, arXiv 1609.04836) is the largest rise of the loss with each parameter x moved by at
+    most ``epsilon`` · (|x| + 1); SAM's (Foret et al. 2021, arXiv 2010.01412) is the rise at distance ``rho`` along
+    the gradient. Filter-normalised directions are those of Li et al. 2018 (arXiv 1712.09913), and ``reach`` counts
+    their lengths.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UsageError("a landscape needs the package scipy", remedy=f"run {pip_install('planning')}")

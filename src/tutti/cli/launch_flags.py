@@ -75,7 +75,8 @@ def hosts_as_engine(words: list[str]) -> list[str]:
         The rewritten words; ``words`` unchanged for other commands, and without such flags.
 
     Raises:
-        UsageError: hosts are malformed, or ``-H``, ``--hostfile`` and ``--on`` are combined.
+        UsageError: hosts are malformed, or of ``-H``, ``--hostfile`` and ``--on`` two are given (for ``run`` only
+            ``--hostfile`` together with ``--on`` is refused here).
 
     >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
     ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']
@@ -109,7 +110,8 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
         flags nor variables name nodes, if the command starts no ranks, or if this process is a rank already.
 
     Raises:
-        UsageError: flags are missing, malformed or contradict ``--devices``.
+        UsageError: flags are missing or malformed, contradict ``--devices``, or stand beside ``--dry-run`` or
+            ``--print-config``, which start no ranks.
     """
     if words[:1] not in (["train"], ["run"]) or joined(environ):
         return None

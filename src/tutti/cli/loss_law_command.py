@@ -39,8 +39,9 @@ _CONSTANTS = {
 def fit_law_of_runs(runs: Sequence[Path], as_json: bool) -> int:
     """Fit a scaling law of the loss to finished runs, and print its constants and a check on the largest runs.
 
-    The law is L = E + A/N^α + B/D^β for N parameters and D samples, L = E + B/D^β if all runs have one N. The check
-    predicts the losses of the largest tenth of the runs from the rest.
+    The law is L = E + A/N^α + B/D^β (Hoffmann et al. 2022, arXiv 2203.15556, eq. 2) for the loss L (held-out, if it
+    was evaluated) after training N parameters on D samples, and L = E + B/D^β if all runs have one N. The check
+    predicts the losses of the largest tenth of the runs, by N · D, from the rest.
 
     Args:
         runs: run directories, or folders of them.

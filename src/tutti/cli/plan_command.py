@@ -123,14 +123,12 @@ def plan_devices(
     -----
     The answer is printed: a table with the fastest plan of each number of devices, and a sentence. Without limits the
     chosen number of devices is the largest whose last doubling still makes training 1.5 times as fast ("worth it");
-    with
-    ``deadline`` or ``budget`` the fastest plan within them is chosen. ``machine`` is the path of a ``machine.json`` of
-    ``tutti bench``, or CHIPxN, such as ``a100x8``: a chip and the devices of a node. ``devices_per_node`` is the
-    number of
-    devices of a node, by default as many as were measured together or as CHIPxN says. ``network`` is the link between
-    nodes: ``alpha=SECONDS,beta=BYTES`` (seconds a message, bytes a second), or the path of a ``machine.json`` that was
-    measured with one rank a node. ``precision`` is fp32, bf16, fp16 or fp64. A wrong option raises UsageError, which
-    ``tutti`` turns into exit code 2.
+    with ``deadline`` or ``budget`` the fastest plan within them is chosen. ``machine`` is the path of a
+    ``machine.json`` of ``tutti bench``, or CHIPxN, such as ``a100x8``: a chip and the devices of a node.
+    ``devices_per_node`` is the number of devices of a node, by default as many as were measured together or as CHIPxN
+    says. ``network`` is the link between nodes: ``alpha=SECONDS,beta=BYTES`` (seconds a message, bytes a second), or
+    the path of a ``machine.json`` that was measured with one rank a node. ``precision`` is fp32, bf16, fp16 or fp64. A
+    wrong option raises UsageError, which ``tutti`` turns into exit code 2.
     """
     if law:
         if task is not None or runs:

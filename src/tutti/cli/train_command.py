@@ -285,7 +285,9 @@ def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Pa
         Path of the directory, which exists.
 
     Raises:
-        UsageError: there is no run to resume, or the directory is refused.
+        UsageError: there is no run to resume, or ``--out`` is a file, or a directory with files and without
+            ``--overwrite``.
+        DiskError: a new directory cannot be written.
     """
     if config.resume is None:
         before = Path(config.out or "") / "config.toml"

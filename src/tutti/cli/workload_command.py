@@ -157,7 +157,10 @@ def _slope(found: Workload, masked: float) -> float:
 
 
 def quantity(value: float) -> str:
-    """Format a number with three significant digits and the decimal prefix k, M, G or T, such as ``241 M``.
+    """Format a number with three significant digits and, from 1000 on, a decimal prefix such as k or M: ``241 M``.
+
+    Args:
+        value: a count without a unit, such as FLOP or parameters.
 
     >>> quantity(240648192.0), quantity(28.0), quantity(0.0)
     ('241 M', '28', '0')

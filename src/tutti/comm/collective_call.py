@@ -66,7 +66,10 @@ class CollectiveCall:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Pair (process set number, name), by which the ranks' calls of one collective are matched."""
+        """Pair (number of the process set, name), by which the ranks' calls of one collective are matched.
+
+        A process set is an ordered set of ranks that perform collectives among themselves; 0 is that of all ranks.
+        """
         return self.process_set, self.name
 
     @property
@@ -134,7 +137,8 @@ def describe_mismatch(calls: Mapping[int, CollectiveCall]) -> str | None:
         calls: each rank's call, by global rank; not empty.
 
     Returns:
-        Text for the error message: the difference, in Horovod's words for the same mistake, then both ranks' calls.
+        Text for a MismatchError: the property in which the lowest rank's call and another one differ (kind, operation,
+        shape, dtype, …; worded as Horovod words it), then both ranks' calls.
     """
     ranks = sorted(calls)
     first = calls[ranks[0]]

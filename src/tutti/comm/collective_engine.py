@@ -124,10 +124,11 @@ class CollectiveHandle:
     def complete(self, result: Any = None, error: TuttiError | None = None) -> None:
         """Record the result or the error of the asynchronous collective, and wake the threads that wait for it.
 
-        Called by the thread that performs the collectives; does nothing if the outcome is known already.
+        The engine calls this method when the collective has ended. It also drops the input tensors. Does nothing if a
+        result or error is recorded already.
 
         Args:
-            result: what ``wait`` returns, before conversion.
+            result: result of the collective; ``wait`` returns ``convert(result)`` if the handle has a ``convert``.
             error: what ``wait`` raises; None for success.
         """
         if self.finished.is_set():
@@ -180,7 +181,7 @@ class CollectiveSession:
         called ``join``, which resets COUNT.
 
         Args:
-            process_set: number of the process set of the call.
+            process_set: number of the process set (ordered set of ranks) that performs the call; 0: all ranks.
             kind: kind of collective, such as ``allreduce``.
         """
         with self.lock:
@@ -191,17 +192,17 @@ class CollectiveSession:
     def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
         """Start a collective: send its description to the coordinator on rank 0, which matches the ranks' calls.
 
-        Does not wait for other ranks. Where all ranks are on one node, an all-reduce that was performed before needs no
-        message: its tensors are written to shared memory.
+        Does not wait for other ranks. An all-reduce that was performed before sends no message if all ranks are on one
+        node: its tensors are copied to shared memory.
 
         Args:
-            handle: the new call with its input tensors.
+            handle: the new call: its description, this rank's input tensors, and optionally tensors for the result.
 
         Returns:
-            ``handle``.
+            ``handle``, whose ``wait`` blocks and returns the result.
 
         Raises:
-            DuplicateNameError: a call with this name is still pending.
+            DuplicateNameError: a call with this name is still pending on this rank.
             PeerError: the session is closed, or a rank is lost.
         """
         call = handle.call
@@ -306,8 +307,8 @@ class CollectiveSession:
     def advance(self, handle: CollectiveHandle) -> bool:
         """Return whether an asynchronous collective has ended, successfully or not.
 
-        Does not block; safe from any thread. An all-reduce in shared memory is finished by this call: once all ranks
-        have written their tensors, it computes the result.
+        Does not block; safe from any thread. This call computes the result of an all-reduce in shared memory, if all
+        ranks have written their tensors and the result was not computed before.
 
         Args:
             handle: handle of the collective, from ``submit``.
@@ -348,7 +349,10 @@ class CollectiveSession:
                 self.engine.send(["posted", self.number, numbers])
 
     def forget(self, handle: CollectiveHandle) -> None:
-        """Make the name of a collective free for a new call, once the caller has seen its result or error. Local.
+        """Make the name of a collective free for a new call of this rank. Local.
+
+        Called when the user has seen the result or error of the collective; a call of a name that is not free raises
+        DuplicateNameError.
 
         Args:
             handle: the collective, from ``submit``.
@@ -381,7 +385,8 @@ class CollectiveSession:
     def fail_all(self, error: TuttiError) -> None:
         """Make this rank's pending collectives, and its pending ``join``, fail: their ``wait`` raises ``error``. Local.
 
-        All-reduces in shared memory for which all ranks have written their tensors get their results instead.
+        Called when the session is closed or a rank is lost. All-reduces in shared memory for which all ranks have
+        written their tensors get their results instead.
 
         Args:
             error: the exception.
@@ -412,16 +417,19 @@ class CollectiveSession:
     def answer(self, kind: str, rest: list[Any]) -> None:
         """Carry out one message of the coordinator, rank 0's thread that matches the ranks' calls.
 
-        Called in the engine's thread, which performs the collectives.
+        Called in the engine's thread, which performs the collectives and has received the message.
 
         Args:
-            kind: ``run`` (perform collectives on which all ranks agree), ``post`` (write tensors to shared memory, for
-                which other ranks wait), ``again`` (report a pending all-reduce anew), ``done`` (a call without tensors
-                is complete), ``closed`` (the coordinator has noted ``close``), ``error`` (a call failed) or ``joined``
-                (all ranks have called ``join``).
-            rest: further fields of the message: for ``run`` a list of (call, sizes, number, joined), for ``post`` and
-                ``again`` the number of the call, for ``done`` its key and value, for ``error`` its key, reason and
-                text, for ``joined`` the last rank.
+            kind: kind of the message, see ``rest``.
+            rest: further fields of the message by kind. ``run``, perform collectives on which all ranks agree: a list
+                of (call, sizes, number, joined). ``post``, write tensors to shared memory, for which other ranks wait:
+                number of the call. ``again``, report a pending all-reduce anew: number of the call. ``done``, a call
+                without tensors is complete: its key and value. ``error``, a call failed: its key, reason and text.
+                ``joined``, all ranks have called ``join``: the last rank. ``closed``, the coordinator has noted
+                ``close``: none.
+
+        Raises:
+            ValueError: another kind.
         """
         if kind == "run":
             self._run(rest[0])
@@ -665,13 +673,14 @@ class CollectiveEngine:
         threading.Thread(target=self._listen, name="tutti-losses", daemon=True).start()
 
     def open_session(self, options: SessionOptions) -> CollectiveSession:
-        """Open a new session: a namespace of collectives with process sets and cached calls of its own.
+        """Open a new session: a namespace of collectives with its own process sets (sets of ranks) and cached calls.
 
         Every rank must open its sessions in the same order, because they are matched by number. Does not wait for other
         ranks.
 
         Args:
-            options: timeouts and limits; those of rank 0 hold for all ranks.
+            options: seconds after which an incomplete call is reported and fails, bytes up to which all-reduces are
+                fused, and number of cached calls; those of rank 0 hold for all ranks.
 
         Returns:
             The session, an object with ``submit`` (start a collective), ``join`` (no more data on this rank) and
@@ -691,7 +700,8 @@ class CollectiveEngine:
         """Send a message to rank 0's coordinator, which matches the ranks' calls, without waiting for an answer.
 
         Args:
-            message: JSON list: kind, such as ``call`` or ``close``; number of the session; further fields of the kind.
+            message: JSON list: kind, such as ``call`` or ``close``; number of the session, a namespace in which calls
+                are matched by name; further fields of the kind.
 
         Raises:
             PeerError: rank 0 has ended.
@@ -701,11 +711,11 @@ class CollectiveEngine:
     def share(self, session_number: int, call_number: int, reduction: PostedReduction) -> None:
         """Tell the coordinator on rank 0 in which shared memory an all-reduce is performed. Local.
 
-        The coordinator reads there which ranks have contributed their tensors. Does nothing on ranks other than 0,
-        which have no coordinator.
+        A session calls this method on every rank when it has reserved the memory. The coordinator reads there which
+        ranks have contributed their tensors. Does nothing on ranks other than 0, which have no coordinator.
 
         Args:
-            session_number: number of the session.
+            session_number: number of the session, a namespace in which the ranks' calls are matched by name.
             call_number: number of the call in its session.
             reduction: buffers and counters of the all-reduce in shared memory.
         """
@@ -769,9 +779,11 @@ class CollectiveEngine:
                 self._fail(self._lost[lost[0]], "in a collective")
 
     def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
-        """Report one collective to the engine's timeline callback, the attribute ``sink``, if there is one. Local.
+        """Report one collective to the engine's timeline callback, the attribute ``sink``, unless that is None. Local.
 
-        Two spans are reported, of negotiation (``submitted`` to ``began``) and of execution (``began`` to now).
+        Called when a collective has been performed. ``sink(name, activity, start, end)`` is called
+        twice: for ``NEGOTIATE_ALLREDUCE`` (or another kind), from ``submitted`` to ``began``, and for ``ALLREDUCE``,
+        from ``began`` to now.
 
         Args:
             call: the collective, which ends at the time of this call.

@@ -52,13 +52,13 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 
 
 def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
-    """Turn the sum over the ranks into the final result: divide by ``size`` for an average, then apply the postscale.
+    """Turn the reduction over the ranks into the result: divide by ``size`` for an average, then apply the postscale.
 
     Local arithmetic. Results of integers are truncated towards zero, once.
 
     Args:
-        total: reduction of the ranks' tensors, in their dtype; may be overwritten.
-        call: description of the collective, which gives operation and postscale.
+        total: sum, minimum, maximum or product of the ranks' tensors, in their dtype; may be overwritten.
+        call: description of the collective, whose ``op`` may be ``average`` and whose ``postscale`` is a factor.
         size: number of ranks.
 
     Returns:

@@ -340,8 +340,9 @@ def prove(schedule: Schedule) -> None:
     """Verify that a schedule of messages is a correct all-reduce, by running it on symbolic chunks. Local.
 
     Every rank must end with the sum of every chunk, in which each rank's contribution is counted once and which is
-    added in the same order on all ranks, so that replicas stay bit-identical; no round may read a chunk that it writes;
-    and no rank may wait for ever, even if no message is sent before its receiver is ready (rendezvous).
+    added in the same order on all ranks, so that replicas stay bit-identical. No round may send a chunk of a rank that
+    the same round overwrites. No rank may wait for ever, even if no message is sent before its receiver is ready
+    (rendezvous).
 
     Args:
         schedule: the rounds of messages.

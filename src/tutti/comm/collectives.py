@@ -248,7 +248,7 @@ def allreduce_async(
     Args:
         tensor: of equal shape and dtype on all ranks.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -257,6 +257,12 @@ def allreduce_async(
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
+
+    Raises:
+        UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
+            needed); or this rank is no member of ``process_set``.
+        ValueError: ``op`` is no such operation.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     outputs = [tensor.detach()] if in_place else None
     convert = (lambda _: tensor) if in_place else _first
@@ -281,7 +287,7 @@ def grouped_allreduce_async(
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -290,6 +296,12 @@ def grouped_allreduce_async(
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
+
+    Raises:
+        UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
+            needed); or this rank is no member of ``process_set``.
+        ValueError: ``op`` is no such operation.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     tensors = list(tensors)
     outputs = _without_graph(tensors) if in_place else None
@@ -315,7 +327,7 @@ def allreduce(
     Args:
         tensor: of equal shape and dtype on all ranks.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``; the gradient exists for the first two.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensor before the reduction.
         postscale: factor on the result after the reduction.
         process_set: ranks that take part; default: all ranks.
@@ -324,6 +336,10 @@ def allreduce(
         A new tensor of the shape and dtype of ``tensor``; sparse where ``tensor`` is.
 
     Raises:
+        UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
+            needed); or this rank is no member of ``process_set``.
+        ValueError: ``op`` is no such operation.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -352,7 +368,7 @@ def grouped_allreduce(
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``; the gradient exists for the first two.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -361,6 +377,10 @@ def grouped_allreduce(
         The reductions, in the order of ``tensors``.
 
     Raises:
+        UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
+            needed); or this rank is no member of ``process_set``.
+        ValueError: ``op`` is no such operation.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -384,7 +404,7 @@ def sparse_allreduce_async(
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
         op: ``average`` or ``sum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -430,12 +450,16 @@ def grouped_allgather_async(
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
+
+    Raises:
+        UsageError: this rank is no member of ``process_set``.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     return _submit(
@@ -458,12 +482,16 @@ def allgather_async(
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
+
+    Raises:
+        UsageError: this rank is no member of ``process_set``.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     handle = grouped_allgather_async([tensor], name, process_set=process_set)
     handle.convert = _first
@@ -478,7 +506,7 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -501,7 +529,7 @@ def grouped_allgather(
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -529,7 +557,7 @@ def grouped_broadcast_async(
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks; the values of ``root`` count.
         root: global rank of the source; a member of ``process_set``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
         in_place: write the results into ``tensors``; default: into new tensors.
 
@@ -567,7 +595,7 @@ def broadcast_async(
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
         root: global rank of the source; a member of ``process_set``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
         in_place: write the result into ``tensor``; default: into a new tensor.
 
@@ -592,7 +620,7 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
         root: global rank of the source; a member of ``process_set``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -647,7 +675,7 @@ def alltoall_async(
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
         splits: int32, rows for each member, the first member's first; default: equal parts. Rows beyond their sum are
             not sent.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -686,7 +714,7 @@ def alltoall(
         tensor: (rows, …), with equal trailing dimensions on all ranks.
         splits: int32, rows for each member, the first member's first; default: equal parts. Rows beyond their sum are
             not sent.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -721,7 +749,7 @@ def grouped_reducescatter_async(
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
         op: ``average`` or ``sum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -771,7 +799,7 @@ def reducescatter_async(
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
         op: ``average`` or ``sum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -807,7 +835,7 @@ def reducescatter(
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
         op: ``average`` or ``sum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -841,7 +869,7 @@ def grouped_reducescatter(
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
         op: ``average`` or ``sum``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -871,6 +899,7 @@ def barrier(process_set: ProcessSet = all_ranks) -> None:
         process_set: ranks that take part; default: all ranks.
 
     Raises:
+        UsageError: this rank is no member of ``process_set``.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
     number, session = _number(process_set), _session()
@@ -894,7 +923,7 @@ def join() -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, so that collectives can be called on it, and make its process group.
+    """Register a process set, an ordered set of ranks, so that collectives can be called on it; make its process group.
 
     Collective over all ranks, members or not; blocks.
 
@@ -908,6 +937,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         UsageError: the set is empty, or names a rank twice or one that the job does not have.
         DuplicateSetError: a set of these ranks is known already.
         MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     session = _session()
     process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -926,7 +956,9 @@ class DuplicateSetError(UsageError, ValueError):
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set, which collectives can no longer use. Collective over all ranks, members or not; blocks.
+    """Unregister a process set, an ordered set of ranks, so that collectives can no longer be called on it.
+
+    Collective over all ranks, members or not; blocks.
 
     Args:
         process_set: the set, as ``add_process_set`` returned it; the same on all ranks.
@@ -936,6 +968,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Raises:
         MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     session, number = _session(), process_set.process_set_id
     if number is None or number == 0 or number not in session.sets:
@@ -963,7 +996,7 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
     Args:
         value: on ``root``, the value to send; ignored on other ranks.
         root: global rank of the source; a member of ``process_set``.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -1001,7 +1034,7 @@ def allgather_object(value: Any, name: str | None = None, *, process_set: Proces
 
     Args:
         value: this rank's value, of a type that ``broadcast_object`` takes.
-        name: matches the ranks' calls; default: by the order of calls without a name.
+        name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Raises:

@@ -119,11 +119,10 @@ class Communicator:
 
     @property
     def alive_ranks(self) -> Sequence[int]:
-        """Indices, within this communicator, of the ranks that took part in the last collective that compares calls.
+        """Indices, within this communicator, of the ranks that are alive as far as known: in increasing order.
 
-        Such collectives are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks took
-        part, unless ``Communicators.tolerate_loss`` lets the run go on without killed ranks and a rank was killed.
-        Local.
+        All ranks, unless ``Communicators.tolerate_loss`` lets the run go on without killed ranks. Then it is the ranks
+        that took part in the last ``all_reduce``, ``broadcast``, ``all_gather`` or method built on them. Local.
         """
         return range(self.size) if self.meetings is None else self.meetings.there
 
@@ -196,13 +195,13 @@ class Communicator:
     def exchange_slices(self, send: Tensor, receive: Tensor, parts: Sequence[int], mine: int, text: str) -> None:
         """All-to-all of rows: send ``mine`` rows to each rank and receive ``parts[s]`` rows from rank ``s``.
 
-        Collective over the ranks of this communicator; blocks. A row is a slice along the first dimension.
+        Collective over the ranks of this communicator; blocks. A row has n elements, the same number on all ranks.
 
         Args:
-            send: (size · mine, row), rows for rank 0 first.
-            receive: (sum(parts), row), overwritten; rows from rank 0 first.
+            send: (size · mine, n), rows for rank 0 first; ``size`` is the number of ranks.
+            receive: (sum(parts), n), overwritten; rows from rank 0 first.
             parts: for each rank, the number of rows that it sends to every other rank.
-            mine: rows that this rank sends to each rank.
+            mine: rows that this rank sends to each rank, ``parts[rank]``.
             text: names the call in PeerError and MismatchError.
 
         Raises:
@@ -458,14 +457,15 @@ class Communicator:
     def collective_traffic(self) -> dict[str, LinkTraffic]:
         """Return the number of calls and bytes of this rank's collectives on gradients and activations so far. Local.
 
+        The bytes of a call are those of the whole tensor: the vector to sum or to broadcast, all rows that a rank sends
+        in an all-to-all, all slices that it has after an all-gather, all ranks' tensors in shared memory. How many of
+        these bytes pass a link depends on the backend's algorithm. Collectives that PyTorch itself makes (FSDP2 on
+        accelerators) and calls of ``exchange_parts`` are not counted.
+
         Returns:
             A dict from the kind to a ``LinkTraffic``: ``messages`` (number of calls) and ``bytes``. Kinds are
             ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, and ``shared_memory`` for
-            small tensors that all ranks read in the memory of their node. The bytes of a call are those of the whole
-            tensor: the vector to sum or to broadcast, all rows that a rank sends in an all-to-all, all slices that it
-            has after an all-gather, all ranks' tensors in shared memory. How many of these bytes pass a link depends on
-            the backend's algorithm. Not counted are collectives that PyTorch itself makes, such as those of FSDP2 on
-            accelerators, and those that bring an optimizer whole tensors (``exchange_parts``).
+            small tensors that all ranks read in the memory of their node.
         """
         return dict(self._collectives)
 
@@ -745,7 +745,8 @@ class Communicators:
         process groups and is collective over all ranks of the job; later calls return the cached communicator.
 
         Args:
-            names: one or more of ``replica``, ``shard``, ``stage`` and ``tensor``.
+            names: one or more of ``replica`` and ``shard`` (data parallelism; the ranks along ``shard`` hold one copy
+                of the training state together), ``stage`` (pipeline) and ``tensor`` (tensor parallelism).
         """
         if names not in self._axes:
             self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
@@ -755,12 +756,12 @@ class Communicators:
         """Let the run continue from now on if ranks other than rank 0 are killed. Collective over all ranks; blocks.
 
         Afterwards the communicators ``world`` (all ranks) and ``replica`` perform ``all_reduce``, ``broadcast`` and
-        ``all_gather`` over files, among the ranks that are alive. For algorithms whose training steps need no other
-        rank, with the whole model on every rank.
+        ``all_gather`` over files, among the ranks that are alive. For strategies whose training steps need no other
+        rank and that keep the whole model on every rank, such as asynchronous parameter servers.
 
         Returns:
             True if losses are tolerated; False with one data-parallel rank, or under a launcher that ends all ranks
-            with the first.
+            when the first one ends.
         """
         notes = lost_rank_notes.lost_rank_notes()
         if notes is None or self.replica.size < 2:
@@ -795,15 +796,15 @@ class Communicators:
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
         """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
 
-        Collective over all ranks; blocks. The all-reduce is over the communicator ``replica`` (attribute of this
-        object) of the ranks with the same part of the model.
+        Collective over all ranks of the job; blocks. The all-reduce is over the communicator ``replica`` (attribute of
+        this object) of the data-parallel ranks that hold the same part of the model.
 
         Args:
             algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
 
         Returns:
-            Three values. The schedule: rounds of point-to-point messages, which ``start_send`` of ``replica`` sends.
-            The ranks of ``replica`` on this rank's node, as indices in ``replica``. And a communicator of these ranks.
+            A triple: the ``Schedule``, rounds of point-to-point messages, which ``start_send`` of ``replica`` sends;
+            the ranks of ``replica`` on this rank's node, as indices in ``replica``; and a communicator of these ranks.
             The second and third value are given for ``hierarchical`` on a node with several of these ranks; otherwise
             they are empty and None.
         """
@@ -826,8 +827,8 @@ class Communicators:
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
         """Return a communicator over some of the ranks along a mesh axis, with its own process group.
 
-        Collective over all ranks of the job, members or not. On a mesh with further axes, one such subgroup is made for
-        each of their coordinates; a member gets its own.
+        Collective over all ranks of the job, members or not. Ranks along the axis have the same coordinates on all
+        other axes; one such subgroup is made for each choice of these coordinates, and a member gets its own.
 
         Args:
             name: mesh axis: ``replica``, ``shard``, ``stage`` or ``tensor``.

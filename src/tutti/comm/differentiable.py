@@ -46,8 +46,9 @@ class TensorRanks:
     def copy(self, whole: Tensor, name: str) -> Tensor:
         """Return ``whole`` unchanged, and in backward all-reduce (sum) its gradient over the tensor-parallel ranks.
 
-        f of Shoeybi et al. 2019, for the input of layers that are split over the ranks. The forward sends nothing.
-        Consecutive calls with the same tensor return the same result, whose gradient is all-reduced once.
+        The operator f of Shoeybi et al. 2019 (arXiv 1909.08053), for the input of layers that are split over the ranks.
+        The forward sends nothing. Consecutive calls with the same tensor return the same result, whose gradient is
+        all-reduced once.
 
         Args:
             whole: any tensor, equal on all ranks.
@@ -55,7 +56,7 @@ class TensorRanks:
                 late) and MismatchError (the ranks wait in different calls).
 
         Returns:
-            A tensor with the values of ``whole``, to be used in its place; ``whole`` itself without gradients.
+            A tensor with the values of ``whole``, to be used in its place; ``whole`` itself under ``torch.no_grad``.
 
         Raises:
             UsageError: within ``torch.func`` transforms.
@@ -79,8 +80,8 @@ class TensorRanks:
     def reduce(self, part: Tensor, name: str) -> Tensor:
         """All-reduce (sum) ``part`` over the tensor-parallel ranks; its backward is the identity.
 
-        Collective over the tensor-parallel ranks. For the output of layers that are split over the ranks: g of Shoeybi
-        et al. 2019.
+        Collective over the tensor-parallel ranks. For the output of layers that are split over the ranks: the operator
+        g of Shoeybi et al. 2019 (arXiv 1909.08053).
 
         Args:
             part: this rank's summand, of equal shape on all ranks.
@@ -137,8 +138,8 @@ class TensorRanks:
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum of ``part`` over the tensor-parallel ranks.
 
-        Collective over the tensor-parallel ranks, as is its backward, which all-gathers the gradient: ḡ of Korthikanti
-        et al. 2022.
+        Collective over the tensor-parallel ranks, as is its backward, which all-gathers the gradient: the operator ḡ of
+        Korthikanti et al. 2022 (arXiv 2205.05198).
 
         Args:
             part: this rank's summand, of ``length`` along ``dim``.
@@ -158,7 +159,7 @@ class TensorRanks:
         """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently.
 
         Collective over the tensor-parallel ranks, as is its backward, which reduce-scatters the ranks' different
-        gradients: g of Korthikanti et al. 2022.
+        gradients: the operator g of Korthikanti et al. 2022 (arXiv 2205.05198).
 
         Consecutive calls with the same tensor share the all-gather and the reduce-scatter.
 
@@ -171,7 +172,7 @@ class TensorRanks:
                 ranks wait in different calls).
 
         Returns:
-            The whole tensor, of ``length`` along ``dim``.
+            The whole tensor, of ``length`` along ``dim``, equal on all ranks.
         """
         if self._copied is None or self._copied[0] is not part or self._copied[1] != tensor_version(part):
             wide = _Widen.apply(part, self, dim, length, f"input of {name}")  # type: ignore[no-untyped-call]

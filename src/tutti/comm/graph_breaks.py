@@ -28,11 +28,14 @@ _METHODS: list[_Method] = []
 def ends_graph(method: _F) -> _F:
     """Wrap a method so that graphs of ``torch.compile`` end before its calls, once ``end_graphs`` has been called.
 
-    The method communicates with other ranks, which no graph can hold. Outside of a trace a call costs as much as
-    before.
+    For methods that communicate with other ranks, which no graph can hold. Outside of a trace a call costs hardly more
+    than before.
 
     Args:
         method: the method of a class, or a function that is set as a method.
+
+    Returns:
+        The wrapper, with the name and the docstring of ``method``.
     """
     kept = _Method(method)
     _METHODS.append(kept)
@@ -45,10 +48,16 @@ def ends_graph(method: _F) -> _F:
 
 
 def left_out_of_graphs(function: _F) -> _F:
-    """Wrap a function so that graphs of ``torch.compile`` end before its calls. Loads the compiler's front end.
+    """Wrap a function so that graphs of ``torch.compile`` end before its calls, from now on.
+
+    For functions that communicate with other ranks and are made anew for each run; ``ends_graph`` is for methods of
+    classes. Loads the compiler's front end. Outside of a trace a call costs hardly more than before.
 
     Args:
-        function: a function that is made anew for each run.
+        function: the function, or a bound method.
+
+    Returns:
+        The wrapper, with the name and the docstring of ``function``.
     """
     # ``untraced`` costs more than a microsecond a call, and is of use in a trace alone.
     untraced = torch.compiler.disable(function)

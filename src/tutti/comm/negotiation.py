@@ -115,8 +115,8 @@ class _Ready:
 def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
     """Return whether two all-reduces can be performed as one message.
 
-    The calls must agree in operation (not Adasum), process set, device type and scale factors, and all tensors of the
-    two calls must have one dtype.
+    The calls must agree in operation (not Adasum), process set (the ranks that take part), device type and scale
+    factors, and all tensors of the two calls must have one dtype.
 
     Args:
         one: description of one call of a collective.
@@ -496,8 +496,8 @@ class Coordinator:
     def check_stalls(self) -> list[str]:
         """Warn about collectives that wait too long for some ranks, and fail calls that wait beyond their time limit.
 
-        The times are ``warn`` and ``limit`` (seconds) of the `SessionOptions` of the session in which the call was
-        made. ``take_answers`` afterwards returns the messages by which the ranks learn of failures.
+        The times are ``warn`` and ``limit`` (seconds) of the `SessionOptions` of the session (namespace of calls) in
+        which the call was made. ``take_answers`` afterwards returns the messages by which the ranks learn of failures.
 
         Returns:
             One text for each warning, which names the missing ranks.
@@ -509,7 +509,8 @@ class Coordinator:
     def seconds_to_stall(self) -> float | None:
         """Return the seconds, at least 0, until ``check_stalls`` must be called next.
 
-        None if no rank waits in a collective that others have not called, or the session sets no time limits.
+        The thread of rank 0 that runs the coordinator waits for messages no longer than this. None if no rank waits in
+        a collective that others have not called, or no time limits are set.
         """
         times = [at for session in self._sessions.values() if (at := session.next_stall()) is not None]
         return max(0.0, min(times) - self._clock()) if times else None

@@ -44,7 +44,8 @@ _fence = threading.Lock()
 def posted_bytes(call: CollectiveCall, ranks: int) -> int:
     """Return the bytes of shared memory that an all-reduce takes on each rank; 0 if it cannot go through shared memory.
 
-    Shared memory serves sums and averages of CPU tensors of one numeric dtype over all ranks, up to a size limit.
+    Shared memory serves sums and averages over all ranks of CPU tensors of one dtype (floating, int32 or int64) with at
+    most 64 MiB of elements over all ranks together.
 
     Args:
         call: description of the collective.
@@ -96,7 +97,7 @@ class PostedReduction:
     def post(self, tensors: Sequence[Tensor]) -> int:
         """Write this rank's tensors, times the prescale factor, into shared memory, to be all-reduced there.
 
-        Does not wait for other ranks.
+        Called once for each repetition of the all-reduce. Does not wait for other ranks.
 
         Args:
             tensors: this rank's tensors, of the shapes of the all-reduce; may be reused at once.
@@ -117,7 +118,8 @@ class PostedReduction:
     def post_again(self, attempt: int) -> int:
         """Contribute the tensors of a cancelled attempt at an all-reduce again, from shared memory, under a new number.
 
-        Local: copies nothing and does not wait for other ranks.
+        An attempt is one try to repeat the all-reduce, which rank 0 may cancel (``revoke``). Local: copies nothing and
+        does not wait for other ranks.
 
         Args:
             attempt: number of the cancelled attempt, as ``post`` or this method returned it.
@@ -133,21 +135,21 @@ class PostedReduction:
     def posted(self, attempt: int) -> list[int]:
         """Return the global ranks that have written their tensors for an attempt at this all-reduce, or a later one.
 
-        Local: reads counters in shared memory; does not wait.
+        Rank 0 finds by it which ranks are missing. Local: reads counters in shared memory; does not wait.
 
         Args:
-            attempt: number that ``post`` returned.
+            attempt: number of one repetition of the all-reduce, as ``post`` returned it.
         """
         return [rank for rank, words in enumerate(self._words) if words[_POSTED] >= attempt]
 
     def complete(self, attempt: int) -> bool:
         """Return whether all ranks have written their tensors for an attempt at this all-reduce.
 
-        Local: reads counters in shared memory; does not wait. Once it is True, the attempt cannot be cancelled any
-        more, and ``reduce_into`` may compute the result.
+        A rank that waits for the result calls this method repeatedly. Once it is True, the attempt cannot be cancelled
+        any more, and ``reduce_into`` may compute the result. Local: reads counters in shared memory; does not wait.
 
         Args:
-            attempt: number that ``post`` returned.
+            attempt: number of one repetition of the all-reduce, as ``post`` returned it.
         """
         for words in self._words:
             if words[_POSTED] < attempt:
@@ -160,14 +162,15 @@ class PostedReduction:
         Local; does not wait. ``post_again`` then starts a new attempt with the same tensors.
 
         Args:
-            attempt: number that ``post`` returned.
+            attempt: number of one repetition of the all-reduce, as ``post`` returned it.
         """
         return self._overtaken(attempt, _REVOKED)
 
     def revoke(self, attempt: int) -> bool:
         """Cancel an attempt at this all-reduce, unless all ranks have written their tensors already. Only for rank 0.
 
-        Local; does not wait. Other ranks see the cancellation by ``revoked``.
+        The coordinator calls this method if the all-reduce must fail, or be performed by messages, such as with a rank
+        that has joined. Local; does not wait. Other ranks see the cancellation by ``revoked``.
 
         Args:
             attempt: number that ``post`` returned.

@@ -56,9 +56,13 @@ class ScheduledAllReduce:
         ``wait``, so that the sum does not overlap with computation; ``wait`` is collective and blocks.
 
         Args:
-            flat: (elements,), of equal shape and dtype on all ranks.
-            text: names the call in errors of ``wait`` about ranks of this node with which it shares memory; errors of
-                messages over the network name the algorithm and the two ranks instead.
+            flat: (elements,), of equal shape and dtype on all ranks; not more bytes than the constructor's ``size``.
+            text: names the call in errors of shared memory, which ranks of one node use with ``hierarchical``; errors
+                of messages over the network name the algorithm and the two ranks instead.
+
+        Returns:
+            The handle, an object with ``wait``, which raises PeerError (a rank is lost or late) or MismatchError (the
+            ranks wait in different calls).
         """
         return ScheduledSum(self, flat, text)
 
@@ -70,8 +74,8 @@ class ScheduledAllReduce:
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks; not more bytes than the constructor's ``size``.
-            text: names the call in errors about ranks of this node with which it shares memory; errors of messages
-                over the network name the algorithm and the two ranks instead.
+            text: names the call in errors of shared memory, which ranks of one node use with ``hierarchical``; errors
+                of messages over the network name the algorithm and the two ranks instead.
 
         Raises:
             PeerError: a rank is lost, or did not take part in time.
@@ -152,6 +156,10 @@ class ScheduledSum:
         """Perform the all-reduce (sum) now, in place in the tensor that ``ScheduledAllReduce.start`` was given.
 
         Collective over the data-parallel ranks; blocks.
+
+        Raises:
+            PeerError: a rank is lost, or did not take part in time.
+            MismatchError: the ranks wait for each other in different calls.
         """
         self._all_reduce.sum(self._flat, self._text)
 

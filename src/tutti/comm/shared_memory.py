@@ -65,9 +65,9 @@ class SharedMemorySegment:
         self._round = 0
 
     def slot(self, rank: int) -> Tensor:
-        """Return the memory of one rank in the shared segment as a view (bytes of a slot,) uint8.
+        """Return the memory of one rank in the shared segment, as a uint8 tensor of shape (bytes of a slot,).
 
-        All ranks see writes to it.
+        The tensor is a view: all ranks see writes to it.
 
         Args:
             rank: index of the rank within the communicator.
@@ -76,19 +76,19 @@ class SharedMemorySegment:
         return self._bytes[start : start + self._size]
 
     def slots(self) -> Tensor:
-        """Return the memory of all ranks in the shared segment as a view (ranks, bytes of a slot) uint8, in rank order.
+        """Return the memory of all ranks in the shared segment, as a uint8 tensor of shape (ranks, bytes of a slot).
 
-        All ranks see writes to it.
+        The tensor is a view in rank order: all ranks see writes to it.
         """
         return self._bytes[self._comm.size * _LINE :].view(self._comm.size, self._size)
 
     def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a view (count,) of ``dtype`` on this shared-memory segment, from byte ``start`` on. Copies nothing.
+        """Return a part of this shared-memory segment as a tensor of shape (count,), without a copy.
 
-        The view has a storage of its own, which holds only these elements.
+        The tensor has a storage of its own, which holds only these elements; all ranks see writes to it.
 
         Args:
-            start: byte at which the view begins, counted from the slot of the first rank; the ranks' slots follow one
+            start: byte at which the tensor begins, counted from the slot of the first rank; the ranks' slots follow one
                 another.
             count: number of elements.
             dtype: dtype of the elements.
@@ -196,7 +196,7 @@ class SmallMessages:
     def room(most: int) -> int:
         """Return the bytes of shared memory that each rank needs for all-gathers of tensors of up to ``most`` bytes.
 
-        There is room for two tensors and a digest of each call.
+        There is room for two tensors, because two all-gathers use two buffers in turn, each with a digest of the call.
 
         Args:
             most: bytes of the largest tensor of a rank, a multiple of 64.

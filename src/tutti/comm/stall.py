@@ -149,11 +149,13 @@ class StallInspector:
         self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
-        """Block until ``work``, an asynchronous collective of ``torch.distributed``, is complete, within the timeout.
+        """Block until ``work``, an asynchronous collective of ``torch.distributed``, is complete.
+
+        The time limit is the job's timeout.
 
         Args:
             work: the collective under way.
-            call: description of the collective, for other ranks and for errors.
+            call: description of the collective, which other ranks read if this rank waits long, and which errors state.
 
         Raises:
             MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
@@ -173,12 +175,14 @@ class StallInspector:
         self.poll(done, call)
 
     def poll(self, done: Callable[[timedelta], bool], call: Call) -> None:
-        """Block until ``done`` returns True, within the timeout; for waits without a ``Work`` of ``torch.distributed``.
+        """Block until ``done`` returns True, but no longer than the job's timeout.
+
+        For waits without a ``Work`` of ``torch.distributed``.
 
         Args:
-            done: called repeatedly with a time limit; waits for completion, not longer than the limit, and returns
-                whether the call is complete.
-            call: description of the collective, for other ranks and for errors.
+            done: called repeatedly with a time limit of two seconds at most; waits for completion, not longer than the
+                limit, and returns whether the call is complete.
+            call: description of the collective, which other ranks read if this rank waits long, and which errors state.
 
         Raises:
             MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
@@ -327,13 +331,14 @@ class StallInspector:
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Return whether a collective or transfer waits for no rank any more, as far as the ranks' descriptions tell.
 
-    True if each of the call's ranks waits in an equal call, has completed it already (not known of barriers in shared
-    memory, whose attribute ``counted`` is False) or, for a point-to-point transfer, has begun to send.
+    Each rank of the call must wait in an equal call (``waiting[rank] == call``), have completed the call already
+    (``left`` of ``waiting[rank]`` counts it; not for barriers in shared memory, whose ``counted`` is False) or, for a
+    point-to-point transfer, have begun to send (``sent`` of ``waiting[rank]`` lists it). ``StallInspector`` reports a
+    deadlock only if no rank's call is complete.
 
     Args:
         call: description of the collective or transfer.
-        waiting: global rank → the call in which it waits now; has all ranks of ``call``. The attribute ``sent`` of such
-            a call lists the transfers that the rank has begun, as texts, and ``left`` the calls that it has completed.
+        waiting: global rank → the call in which it waits now; has all ranks of ``call``.
     """
     return all(
         there == call or call.text in there.sent or (call.counted and there.left.get(call.key, 0) > call.before)

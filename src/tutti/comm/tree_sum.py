@@ -81,8 +81,9 @@ class TreeSum:
 
         Args:
             worker: index of the worker among all N logical workers; calls must be in increasing order. Where there are
-                more ranks than workers, it is the rank's one worker, and may be given any number of times.
-            vector: the worker's vector, shape (length,); this object keeps and overwrites it.
+                more ranks than workers, it is the one worker whose micro-batches this rank shares with other ranks,
+                with a call for each micro-batch, possibly none.
+            vector: the worker's (or micro-batch's) vector, shape (length,); this object keeps and overwrites it.
         """
         if self._shared:
             self._addends.append(vector)

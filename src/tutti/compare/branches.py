@@ -247,11 +247,13 @@ def prepare_branch(point: BranchPoint, trial: Trial) -> None:
 def branch_loss(trial: Trial) -> float:
     """Return the held-out loss at the end of a finished branch, and delete its copy of the checkpoint.
 
-    A branch is a run that continues a checkpoint at another batch size. NaN if the loss is not finite, or
-    the branch's ``summary.json`` has none. Errors of deleting are ignored.
+    A branch is a run that continues a checkpoint at another batch size. Errors of deleting are ignored.
 
     Args:
         trial: the branch.
+
+    Returns:
+        The loss; NaN if it is not finite, or the branch's ``summary.json`` has none.
     """
     shutil.rmtree(trial.directory / "checkpoints", ignore_errors=True)
     loss = (read_summary(trial.directory).get("eval") or {}).get("loss")

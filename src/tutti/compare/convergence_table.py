@@ -33,8 +33,8 @@ def headings(ladder: Ladder) -> tuple[str, ...]:
 def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
     """Return the rows of the table that compares training configurations (rungs), as formatted texts.
 
-    Numbers are means over the seeds, those of columns on the target medians; ``range`` is half of largest minus
-    smallest.
+    Numbers are means over the seeds; in the columns about the target of ``--until`` they are medians. ``range`` is half
+    of the largest minus the smallest held-out value over the seeds.
 
     Args:
         ladder: the ladder, a series of rungs.

@@ -171,7 +171,7 @@ def _failed(trial: Trial, code: int, log: Path) -> TuttiError:
 def trial_progress(trial: Trial) -> Progress:
     """Read the newest training and evaluation records of a run under way, from the end of its ``metrics.jsonl``.
 
-    Reads the last 8 KiB, and raises no error for a missing file or a line that is not yet complete.
+    Reads the last 8 KiB. Incomplete lines are skipped; a missing file gives no records.
 
     Args:
         trial: the run, one training configuration with one seed.
@@ -247,7 +247,7 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
 
 
 def directions(all_trials: list[Trial]) -> dict[str, Direction] | None:
-    """Return for each metric whether lower or higher values are better, as a finished run of the task states it.
+    """Return for each metric whether lower or higher values are better, as the summary of a finished run states it.
 
     Args:
         all_trials: runs of one task; the first finished one is read.

@@ -165,10 +165,11 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         metric: the metric that is compared.
 
     Returns:
-        One element for each rung, in the ladder's order, with ``name``, ``cause``, ``parent``, ``gain`` (positive if
-        better than the parent), ``noise`` (larger of the two rungs' ranges over seeds) and ``share``: the gain divided
+        One ``Effect`` for each rung, in the ladder's order, with ``name``, ``cause``, ``parent``, ``gain`` (positive if
+        better than the parent), ``noise`` (the larger of both rungs' ranges over seeds) and ``share``: the gain divided
         by the drop of the metric from the first to the naive rung, which loses accuracy. ``share`` is None if there is
-        no drop, and for rungs that do not explain it.
+        no drop, for the naive rung, and for rungs that are no recipes (``like_with_like.recipes``): those at the first
+        rung's number of workers and batch size.
     """
     drop = _drop(ladder, rows, metric)
     asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}
@@ -263,17 +264,20 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
 
 
 def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:
-    """Return whether some recipe (``like_with_like.recipes``) is as good as its baseline and as the first rung.
+    """Return whether some recipe is as good as its baseline and as the first rung: its mean of the metric is not worse.
 
-    A recipe is a rung at another scale (workers, batch size) than the first; its baseline has otherwise equal options
-    at the first rung's scale. If all rungs have one scale, recipes are all rungs but the first, and the first is the
-    baseline of those that differ from it in at most one option. As good means that the mean of the metric over the
-    seeds is not worse. False if no recipe has a baseline with finished runs.
+    A recipe (``like_with_like.recipes``) is a rung at another scale (workers, batch size) than the first; its baseline
+    has otherwise equal options at the first rung's scale. If all rungs have one scale, recipes are all rungs but the
+    first, and a recipe that differs from the first in at most one option has the first as its baseline. Means are over
+    the seeds.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name, of rungs with finished runs; rungs with a non-finite held-out value are left out.
         metric: the metric that is compared.
+
+    Returns:
+        True if so; False also if no recipe with finished runs has a baseline with finished runs.
     """
     _, rows = _without_numbers(ladder, rows)
     return any(_holds(ladder, rung, rows, metric) for rung in recipes(ladder))
@@ -282,7 +286,7 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
 def baseline(
     ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric = ACCURACY
 ) -> RungResult | None:
-    """Return the results with which a training configuration (rung) is compared: those of its best baseline.
+    """Return the results of the best baseline of a training configuration (rung), with which the rung is compared.
 
     Baselines have the first rung's workers and batch size, and but for the learning rate the rung's options
     (``like_with_like.baselines``). The best one has the best mean of the metric over the seeds.

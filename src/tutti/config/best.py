@@ -61,11 +61,11 @@ class Best:
             )
 
     def score(self, facts: Mapping[str, Any]) -> float | None:
-        """Return a checkpoint's score by the metric of ``--keep-best``, negated where lower is better.
+        """Return a checkpoint's score by the metric of ``--keep-best``: its value, negated where lower is better.
 
         Args:
-            facts: metadata of the checkpoint, from its manifest; ``facts["eval"]`` holds the held-out values of its
-                step by name, if the step was evaluated.
+            facts: the run's state beside its tensors, as JSON, from the checkpoint's manifest; ``facts["eval"]`` holds
+                the held-out values of the checkpoint's step by name, if the step was evaluated.
 
         Returns:
             The score, higher is better; None if the step was not evaluated, or its evaluation has no number for this

@@ -108,8 +108,9 @@ class SlurmEngineConfig:
     def limit(self) -> str | None:
         """The time limit of the Slurm job as ``sbatch --time`` takes it, such as ``01:30:00``; None without a limit.
 
-        ``90m``, ``4h`` and ``2d`` become hours, minutes and seconds; a time in one of Slurm's own forms stays as it is.
-        Raises UsageError for any other text.
+        Of the option ``time``, ``90m``, ``4h`` and ``2d`` become hours, minutes and seconds; Slurm's own forms with a
+        colon, such as ``30:00`` (minutes and seconds) and ``1-12:00:00``, stay as they are. Raises UsageError for any
+        other text.
 
         >>> SlurmEngineConfig(time="90m").limit, SlurmEngineConfig(time="2d").limit
         ('01:30:00', '48:00:00')
@@ -145,7 +146,8 @@ ENGINES: dict[str, type[EngineConfig]] = {
 def parse_engine(text: str) -> EngineConfig:
     """Parse ``--on``, the engine that starts a run's ranks: ``name:key=value,…``.
 
-    Names are ``local``, ``ssh``, ``ray`` and ``slurm``.
+    Args:
+        text: ``local`` (processes of this node), ``ssh``, ``ray`` or ``slurm``, with or without options.
 
     Returns:
         The engine's options, an instance of a class for each engine, such as ``RayEngineConfig``.
@@ -164,7 +166,8 @@ def parse_engine(text: str) -> EngineConfig:
 def parse_device_range(text: str) -> tuple[int, int] | None:
     """Parse ``--devices``: return the least and the most devices of ``LEAST:MOST``; None for a text without a colon.
 
-    Such a text is a plain number or ``auto``, and is not checked here.
+    Args:
+        text: value of the option. A text without a colon is a plain number or ``auto``, and is not checked here.
 
     Raises:
         UsageError: a text with a colon is not two whole numbers, the first at least 1 and the second no smaller.

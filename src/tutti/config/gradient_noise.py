@@ -59,13 +59,16 @@ KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicativ
 def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return its options, None for ``none``.
 
-    The options are a ``Multiplicative``, whose integer ``base_batch`` is N.
-    The noise makes the gradient of the global batch as noisy as that of ``base_batch`` samples.
+    With the second, random weights of the samples' losses make the gradient of the global batch as noisy as the
+    gradient of N samples.
 
     Args:
         text: value of the option.
         batch: global batch, in samples.
         adaptive: whether the run uses ``--lr-scale adascale``.
+
+    Returns:
+        A ``Multiplicative``, whose integer ``base_batch`` is N; None for ``none``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), ``base_batch`` is missing or

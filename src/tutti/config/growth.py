@@ -118,7 +118,8 @@ class BatchGrowth:
         """Return the size of a growing global batch, and the learning rate as a multiple of the schedule's.
 
         Args:
-            passed: number of milestones passed, at each of which the batch is multiplied by the option ``factor``.
+            passed: number of milestones of ``--batch-growth`` that the run has passed; each multiplies the batch by the
+                option ``factor``.
             batch: size of the global batch at the start of the run, in samples.
             largest: samples to which a larger global batch is clamped.
 

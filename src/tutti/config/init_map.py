@@ -28,10 +28,10 @@ class FittedWeights(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """Names of the model's tensors that a warm start leaves at their initial values, in a list.
+        """Names of the model's tensors that a warm start leaves at their initial values.
 
-        This object has the differences between a model and the saved weights that the model starts from. The list has
-        first the tensors that the saved weights lack (``new``), then those whose shapes differ (``reshaped``).
+        A new list: first the tensors that the saved weights lack (``new``), then the tensors that have another shape
+        there (``reshaped``).
         """
         return [*self.new, *self.reshaped]
 

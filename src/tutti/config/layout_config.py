@@ -57,22 +57,29 @@ class StagesConfig(StrategyOptions):
 
     @property
     def chunks(self) -> int:
-        """Number of virtual pipeline stages on each device: 1, and more only for a pipeline's interleaved schedule."""
+        """Number of virtual pipeline stages on each device; 1 in this class.
+
+        ``PipelineConfig`` overrides it: with the interleaved schedule a device has several parts of the model, which
+        are not consecutive.
+        """
         return 1
 
     @property
     def modules(self) -> StageModules:
         """Names of the modules of each virtual pipeline stage, if the option ``stages`` lists them; else empty.
 
-        A tuple of names for each stage, in the order in which the forward calls the modules.
+        A tuple with a tuple of names for each stage; stages, and the names in each, stand in the order in which the
+        forward calls the modules. A device has one virtual stage, and several with the interleaved schedule.
         """
         return self.stages if isinstance(self.stages, tuple) else ()
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Name of the first module of each virtual pipeline stage but the first, as the options state it.
+        """Name of the first module of each virtual pipeline stage but the first.
 
-        From the option ``stages`` or ``cuts``; empty without these options: the partition is then even.
+        Taken from the option ``stages``, if that lists modules, else from ``cuts``. Empty if neither names any module:
+        the model is then partitioned into stages that are even in time or in their number of parameters. A device has
+        one virtual stage, and several with the interleaved schedule.
         """
         return tuple(names[0] for names in self.modules[1:]) or self.cuts
 
@@ -93,7 +100,7 @@ class StagesConfig(StrategyOptions):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``cuts``, the option that names first modules of stages, makes a wrong number of stages.
 
-        On a device mesh with a single stage nothing is checked.
+        Called before any rank starts. On a device mesh with a single stage nothing is checked.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -138,8 +145,8 @@ class PipelineConfig(StagesConfig):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the options of a pipeline conflict with the number of stages or with ``--compile``.
 
-        ``cuts``, if given, must name the first module of each virtual stage but the first, and ``schedule=zero_bubble``
-        cannot be compiled.
+        Called before any rank starts. ``cuts``, if given, must name the first module of each virtual stage but the
+        first, and ``schedule=zero_bubble``, which splits each backward in two, cannot be compiled.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -235,10 +242,13 @@ class TensorConfig(StrategyOptions):
         return {"tensor": self.tensor}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if sequence parallelism (``sequence``) is combined with ``--compile``.
+        """Raise UsageError if sequence parallelism (the option ``sequence``) is combined with ``--compile``.
+
+        Called before any rank starts.
 
         Args:
-            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``;
+                not used here.
             accelerated: whether the devices are accelerators; not used here.
             compiled: whether the run uses ``--compile``.
         """
@@ -283,7 +293,7 @@ class HybridConfig(TensorConfig, PipelineConfig):
         return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
-        """Return ``{"custom_loop": whether the script may have its own training loop}``: True with one pipeline stage.
+        """Return ``{"custom_loop": BOOL}``: whether a script may have its own training loop: with one stage.
 
         The value takes the place of the capability of that name that ``parallel/registry.py`` states for the strategy.
         """
@@ -292,8 +302,9 @@ class HybridConfig(TensorConfig, PipelineConfig):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if options of pipeline or tensor parallelism conflict with the run.
 
-        That is, if ``sequence`` or ``schedule=zero_bubble`` is combined with ``--compile``, or ``cuts`` does not name a
-        module for each virtual stage but the first.
+        That is, if sequence parallelism (``sequence``) or ``schedule=zero_bubble``, which splits each backward in two,
+        is combined with ``--compile``, or ``cuts`` does not name a module for each virtual stage but the first. Called
+        before any rank starts.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

@@ -56,8 +56,10 @@ LossScaleConfig: TypeAlias = Dynamic | ConstantLossScale
 def check_loss_scale(text: str) -> LossScaleConfig:
     """Parse ``--loss-scale``, the factor on the loss in float16: a constant number, or ``dynamic:key=value,…``.
 
-    The keys are ``init``, ``min`` and ``max`` (first, least and largest scale), and ``growth_factor``,
-    ``growth_interval`` and ``backoff_factor`` as in ``torch.amp.GradScaler``.
+    Args:
+        text: a number above 0; or ``dynamic`` with the keys ``init``, ``min`` and ``max`` (first, least and largest
+            scale), and ``growth_factor``, ``growth_interval`` (steps) and ``backoff_factor`` as in
+            ``torch.amp.GradScaler``.
 
     Returns:
         The number as ``ConstantLossScale``, or the options of ``dynamic`` as ``Dynamic``.

@@ -26,6 +26,9 @@ class NoRule:
         """Return by what the learning rate is multiplied for a global batch of ``batch`` samples: 1, whatever its size.
 
         This class is the rule ``none`` of ``--lr-scale``; rules that scale the learning rate override the method.
+
+        Args:
+            batch: samples in the global batch.
         """
         return 1.0
 
@@ -51,7 +54,8 @@ class LinearRule(NoRule):
         """Return batch ÷ base batch, by which the learning rate is multiplied (Goyal et al. 2017, arXiv 1706.02677).
 
         Args:
-            batch: samples in the global batch; the base batch is the one that the rate was tuned for.
+            batch: samples in the global batch. The base batch, the option ``base_batch`` of ``--lr-scale``, is the size
+                for which the rate was tuned.
         """
         return batch / self.base_batch
 
@@ -70,7 +74,8 @@ class SqrtRule(LinearRule):
         """Return √(batch ÷ base batch), by which the learning rate is multiplied (Krizhevsky 2014, arXiv 1404.5997).
 
         Args:
-            batch: samples in the global batch; the base batch is the one that the rate was tuned for.
+            batch: samples in the global batch. The base batch, the option ``base_batch`` of ``--lr-scale``, is the size
+                for which the rate was tuned.
         """
         return math.sqrt(batch / self.base_batch)
 
@@ -106,7 +111,8 @@ RULES: Mapping[str, type[NoRule]] = {
 def check_rule(text: str) -> NoRule:
     """Parse ``--lr-scale``, how the learning rate follows the global batch: such as ``linear:base_batch=256``.
 
-    Names are ``none``, ``linear``, ``sqrt``, ``adam_sqrt`` and ``adascale``.
+    Args:
+        text: ``none``, ``linear``, ``sqrt``, ``adam_sqrt`` or ``adascale``, with options.
 
     Returns:
         The rule: its ``factor(batch)`` returns by what the learning rate is multiplied, and ``adaptive`` is True for

@@ -102,13 +102,13 @@ class Metric:
 
 
 def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None) -> bool | None:
-    """Return whether a higher value of a metric is better; None if neither its name nor ``declared`` decides.
+    """Return whether a higher value of a metric is better; None if neither ``declared`` nor the metric's name decides.
 
     Args:
         name: the metric. A name that ends in a word such as ``loss`` or ``accuracy`` decides by itself, unless it also
             has a word such as ``neg``; a prefix ``raw_`` has no effect.
         declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; takes
-            precedence.
+            precedence over the name.
 
     >>> [higher_is_better(n) for n in ("val_loss", "top1_accuracy", "neg_mean_squared_error", "distance")]
     [False, True, None, None]
@@ -129,7 +129,7 @@ def check_directions(directions: Mapping[str, str]) -> None:
     """Raise UsageError if a task declares for a metric a direction other than ``lower`` or ``higher``.
 
     Args:
-        directions: which values are better, by name of the metric.
+        directions: by name of the metric, which of its values are better; the argument ``directions`` of a ``Task``.
     """
     for name, direction in directions.items():
         if direction not in ("lower", "higher"):

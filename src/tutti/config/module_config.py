@@ -60,8 +60,9 @@ BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "
 def check_batch_norm(text: str) -> BatchNormConfig:
     """Parse ``--batch-norm``, which samples batch norm takes its statistics from.
 
-    ``worker``: one micro-batch of a logical worker (share of the global batch); ``ghost:size=32``: 32 samples of it;
-    ``sync``: the global batch.
+    Args:
+        text: ``worker``: one micro-batch of a logical worker (share of the global batch); ``ghost:size=32``: 32 samples
+            of one; ``sync``: the global batch.
 
     Returns:
         The options: a ``WorkerBatchNorm``, a ``Ghost`` with the integer ``size``, or a ``Sync``.
@@ -109,13 +110,12 @@ MODES: Mapping[str, type[Any]] = dict.fromkeys(("none", "default", "max-autotune
 
 
 def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None:
-    """Parse ``--compile``: ``mode:key=value,…``, such as ``default:backend=inductor``.
-
-    Modes are ``none``, ``default`` and ``max-autotune-no-cudagraphs``, and those that record CUDA graphs:
-    ``reduce-overhead`` and ``max-autotune``, for ``mirrored`` and ``single`` (``check_strategy``).
+    """Parse ``--compile``, a mode of ``torch.compile`` with options: ``mode:key=value,…``.
 
     Args:
-        text: value of the option.
+        text: ``none``, ``default`` (as in ``default:backend=inductor``) or ``max-autotune-no-cudagraphs``; or
+            ``reduce-overhead`` or ``max-autotune``, which record CUDA graphs and so work with the strategies
+            ``mirrored`` and ``single`` only (``check_strategy`` refuses the others). The key is ``backend``.
         reproducible: whether the run uses ``--reproducible``.
 
     Returns:
@@ -232,11 +232,12 @@ Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
 
 
 def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> Checkpointing:
-    """Parse ``--activation-checkpointing``, which modules recompute activations: ``blocks:every=K`` or ``selective``.
+    """Parse ``--activation-checkpointing``: which modules drop their activations and compute them again in backward.
 
     Args:
-        choice: value of the option, such as ``none`` or ``blocks:every=2``; parsed options, or a list of names or
-            classes of modules to recompute, are returned as they are.
+        choice: ``none``; ``blocks:every=K``: the first of every K neighbouring blocks of the model (K is 1 by default);
+            ``selective``: the same, but results of matrix products, convolutions and attention are kept. Parsed
+            options, or a list of names or classes of modules, are returned as they are.
         compiled: whether the run uses ``--compile``.
 
     Returns:

@@ -62,10 +62,11 @@ class NamedChanges:
                 )
 
     def covers(self, name: str) -> bool:
-        """Return whether a resumed run may have another value of the setting ``name`` than its checkpoint.
+        """Return whether ``--change`` lets a resumed run have another value of a setting than its checkpoint has.
 
-        These are the settings that ``--change`` names. Its ``lr`` stands for ``initial_lr``, too, which schedulers
-        derive from the learning rate.
+        Args:
+            name: the setting, such as ``batch_size`` or an option of the optimizer. ``initial_lr``, which schedulers
+                derive from the learning rate, may change with ``lr``.
         """
         return name in self.names or (name == "initial_lr" and "lr" in self.names)
 

@@ -498,7 +498,9 @@ class OptimizerChoice:
 def check_schedule(text: str) -> ConstantSchedule:
     """Parse ``--schedule``, the learning-rate schedule: ``name:key=value,…``, such as ``cosine:warmup=5ep``.
 
-    Names are ``constant``, ``cosine``, ``linear``, ``step``, ``polynomial``, ``exponential``, ``wsd`` and ``onecycle``.
+    Args:
+        text: ``constant``, ``cosine``, ``linear``, ``step``, ``polynomial``, ``exponential``, ``wsd`` or ``onecycle``,
+            with options.
 
     Returns:
         The schedule's options, a frozen dataclass such as ``CosineSchedule`` with a field for each key (all have

@@ -47,15 +47,15 @@ HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GR
 def resolve_config(
     flags: Mapping[str, Any], files: Sequence[Path], task: str | None, changes: Sequence[str] = ()
 ) -> tuple[str, TrainConfig]:
-    """Merge flags, environment, TOML files and defaults, and return the task's name and the run's configuration.
+    """Merge flags, ``TUTTI_*`` variables, TOML files and defaults into the task's name and the run's configuration.
 
     Args:
         flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``; these take precedence over
             files.
         files: TOML files; a later one takes precedence over an earlier one.
-        task: task on the command line; takes precedence over ``task`` in a file.
-        changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…`` that
-            the other sources have set.
+        task: task on the command line; takes precedence over ``task`` in a file; None: from a file.
+        changes: the texts of ``--set``, ``field.option=value``, which change one key of a ``name:key=value,…`` that the
+            other sources have set, or that is its default.
 
     Returns:
         The task's name, and the checked configuration.

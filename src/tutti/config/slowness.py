@@ -56,10 +56,10 @@ class Slowness:
         )
 
     def check(self, ranks: int, workers: int, accelerated: bool = False) -> None:
-        """Raise UsageError if a delayed rank or logical worker does not exist, or ``factor`` slows an accelerator.
+        """Raise UsageError if a delayed rank or logical worker does not exist, or ``factor`` is to slow an accelerator.
 
-        A logical worker is a fixed share of the global batch. The option ``factor`` is measured in CPU time, and so
-        works on CPUs alone.
+        A logical worker is a fixed share of the global batch. The option ``factor`` multiplies the measured CPU time of
+        forward and backward, which says nothing of the time on an accelerator; the option ``ms`` works on any device.
 
         Args:
             ranks: number of ranks of the run.
@@ -78,7 +78,7 @@ class Slowness:
         """Return the simulated delay to add after a micro-batch, in seconds.
 
         The delay is (``factor`` - 1) · ``needed``, and after a worker's last micro-batch of a step also ``ms``
-        milliseconds, options of ``--slow``.
+        milliseconds; ``factor`` and ``ms`` are options of ``--slow``.
 
         Args:
             rank: this rank.

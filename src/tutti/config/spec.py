@@ -79,8 +79,8 @@ class Duration:
                 fixed share of the global batch, which may be a fraction.
 
         Returns:
-            The number of steps, a whole number: a part of an epoch is rounded to the nearest step, and samples that do
-            not fill a batch count as a step.
+            The number of steps, a whole number. A part of an epoch is rounded to the nearest step, and may so become 0
+            steps; samples that do not fill a batch count as a step.
 
         Raises:
             UsageError: the duration is in epochs, and ``dataset`` is None.
@@ -180,16 +180,17 @@ class StrategyOptions:
     def capabilities(self) -> dict[str, Any]:
         """Return capabilities of the strategy that depend on its options, by name, such as ``{"reproducible": False}``.
 
-        A capability says what the strategy can do, such as to give the same bits on any number of ranks. Names are
-        fields of ``Strategy`` in ``parallel/registry.py``, whose values for the strategy are replaced by these. Empty
-        by default.
+        Called when ``--strategy`` is parsed. A capability says what the strategy can do, such as to give the same bits
+        on any number of ranks. Names are fields of ``Strategy`` in ``parallel/registry.py``, whose values for the
+        strategy are replaced by these. Empty by default.
         """
         return {}
 
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
         """Return the strategy's options with every duration, such as ``2ep``, as a number of steps (``500st``).
 
-        By default no option is a duration, and the options are returned as they are.
+        Called on each rank once the number of steps in an epoch is known. By default no option is a duration, and the
+        options are returned as they are.
 
         Args:
             steps: maps a duration to its number of steps in this run.
@@ -210,14 +211,17 @@ class StrategyOptions:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage of the strategy: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 shards nothing."""
+        """ZeRO stage of the strategy: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 shards nothing.
+
+        Read by predictions of memory and step time. 0 by default.
+        """
         return 0
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """FSDP wrap policy: names and classes of the modules whose parameters are gathered together.
+        """FSDP wrap policy: names or class names of the modules whose parameters are gathered together.
 
-        ``("auto",)``, the default: the modules are chosen automatically.
+        ``("auto",)``, the default: the modules are chosen automatically. Read by predictions of memory.
         """
         return ("auto",)
 
@@ -232,7 +236,7 @@ class StrategyOptions:
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the strategy's options conflict with the device mesh, the devices or ``torch.compile``.
 
-        The base class checks nothing; each strategy's options override the method.
+        Called before any rank starts. The base class checks nothing; each strategy's options override the method.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

@@ -104,9 +104,9 @@ class RowsConfig(StrategyOptions):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the ZeRO options ``offload`` or ``param_dtype`` would have no effect.
 
-        ``offload=true`` keeps parameter shards and optimizer state in host memory, ``offload=optimizer`` the optimizer
-        state alone; on CPUs either of the two raises. ``param_dtype`` is the dtype in which parameters are gathered.
-        Where the mesh dimension ``shard`` is 1, ``offload=true`` and ``param_dtype`` each raise.
+        ``offload`` moves training state to host memory (``true``: parameter shards and optimizer state; ``optimizer``:
+        the optimizer state alone), so that it raises on CPUs. ``param_dtype`` is the dtype in which parameters are
+        gathered; it and ``offload=true`` raise if the mesh dimension ``shard`` is 1, because nothing is gathered.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -182,12 +182,15 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return values that replace those of the strategy in ``parallel/registry.py``, by name of the field.
+        """Return capabilities of a strategy with such replicas that depend on its options, by name.
+
+        Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``parallel/registry.py``, whose values
+        for the strategy are replaced by these.
 
         Returns:
-            With ``shards`` > 1: ``exchange``, the class that synchronises gradients, ``ShardedSync``; and
-            ``worker_gradients`` False, because no rank has the gradient of one logical worker (a fixed share of the
-            global batch). Otherwise an empty dict.
+            With ``shards`` > 1: ``exchange``, module and name of the class that synchronises gradients,
+            ``ShardedSync``, as text; and ``worker_gradients`` False, because no rank has the gradient of one logical
+            worker (a fixed share of the global batch). Otherwise an empty dict.
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
@@ -326,15 +329,20 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return values that replace those of parameter servers in ``parallel/registry.py``, by name of the field.
+        """Return what parameter servers with these options can do, by field of ``Strategy`` (``parallel/registry.py``).
+
+        The values replace those of the registry. ``reproducible``: same bits on any number of ranks;
+        ``shared_weights``: logical workers (shares of the global batch) hold the same weights at any time;
+        ``averages``: ranks see the same parameters after an update; ``single_update``: all workers make one update
+        together.
 
         Returns:
-            For ``mode=sync`` without backup workers an empty dict. For ``mode=sync`` with backup workers, whose steps
-            leave out stragglers: ``reproducible``, ``shared_weights`` and ``averages``, all False. For ``mode=async``
-            and ``mode=bounded``: ``reproducible``, ``shared_weights``, ``averages`` and ``single_update``, all False;
-            ``fault_tolerant`` True; ``exchange``, module and name of the class for asynchronous servers, as text; and
-            ``synchronous`` and ``custom_loop``, both True, or both False where the run counts the steps of all workers
-            together (``steps=all``).
+            For ``mode=sync`` an empty dict; with backup workers, whose steps leave out stragglers, ``reproducible``,
+            ``shared_weights`` and ``averages``, all False. For ``mode=async`` and ``mode=bounded`` these three and
+            ``single_update``, all False; ``fault_tolerant`` (the run goes on when a rank is killed) True; ``exchange``,
+            module and class of the asynchronous servers, as text; and ``synchronous`` (every rank makes all steps) and
+            ``custom_loop`` (a script may have its own loop), both True for ``steps=each``, both False for
+            ``steps=all``, which counts the steps of all workers together.
         """
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}

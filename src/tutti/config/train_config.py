@@ -325,8 +325,9 @@ class TrainConfig:
     def noise(self) -> Multiplicative | None:
         """The noise that is added to the gradient, from ``--gradient-noise``; None without it.
 
-        A ``Multiplicative`` object; its ``base_batch`` is the number of samples whose gradient is as noisy. Raises
-        UsageError if the text is malformed, or conflicts with the batch size or ``--lr-scale adascale``.
+        A ``Multiplicative`` object: the noise makes the gradient as noisy as the gradient of a batch of ``base_batch``
+        samples. Raises UsageError if the text is malformed, or conflicts with the batch size or ``--lr-scale
+        adascale``.
         """
         return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
 
@@ -334,9 +335,10 @@ class TrainConfig:
     def limits(self) -> WatchdogLimits:
         """Seconds without progress after which the watchdog ends a rank, from three options of ``tutti train``.
 
-        ``start`` (``--start-timeout``, default 1800) holds until the first step is done, ``step`` (``--step-timeout``,
-        default None: the collectives' timeout) in a step, ``save`` (``--save-timeout``, default 1800) in a save; 0
-        stands for no limit. Raises UsageError for a limit that is neither 0 (none) nor at least 1.
+        ``start`` (``--start-timeout``, default 1800) holds until the first step is done, in one batch of an evaluation
+        and at the end of the run; ``step`` (``--step-timeout``, default None: the collectives' timeout) in the rank's
+        own work of a step; ``save`` (``--save-timeout``, default 1800) while a checkpoint or a record is written. 0
+        stands for no limit. Raises UsageError for a limit that is neither 0 nor at least 1.
         """
         return WatchdogLimits.make(self.start_timeout, self.step_timeout, self.save_timeout)
 

@@ -35,16 +35,18 @@ class TrainingTarget:
         ``NAME<=VALUE`` or ``NAME>=VALUE`` states the better direction of a metric whose name does not decide it.
 
         Args:
-            text: the target.
+            text: the target, such as ``accuracy=0.93`` or ``distance<=2``.
             option: name of the option, which a UsageError states.
-            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; None: the
+                task declares nothing.
 
         Returns:
             A ``TrainingTarget``: ``metric``, which has a ``name`` and ``higher``, whether a higher value is better; and
             ``value``, the float to reach.
 
         Raises:
-            UsageError: the text is malformed, the direction is unknown, or ``<=`` or ``>=`` contradicts it.
+            UsageError: the text is malformed; ``=`` is used with a metric whose better direction is neither declared
+                nor known by its name; or ``<=`` or ``>=`` contradicts the known direction.
 
         >>> print(TrainingTarget.parse("accuracy=0.93"), TrainingTarget.parse("distance<=2"))
         accuracy >= 0.93 distance <= 2
@@ -105,9 +107,9 @@ def check_metric(name: str, option: str, reported: Sequence[str], averaged: bool
     Args:
         name: the metric.
         option: the option that names it, which the UsageError states.
-        reported: names of the values that the task's loss function reports, with ``loss``.
-        averaged: whether the run keeps an average of its weights, and so reports each value of the trained weights as
-            ``raw_`` and its name as well.
+        reported: names of all held-out values of the task, ``loss`` included.
+        averaged: whether the run keeps an average of its weights. Its evaluations then also report each value of the
+            weights in training, by its name with the prefix ``raw_``.
     """
     known = [*reported, *(f"{RAW}{other}" for other in reported if averaged)]
     if name not in known:

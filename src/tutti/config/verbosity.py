@@ -75,9 +75,10 @@ class StandardErrorHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log record to standard error; below the level of a warning on rank 0 alone, or with ``-vv`` on all.
+        """Write a log record to standard error: warnings and errors on every rank, lower levels on rank 0 alone.
 
-        Nothing is written if the root logger has handlers, which get the record already.
+        If ``TUTTI_VERBOSITY`` is ``debug`` (``-vv``), all ranks write records of all levels. Nothing is written if the
+        root logger has handlers, which get the record already.
         """
         everywhere = record.levelno >= logging.WARNING or self._environ.get(VERBOSITY) == "debug"
         if logging.getLogger().handlers or not (everywhere or self._environ.get("RANK", "0") == "0"):

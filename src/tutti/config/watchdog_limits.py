@@ -33,14 +33,17 @@ class WatchdogLimits:
 
     @classmethod
     def make(cls, start: float | None, step: float | None, save: float | None) -> WatchdogLimits:
-        """Make the limits on time without progress after which the watchdog ends a rank, from given values or defaults.
+        """Make the watchdog's limits from given values, with defaults in place of None.
+
+        A limit is the time in seconds that a rank may spend in one phase of the run without progress, before the
+        watchdog ends the rank; 0 stands for no limit.
 
         Args:
-            start: seconds until the first step is done, in one batch of an evaluation, and at the end; 0 for no limit,
-                None for 1800.
-            step: seconds in one step's own work, without waiting for other ranks; 0 for no limit, None for the timeout
-                of the collectives.
-            save: seconds while a checkpoint or a record is written; 0 for no limit, None for 1800.
+            start: limit before the first step is done, in one batch of an evaluation, and at the end of the run; None:
+                1800.
+            step: limit in one step's own work, in which the wait for other ranks does not count; None: the timeout of
+                the collectives.
+            save: limit while a checkpoint or a record is written; None: 1800.
 
         Returns:
             A ``WatchdogLimits`` with ``start``, ``step`` and ``save`` in seconds; ``step`` stays None where it is not
@@ -58,12 +61,11 @@ class WatchdogLimits:
         Each is the seconds without progress after which a rank is ended, or 0 for no limit.
 
         Args:
-            environ: environment variables; a missing one gives the default: 1800 s, the timeout of the collectives for
-                a step.
+            environ: environment variables. Without its variable ``start`` or ``save`` is 1800 s, and ``step`` None,
+                which stands for the timeout of the collectives.
 
         Returns:
-            A ``WatchdogLimits`` with ``start``, ``step`` and ``save`` in seconds; ``step`` is None where its variable
-            is missing.
+            A ``WatchdogLimits`` with ``start``, ``step`` and ``save`` in seconds.
 
         Raises:
             UsageError: a value is no number, or is neither 0 nor finite and at least 1.

@@ -39,9 +39,9 @@ def adapt_training(
         and an index; a ``Stream``, which is read in the order of its own samples, for an iterable.
 
     Raises:
-        UsageError: ``data`` is none of these, can be read only once (an iterator), or makes batches itself (a
-            DataLoader).
-        DataError: ``data`` is empty.
+        UsageError: ``data`` is none of these, can be read only once (an iterator), makes batches itself (a DataLoader),
+            or is a ``Source`` and there is a ``collate``.
+        DataError: the length of ``data`` is 0, or its tensors have different numbers of samples.
     """
     if isinstance(data, Sharded):
         return _stream(data.dataset, sharded=True, collate=collate, drop_last=drop_last)
@@ -85,7 +85,7 @@ def adapt(data: Any, collate: Collate | None = None) -> Source:
 
     Raises:
         UsageError: ``data`` has no ``__len__`` or no ``__getitem__``, or is a source and there is a ``collate``.
-        DataError: ``data`` is empty.
+        DataError: ``data`` is empty, or its tensors have different numbers of samples.
     """
     several = isinstance(data, tuple | list) and bool(data) and all(isinstance(t, Tensor) for t in data)
     if isinstance(data, Source) and collate is not None:

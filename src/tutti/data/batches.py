@@ -140,13 +140,15 @@ def map_tensors(
     leaf: type = Tensor,
     other: Callable[[Any], Any] = lambda value: value,
 ) -> Batch:
-    """Apply ``function`` to every leaf of a batch, and return a batch of the same structure.
+    """Apply ``function`` to every leaf of a batch, and return a new batch of the same structure.
 
     Args:
-        batch: a leaf, or tuples, lists and dicts of leaves.
+        batch: a leaf, or tuples, lists and dicts of leaves; or a ``CollatedBatch``, which holds a batch for each
+            micro-batch.
         function: maps a leaf to its replacement.
-        leaf: type of the leaves.
-        other: maps an object that is neither a leaf nor a container to its replacement; by default to itself.
+        leaf: type of the leaves: tensors, unless another type is given.
+        other: maps an object that is neither a leaf nor a container, such as a string, to its replacement; by default
+            to itself.
     """
     if isinstance(batch, CollatedBatch):
         return CollatedBatch(tuple(map_tensors(part, function, leaf, other) for part in batch.parts), batch.sizes)

@@ -33,12 +33,13 @@ def folder() -> Path:
 def cached(key: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
     """Return an array from the cache on disk, mapped read-only, or make it and store it there.
 
-    Of several processes one makes the array and the others wait. A cache that cannot be written is no error: the
-    array then stays in this process's memory. Exceptions of ``make`` propagate, and nothing is stored.
+    Of several processes that ask for the same ``key`` one makes the array and the others wait, for three minutes at
+    most. A cache that cannot be written is no error: the array then stays in this process's memory. Exceptions of
+    ``make`` propagate, and nothing is stored.
 
     Args:
-        key: identifies the content; part of a file name.
-        make: makes the array if it is not cached.
+        key: identifies the content, such as a hash of all that the array is made from; the beginning of a file name.
+        make: function without arguments that makes the array, called if no valid array is stored under ``key``.
     """
     found = _load(key)
     if found is not None:

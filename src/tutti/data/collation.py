@@ -32,8 +32,8 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
         samples as first dimension; strings, bytes and None become a list with one entry for each sample.
 
     Raises:
-        DataError: two samples differ, or a sample holds an object other than tensors, arrays, numbers, strings, bytes
-            and None.
+        DataError: two samples differ in structure, shape, type or (non-floating) dtype; a sample holds an object other
+            than tensors, arrays, numbers, strings, bytes and None; or ``default_collate`` fails.
     """
     first = samples[0]
     for place, sample in enumerate(samples):

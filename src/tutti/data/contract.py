@@ -185,9 +185,11 @@ class BatchContract:
         return self.micro_batches(len(self.worker(samples, self.mine(rank)[0])))[places.start : places.stop]
 
     def micro_batches(self, count: int) -> list[range]:
-        """Cut a logical worker's share of a global batch into micro-batches of at most ``micro`` samples.
+        """Cut a logical worker's share of a global batch into the fewest micro-batches of at most ``micro`` samples.
 
-        ``micro`` is the largest micro-batch of this configuration; with None the whole share is one micro-batch.
+        A logical worker is one of N fixed shares of the global batch. ``micro`` is the largest micro-batch of this
+        configuration; with None the whole share is one micro-batch. Sizes differ by at most one sample, larger ones
+        first.
 
         Args:
             count: number of samples in the share; 0 gives an empty list.
@@ -278,7 +280,8 @@ class BatchContract:
     def first_micro_batch(self, samples: int) -> range:
         """Return the first micro-batch of logical worker 0, as a range of positions within the global batch.
 
-        A logical worker is one of N fixed shares of the global batch. The range starts at 0 and is never empty.
+        A data rank for which a small global batch leaves no samples reads these, as samples of a dummy micro-batch. A
+        logical worker is one of N fixed shares of the global batch. The range starts at 0 and is never empty.
 
         Args:
             samples: number of samples in the global batch, at least 1.

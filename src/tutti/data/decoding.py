@@ -39,7 +39,7 @@ class Encoded:
 
 
 def record_dtype(size: int) -> np.dtype[Any]:
-    """Return the structured dtype of one sample, as in CIFAR's own binary files, for square images.
+    """Return the NumPy structured dtype that holds one labelled square image of three colours.
 
     Fields: ``label`` (uint16) and ``image`` (uint8, of shape (3, size, size)).
 
@@ -50,10 +50,11 @@ def record_dtype(size: int) -> np.dtype[Any]:
 
 
 def decode_images(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
-    """Decode colour images in a thread pool into one array, in order.
+    """Decode colour images in a thread pool into one array of labelled images, in the order of ``rows``.
 
     Args:
-        rows: encoded images (bytes or a file) with their labels.
+        rows: the images, each ``Encoded``: ``data`` (the encoded bytes or the path of a file), ``label`` (number of the
+            class) and ``where`` (the place that a DataError names).
         size: height and width that every image must have, in pixels.
 
     Returns:

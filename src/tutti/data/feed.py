@@ -71,11 +71,13 @@ class Feed:
     def follow(self, earlier: Sequence[EarlierEpochs]) -> None:
         """Record the batch sizes of the epochs before a resume with another batch size or data set.
 
-        Steps and samples of those epochs are then counted with their own batch size. Not collective.
+        Steps and samples of those epochs are then counted with their own batch size. Called when a run is resumed,
+        before the first step. Not collective.
 
         Args:
-            earlier: for each span of epochs: its end, the samples in its global batches, and the samples in its data
-                set.
+            earlier: the epochs before the resume in spans of one batch size, in order. Each has ``end`` (number of the
+                first epoch after the span, from 0), ``batch`` (samples in its global batches) and ``samples`` (samples
+                in its data set; None if unknown).
         """
         self.epochs = replace(self.epochs, earlier=tuple(earlier))
         self.reader.follow(self.epochs)
@@ -141,10 +143,12 @@ class Feed:
 
         Returns:
             A list of pairs, one for each worker of this rank, to be run in this order: the index of the worker, and the
-            list of the worker's micro-batches. A ``MicroBatch`` has samples (``batch``), their number (``samples``),
-            the factor on each sample's loss in backward (``weight``), and a random ``key``. Where several ranks share a
-            worker in reproducible mode, ranks other than the first return a pair (worker, [micro-batch]) for each
-            micro-batch, because the gradients of these micro-batches are added in a fixed tree, one by one.
+            list of the worker's micro-batches. A ``MicroBatch`` has samples (``batch``), their number (``samples``), a
+            random ``key``, and ``weight``, the factor on each sample's loss in backward: ``scale`` / number of samples
+            that ``over`` names. If that mean is over this micro-batch alone, ``whole`` is True and ``weight`` the
+            factor ``scale`` on the micro-batch's mean loss. Where several ranks share a worker in reproducible mode,
+            ranks other than the first return a pair (worker, [micro-batch]) for each micro-batch, because the gradients
+            of these micro-batches are added in a fixed tree, one by one.
         """
         work = []
         first, single = self._first_micro(samples, length(batch)), self.is_single(samples)
@@ -315,8 +319,9 @@ def evaluation(
 def evaluation_blocks(samples: int, largest: int) -> list[range]:
     """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
-    Blocks have at most ``largest`` samples, and fewer in a small set: as many as give about 32 blocks to divide over
-    ranks, but at least 16. The division does not depend on the number of ranks.
+    The blocks are the fewest of at most min(``largest``, max(16, ⌈samples / 32⌉)) samples, with sizes as even as
+    possible: about 32 blocks, unless the set is small or ``largest`` demands more. The division does not depend on the
+    number of ranks.
 
     Args:
         samples: number of held-out samples.

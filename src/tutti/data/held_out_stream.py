@@ -74,7 +74,7 @@ class HeldOutStream:
         Args:
             ranks: number of data-parallel ranks.
             rank: index of this data-parallel rank, from 0.
-            place: moves a batch to the device.
+            place: moves a batch to the device, and returns it.
             even: give every rank equally many micro-batches, by dummy ones, so that collectives in their forwards meet.
             world: communicator of all ranks.
 
@@ -84,7 +84,7 @@ class HeldOutStream:
 
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
-            DataError: there are no samples.
+            DataError: there are no samples, the first loader process has none, or a sample cannot be read or collated.
         """
         self.sizes.clear()
 

@@ -70,8 +70,8 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
         order ``val``, ``validation``, ``test`` is returned.
 
     Raises:
-        DataError: no such folder, none of the two layouts, no images, a link that leads out of the folder, or a
-            repository that cannot be loaded.
+        DataError: no such folder, none of the two layouts, no images, a held-out class without training images, a link
+            that leads out of the folder, or a repository that cannot be loaded or has other splits or columns.
     """
     if data == hub and not Path(data).exists():
         return _hub(data)
@@ -87,10 +87,11 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
 
 
 def check_images(data: str, *, hub: str | None = None) -> None:
-    """Check, without reading images, that ``find_images`` can look for images under the same arguments.
+    """Check the layout of an image folder, or that the package ``datasets`` is installed; read no image.
 
     A folder must hold ``train`` and ``val``, ``validation`` or ``test``, as subfolders or as parquet files
     (``train-*.parquet``). For a repository of the Hugging Face hub, only the package ``datasets`` must be installed.
+    ``find_images`` may still fail under the same arguments: class folders and repositories are not looked into.
 
     Args:
         data: path of the folder, or the name ``hub``.

@@ -24,7 +24,8 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 def hash64(*keys: Key) -> NDArray[np.uint64]:
     """Hash each combination of ``keys`` to 64 well-mixed bits; order and number of the keys matter.
 
-    h₀ = 0, hᵢ₊₁ = splitmix64(hᵢ XOR keyᵢ), so that ``hash64(seed)`` is SplitMix64's first output for that seed.
+    h₀ = 0, hᵢ₊₁ = splitmix64(hᵢ XOR keyᵢ), so that ``hash64(seed)`` is SplitMix64's first output for that seed. Source:
+    Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators", figure 17. Not for cryptography.
 
     Args:
         keys: integers, or integer arrays that broadcast together; taken modulo 2⁶⁴.
@@ -51,7 +52,7 @@ def hash64(*keys: Key) -> NDArray[np.uint64]:
 
 
 def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) from the 53 highest of 64 random bits.
+    """Return numbers in [0, 1) from the 53 highest of 64 random bits: ⌊bits / 2¹¹⌋ · 2⁻⁵³.
 
     Args:
         bits: uint64 of any shape, such as a result of ``hash64``.

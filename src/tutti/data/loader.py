@@ -169,7 +169,8 @@ class Loader:
 
         Raises:
             LoaderError: a process was killed, ended, or gave no batch within the timeout.
-            Exception: the exception that ``fetch`` raised in the process, with its traceback as a note.
+            Exception: the exception that ``fetch`` raised in the process, with its traceback as a note; a RuntimeError
+                with its type and text if it cannot be pickled.
         """
         ahead: deque[int] = deque()
         rest = iter(tasks)

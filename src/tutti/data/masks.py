@@ -90,12 +90,14 @@ class MaskSource:
 
 
 def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
-    """Flip and transpose each image and its mask alike, in place, by random bits.
+    """Flip and transpose each image and its mask alike, in place, by three random bits a sample.
+
+    Bit 61 decides whether the sample is turned upside down, bit 62 whether it is mirrored left to right, and bit 63
+    whether a square image is transposed first.
 
     Args:
         pairs: uint8 (samples, 2, height, width), the images (channel 0) and masks (channel 1) of a batch; changed.
-        bits: uint64 (samples,), 64 random bits a sample, of which the highest three are used; only square images are
-            transposed.
+        bits: uint64 (samples,), 64 random bits a sample; bits 0 to 60 have no effect.
     """
     square = pairs.shape[2] == pairs.shape[3]
     draws = np.stack([bits >> np.uint64(place) & np.uint64(1) for place in (61, 62, 63)], axis=1).astype(bool)
@@ -113,8 +115,9 @@ def check_masks(data: str) -> None:
         data: path of the folder; it may hold ``test/image`` and ``test/label``, too.
 
     Raises:
-        DataError: no such folder, another layout, too few images, an image without a mask, a mask without an image, or
-            a link that leads out of the folder.
+        DataError: there is no such folder; one of these subfolders is missing or has no images; an image has no mask,
+            or a mask no image; two files of a subfolder have one name; a link leads out of the folder; or there are
+            five training images or fewer and no ``test``, for which five would be held out.
     """
     find_masks(data)
 
@@ -131,8 +134,9 @@ def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
         Training set and held-out set, each a tuple of ``Pair`` (path of an image, path of its mask) sorted by name.
 
     Raises:
-        DataError: no such folder, another layout, too few images, an image without a mask, a mask without an image, or
-            a link that leads out of the folder.
+        DataError: there is no such folder; one of these subfolders is missing or has no images; an image has no mask,
+            or a mask no image; two files of a subfolder have one name; a link leads out of the folder; or there are
+            five training images or fewer and no ``test``.
     """
     try:
         root = Path(data).expanduser().resolve(strict=True)

@@ -26,7 +26,8 @@ class SampleOrder(Protocol):
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
         """Return the global batches of an epoch, in order: for each the indices of its samples in the data set.
 
-        The order is a function of seed and epoch, the same on every rank.
+        Called on every rank whenever an epoch is read; no communication. The order is a function of seed and epoch, the
+        same on every rank.
 
         Args:
             epoch: from 0.
@@ -39,6 +40,9 @@ class SampleOrder(Protocol):
     def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
         """Return how often each sample of a global batch was drawn earlier in the epoch, by a draw with replacement.
 
+        Called for each global batch after ``batches``: the numbers are part of the keys of random augmentation, so that
+        a sample that is drawn twice can be augmented in two ways.
+
         Args:
             epoch: from 0; must be that of the last call of ``batches``.
             step: number of the global batch in the epoch, from 0.
@@ -50,10 +54,14 @@ class SampleOrder(Protocol):
     def digest(self, epoch: int) -> str:
         """Return a hexadecimal digest of the order of samples in an epoch, to compare over ranks and with a saved run.
 
-        The digest is an empty string if the order follows from settings that are compared anyway, such as the seed.
+        Called after ``batches`` when an epoch is read, and when a checkpoint is saved or loaded; no communication.
 
         Args:
             epoch: from 0.
+
+        Returns:
+            The digest; an empty string if the order follows from settings that the run compares anyway, such as the
+            seed.
         """
 
 

@@ -64,8 +64,8 @@ class BatchReader(Protocol):
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` to the end.
 
-        Collective over all ranks if the data set is an iterable: the ranks compare their samples, or exchange their
-        sample counts. Loader processes read ahead.
+        Called by ``Feed.read``, once for each epoch. Collective over all ranks if the data set is an iterable: the
+        ranks compare their samples, or exchange their sample counts. Loader processes read ahead.
 
         Args:
             epoch: from 0.
@@ -79,8 +79,8 @@ class BatchReader(Protocol):
     def follow(self, epochs: Epochs) -> None:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
 
-        Positions in the data, of ``load`` and ``read``, stay valid: the epoch, and global batches consumed in it. Not
-        to be called while a ``read`` is under way.
+        Called on every rank when a run resumes. Positions in the data, of ``load`` and ``read``, stay valid: the epoch,
+        and global batches consumed in it. Not to be called while a ``read`` is under way.
 
         Args:
             epochs: batch size of every epoch, and its division over logical workers (fixed shares of the global batch)
@@ -90,6 +90,8 @@ class BatchReader(Protocol):
     def state(self) -> Any:
         """Return what a checkpoint needs, besides epoch and batch number, to go on reading the data from here.
 
+        Called on every rank when the run saves a checkpoint; no communication.
+
         Returns:
             The reader's state after the last batch that ``read`` yielded, as a JSON value; None if epoch and batch
             number suffice.
@@ -97,6 +99,8 @@ class BatchReader(Protocol):
 
     def load(self, at: Position, state: Any) -> None:
         """Restore the reader's state from a checkpoint, so that the next ``read`` continues there.
+
+        Called on every rank when a run resumes, before the first ``read``; no communication.
 
         Args:
             at: the checkpoint's data position: epoch, and global batches consumed in it.
@@ -109,12 +113,18 @@ class BatchReader(Protocol):
     def describe(self) -> Mapping[str, str]:
         """Return lines for the run's header about order, resuming and loader processes of the training data.
 
+        Called at the start of a run, by ``Feed.describe``.
+
         Returns:
-            The text of each line by its label; may be empty.
+            The text of each line by its label, such as ``data workers``; may be empty.
         """
 
     def close(self) -> None:
-        """End the reader's loader processes and close its files; a second call does nothing."""
+        """End the reader's loader processes and close its files; a second call does nothing.
+
+        A caller may leave the call out: the processes also end when the reader is freed, or at the exit of this
+        process.
+        """
 
 
 class MapReader:

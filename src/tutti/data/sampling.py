@@ -70,6 +70,10 @@ class Sampling:
 
         Returns:
             A copy with ``batch_size`` set; in all other cases this object itself.
+
+        Raises:
+            UsageError: the batch sampler cannot be copied.
+            DataError: it yields no list, or anything but lists of indices in the data set.
         """
         if not self.whole or self.batch_size is not None:
             return self
@@ -77,16 +81,20 @@ class Sampling:
         return replace(self, batch_size=max(map(len, first)))
 
     def in_an_epoch(self, count: int) -> int | None:
-        """Return the number of samples that an epoch uses; None for a batch sampler, whose batches are not drawn here.
+        """Return the number of samples that an epoch uses: the length of the sampler, or ``count`` without a sampler.
 
-        This is the length of the sampler, or without one ``count``; with ``drop_last`` rounded down to whole batches.
+        With the option ``drop_last`` the number is rounded down to whole global batches.
 
         Args:
             count: number of samples in the data set.
 
+        Returns:
+            The number of samples; None for a batch sampler, which decides on the sizes of its batches only while it is
+            iterated.
+
         Raises:
             DataError: ``drop_last`` leaves no samples.
-            UsageError: the sampler draws more samples in an epoch than are supported.
+            UsageError: the sampler's length is above 10⁹ samples, of which each rank would hold the order in memory.
         """
         if self.whole:
             return None
@@ -121,6 +129,10 @@ class Sampling:
             A ``SampleOrder``. The method ``batches(epoch, batch)``, with ``epoch`` from 0 and ``batch`` the number of
             samples in a global batch, returns a sequence with one int64 array (samples,) for each global batch of the
             epoch: the indices of the batch's samples in the data set.
+
+        Raises:
+            UsageError: the sampler cannot be copied, or its length is above 10⁹ samples.
+            DataError: the option ``drop_last`` leaves no samples.
         """
         if self.whole:
             return SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True, largest=self.batch_size)
@@ -144,17 +156,20 @@ def given_sampling(
         dataset: the data set, or a ``DataLoader``.
         batch_size: number of samples in a global batch; None if not given.
         collate: function from a list of samples to a batch; None for the default collation.
-        shuffle: whether every epoch has another order; None for the default of the kind of data.
+        shuffle: whether every epoch has another order; None for the default: a map-style data set is shuffled, an
+            iterable has the order of its own samples.
         drop_last: whether an epoch ends before a batch that would be smaller than the others.
         data_workers: number of loader processes of each rank; None for none, or for the ``DataLoader``'s number.
 
     Returns:
         A ``Sampling``: data set, size of the global batch, collate function, sampler and number of loader processes.
-        The object has the values of a ``DataLoader`` where one is given, else those of the arguments.
+        The object has the values of a ``DataLoader`` where one is given, else those of the arguments. ``batch_size`` is
+        also taken for a loader whose batch sampler is the script's own, as the size of its largest batch.
 
     Raises:
-        UsageError: with a ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is given, or another argument
-            differs from that of the loader; or ``of_loader`` refuses the loader.
+        UsageError: with a ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is given, ``batch_size`` or
+            ``data_workers`` differs from the loader's, or the loader has a feature that cannot be reproduced on several
+            ranks, such as an ``__iter__`` of its own or a ``DistributedSampler``.
     """
     if not isinstance(dataset, DataLoader):
         return Sampling(

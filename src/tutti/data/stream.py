@@ -274,6 +274,8 @@ class Cursor:
     def restore(self, state: Any, number: int) -> bool:
         """Restore the iterable data set's own saved state, so that consumed samples need not be read again.
 
+        Afterwards this reader counts ``number`` samples as taken. To be called before the first sample is read.
+
         Args:
             state: the data set's ``state_dict()`` of the saved run; None for none.
             number: samples of the epoch that had been consumed when the state was saved.

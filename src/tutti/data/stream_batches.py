@@ -79,11 +79,13 @@ class StreamReading:
         Yields:
             For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), the result of
             the function ``keep``, an attribute of this object, for this rank's samples (``kept``), digests of the
-            samples for a comparison over ranks (``lines``, a tuple of texts, empty where nothing is compared), and
-            whether the epoch ends with the batch (``last``). If no sample is left, a single batch of 0 samples.
+            samples for a comparison over ranks (``lines``, a tuple of texts, empty where nothing is compared), the data
+            set's own state as JSON text or None (``state``), and whether the epoch ends with the batch (``last``). If
+            no sample is left, a single batch of 0 samples.
 
         Raises:
-            DataError: a sample cannot be read, or ``drop_last`` leaves none.
+            DataError: a sample cannot be read or collated, or the data set has the option ``drop_last`` and too few
+                samples for one batch.
         """
         number, last = self.start, False
         while not last:
@@ -109,13 +111,16 @@ class StreamReading:
             prefetch: number of loader processes, at least one, and how they start.
 
         Yields:
-            For each global batch a ``StreamBatch``: index in the epoch (``number``), size (``samples``), the result of
-            the function ``keep``, an attribute of this object, for this rank's samples (``kept``), digests of the
-            samples for a comparison over ranks (``lines``, a tuple of texts, empty where nothing is compared), and
-            whether the epoch ends with the batch (``last``). If the epoch has no sample, a single batch of 0 samples.
+            For each global batch a ``StreamBatch``: index in the epoch (``number``; indices of a process that has ended
+            are left out), size (``samples``), the result of the function ``keep``, an attribute of this object, for
+            this rank's samples (``kept``), digests of the samples for a comparison over ranks (``lines``, a tuple of
+            texts, empty where nothing is compared), and whether the epoch ends with the batch (``last``). If the epoch
+            has no sample, a single batch of 0 samples.
 
         Raises:
-            DataError: two processes yield the same samples, or the epoch ends before ``start``.
+            DataError: two processes yield the same samples, the epoch ends before ``start``, or a sample cannot be read
+                or collated.
+            LoaderError: a loader process was killed, ended, or gave no batch in time.
         """
         processes, ended = prefetch.workers, set[int]()
         made = read = passed = 0

@@ -324,7 +324,7 @@ def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> No
 
     Args:
         ranks: communicator of the ranks to compare, each of which has read the batch.
-        batches: number of batches before this one.
+        batches: number of batches that were read before this one, since reading of the epoch began or was resumed.
         batch: the global batch, with index and digest of each of its samples.
 
     Raises:

@@ -109,13 +109,14 @@ def read_text(data: str | None) -> Text:
     """Read a UTF-8 text with its line ends, and encode its characters as numbers.
 
     Args:
-        data: path of the file; None for the embedded text, from Python's standard library.
+        data: path of the file; None for the text that is always there, source code of Python's standard library.
 
     Returns:
-        A ``Text``: ``codes`` ((characters,) uint16), ``vocabulary`` (the distinct characters, sorted) and ``name``.
+        A ``Text``: ``codes`` ((characters,) uint16, the index of each character in ``vocabulary``), ``vocabulary`` (the
+        distinct characters, sorted) and ``name`` (the path, or ``standard library``).
 
     Raises:
-        DataError: no such file, an empty file, invalid UTF-8, or too many distinct characters.
+        DataError: no such file, an empty file, invalid UTF-8, or more than 65,536 distinct characters.
     """
     if data is None:
         return encode_characters(embedded(), "standard library")

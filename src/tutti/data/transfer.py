@@ -79,18 +79,17 @@ class Transfer:
 
 
 def make_transfer(device: torch.device, data: object) -> Transfer | None:
-    """Make the object that copies each batch to the accelerator while the step before it computes; None where none may.
-
-    None is returned on the CPU; for iterable data sets, whose data position must not run ahead of the step; and for
-    data with a ``collate_fn`` of the script, whose batches may hold objects that do not say which stream uses their
-    memory. The caller then copies each batch when the step needs the batch.
+    """Make the object that copies each batch to the accelerator while the step before it computes, or return None.
 
     Args:
         device: the device of this rank.
         data: the source (map-style) or stream (iterable) of the batches.
 
     Returns:
-        A ``Transfer``, whose ``parts`` yields the copies; or None.
+        A ``Transfer``, whose ``parts`` yields the copies. None on the CPU and on an Apple GPU (``mps``); for iterable
+        data sets, whose data position must not run ahead of the step; and for data with a ``collate_fn`` of the script,
+        whose batches may hold objects that do not say which stream uses their memory. The caller then copies each batch
+        when the step needs the batch.
     """
     return Transfer(device) if pins_memory(device) and not isinstance(data, Stream | CollatedSource) else None
 

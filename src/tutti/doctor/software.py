@@ -53,11 +53,15 @@ _SMI_FIELDS = ("name", "memory.total", "memory.free", "driver_version")
 def software() -> Iterator[Finding]:
     """Report versions of tutti, Python and torch, GPUs and their driver, and collective backends.
 
-    Imports torch in a process of its own.
+    Imports torch in a process of its own, and asks ``nvidia-smi`` for GPUs.
 
     Yields:
-        Lines of the report of ``tutti doctor`` (each a ``Finding`` with name, mark, text and measured values); a
-        problem if the import fails or if Gloo is missing.
+        Lines of the report of ``tutti doctor`` (each a ``Finding`` with name, mark, text and measured values):
+        versions, CUDA, GPUs and backends. A problem if the import fails, which ends the check; if ``nvidia-smi`` fails
+        or torch cannot use the GPUs that it lists; or if torch has no Gloo.
+
+    Raises:
+        subprocess.TimeoutExpired: the import or ``nvidia-smi`` took longer than ``TIMEOUT`` (20) seconds.
     """
     versions = {"tutti": VERSION, "python": platform.python_version()}
     ended = isolated.run_module("tutti.launcher.torch_facts", (), TIMEOUT)
@@ -158,13 +162,13 @@ def module() -> Iterator[Finding]:
 
 
 def foreign_distributions(package: Path) -> Iterator[str]:
-    """Find other installed distributions with files in a folder ``tutti``.
+    """Find distributions of other projects that have installed a module or folder ``tutti``.
 
     Args:
         package: folder of this package.
 
     Yields:
-        Name, version and place of each, as one text.
+        A text for each: name and version of the distribution, and the place of its ``tutti``.
     """
     for found in importlib.metadata.distributions():
         # A regular expression, not a parser: the RECORD of torch alone has thousands of lines.
@@ -198,8 +202,8 @@ def compiled_loops() -> Iterator[Finding]:
     """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note
-        without a compiler, as the results are then the same and only slower.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note if
+        there is no C++ compiler or ``TUTTI_KERNELS`` is off, as the results are then the same and only slower.
     """
     found = kernels()
     compiled = found.startswith("compiled")
@@ -211,8 +215,9 @@ def extras() -> Iterator[Finding]:
     """Report the installed optional packages of each extra of this package.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), with the
-        packages' versions; a note if some are missing.
+        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): the
+        versions of each extra's packages, or ``part`` if some of an extra's packages are missing. A note if an extra
+        other than ``bench`` is incomplete.
     """
     found = {extra: {package: installed(package) for package in packages} for extra, packages in EXTRAS.items()}
     shown = []

@@ -85,7 +85,9 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
         The words of the new command line; ``words`` itself where nothing is translated.
 
     Raises:
-        UsageError: a flag that would matter, such as ``--ssh-port``, is not served, or a flag lacks its value.
+        UsageError: a flag that would matter, such as ``--ssh-port``, is not served; a flag lacks its value; a host file
+            cannot be read; the value of ``--fusion-threshold-mb`` is not a whole number; or a flag that stands for a
+            variable is given with ``-H``, because ranks on other hosts would not get the variable.
 
     >>> translate_flags(["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"], {})
     ['run', '--horovod', '-np', '2', '--timeout', '9', 'train.py', '--mpi']

@@ -32,18 +32,20 @@ def run(
         args: positional arguments of ``func``.
         kwargs: keyword arguments of ``func``.
         np: number of ranks; one if neither ``np`` nor ``num_proc`` is given.
-        hosts: hosts and slots such as ``localhost:2``; this machine alone can be named.
+        hosts: hosts and slots such as ``localhost:2``. Only this machine may be named; the number of slots has no
+            effect.
         num_proc: another name of ``np``.
         start_timeout: seconds that ranks may wait for each other in a collective.
         settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect. The names of the
             parameters that are set are printed on standard error.
 
     Returns:
-        List of what ``func`` returned in each rank, in rank order.
+        List of what ``func`` returned in each rank, in rank order. The values must be possible to pickle.
 
     Raises:
-        UsageError: ``hosts`` names another machine, ``settings`` ask for an elastic job, or this process is a rank or
-            has used autograd itself.
+        UsageError: ``hosts`` is malformed or names another machine, ``settings`` ask for an elastic job, or this
+            process is a rank or has used autograd itself.
+        PeerError: a rank was killed, or ended without a result.
         Exception: the first error of a rank, with the rank and its traceback as a note.
     """
     elastic = [name for name in _ELASTIC if settings.get(name) is not None]

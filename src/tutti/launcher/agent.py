@@ -50,6 +50,8 @@ class OneHost(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return at once the rendezvous result of a job on this node alone.
 
+        PyTorch's elastic agent calls this method before each start of the ranks.
+
         Returns:
             An in-process ``HashStore``, node rank 0, number of nodes 1, and the master address and port for the ranks:
             127.0.0.1 and a TCP port that was free during this call. Each call picks a port anew.
@@ -67,7 +69,7 @@ class OneHost(RendezvousHandler):
         """Do nothing when PyTorch's elastic agent closes the rendezvous: there is no agent of another node to tell."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, the number of nodes that wait to join the job: a job on one node admits no other node."""
+        """Return 0 to PyTorch's elastic agent: no node waits to join, as a job on one node admits no other node."""
         return 0
 
     def get_run_id(self) -> str:
@@ -75,7 +77,7 @@ class OneHost(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True: the rendezvous of one node holds nothing that would have to be shut down."""
+        """Return True to PyTorch's elastic agent at its end: a rendezvous of one node has nothing to shut down."""
         return True
 
 
@@ -92,7 +94,9 @@ class Logs(LogsSpecs):
         self._directory, self._shown = directory, shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Tell PyTorch's elastic agent not to redirect the ranks' output, and which logs to follow on the terminal.
+        """Return where PyTorch's elastic agent redirects the ranks' output (nowhere), and which logs it shows.
+
+        The agent calls this method before each start of the ranks.
 
         Args:
             envs: local rank → its environment; only the keys are used.
@@ -165,7 +169,8 @@ class Agent:
         A failure of the ranks raises nothing; ``failures`` returns it afterwards.
 
         Raises:
-            SignalException: this process got a signal that asks the run to stop; the ranks were ended before.
+            SignalException: this process got a signal that asks the run to stop. PyTorch's elastic agent has ended the
+                ranks before: it has passed the signal on, and killed the ranks that ran on after ``grace`` seconds.
         """
         self._elastic.run()
 

@@ -38,15 +38,19 @@ def devices_per_node(devices: int, nodes: int) -> int:
 
 
 def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[str]) -> str:
-    """Return the manifest of a TrainJob of Kubeflow Trainer, as YAML text, which starts the command on each node.
+    """Return the manifest of a TrainJob of Kubeflow Trainer, which starts a command of tutti on each node.
 
     The job's runtime sets the variables ``PET_*``, from which the command reads its node's number.
 
     Args:
         config: options of the cluster, such as image, number of nodes and resources for each device.
-        name: name of the job; characters that Kubernetes does not allow become dashes.
+        name: name of the job, of which at most 40 characters are kept, in lower case; other characters than letters and
+            digits become dashes.
         devices: number of devices of all nodes together, one rank each.
         words: the command line, without the leading ``tutti``.
+
+    Returns:
+        The manifest as YAML text.
 
     Raises:
         UsageError: the number of nodes in ``config`` does not divide ``devices``.
@@ -76,13 +80,18 @@ def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[s
 
 
 def sky_task(config: SkyPilotConfig, name: str, devices: int, words: Sequence[str]) -> str:
-    """Return a task of SkyPilot, as YAML text, which uploads the working directory and starts the command on each node.
+    """Return a task of SkyPilot, which uploads the working directory and starts a command of tutti on each node.
 
     Args:
         config: options of the cluster, such as cloud, number of nodes and accelerator.
-        name: name of the task; characters that SkyPilot does not allow become dashes.
+        name: name of the task, of which at most 40 characters are kept, in lower case; other characters than letters
+            and digits become dashes.
         devices: number of devices of all nodes together, one rank each.
-        words: the command line, without the leading ``tutti``.
+        words: the command line, without the leading ``tutti``. With several nodes, torchrun's flags for the number of
+            this node and the address of node 0 are inserted after its first word.
+
+    Returns:
+        The task as YAML text.
 
     Raises:
         UsageError: the number of nodes in ``config`` does not divide ``devices``.

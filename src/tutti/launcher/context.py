@@ -86,9 +86,10 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         ``store`` (a ``torch.distributed.Store``, shared by all ranks) and ``timeout`` in seconds.
 
     Raises:
-        UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or an accelerator is
-            requested and not available.
-        PeerError: the other ranks did not arrive in time.
+        UsageError: the environment contradicts itself, has an unknown ``TUTTI_*`` variable or one with a value that is
+            not permitted; an accelerator is requested and not available, or a node has fewer than processes; or the
+            ranks count different numbers of nodes.
+        PeerError: the other ranks did not arrive in time, or rank 0 cannot be reached.
     """
     global _world
     if _world is not None:

@@ -93,9 +93,10 @@ class Dumps:
         return text
 
     def flight(self, path: Path) -> bool:
-        """Make the rank write its recorded collectives to a file, and return whether the file appeared.
+        """Make the rank write its recorded collectives to a file; return whether the file appeared within five seconds.
 
-        Called in the watchdog. Waits up to five seconds; returns False if the rank never releases the GIL, for example.
+        Called in the watchdog process. False, for example, if the rank never releases the GIL, without which its thread
+        cannot write.
 
         Args:
             path: the file that the rank writes, the same as ``target`` of ``answer`` returns; deleted first.
@@ -112,7 +113,7 @@ class Dumps:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal such as SIGSTOP has stopped the process ``pid``.
 
-    Read from ``/proc``; False if that has no such process, or where there is no ``/proc``.
+    The state is read from ``/proc/PID/stat``; False if there is no such process, or no ``/proc``.
     """
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]

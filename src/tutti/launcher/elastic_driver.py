@@ -97,12 +97,14 @@ class ElasticDriver:
     def run(self) -> int:
         """Run the elastic job until it ends and return the job's exit code. Blocks.
 
-        Starts ranks on free slots, forms a new group of ranks whenever ranks come or go, passes signals on, and leaves
-        no process behind. To be called in the main thread.
+        Starts ranks on free slots (a slot is room for one rank), forms a new group of ranks whenever ranks come or go,
+        and ends all ranks at the end. A signal is passed on to the ranks once; ranks that run on after the grace period
+        are killed. To be called in the main thread.
 
         Returns:
-            A code of ``tutti.errors.ExitCode``, that of the failure that caused the others if no rank is left, or
-            128 + the number of the signal that stopped the job.
+            A code of ``tutti.errors.ExitCode``: 0 if the ranks have succeeded; if no rank is left, the code of the
+            failure that caused the others; ``PEER`` if the job was reset too often, or had too few ranks for too long.
+            Or 128 + the number of the signal that stopped the job.
         """
         before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
         try:

@@ -36,8 +36,12 @@ codecs.register_error(_HANDLER, _replace)
 def replace_unencodable(*streams: TextIO) -> None:
     """Make text streams write the nearest ASCII text for characters that their encoding lacks, as in an ASCII locale.
 
-    Without this they would raise UnicodeEncodeError, or write an escape on standard error. Streams that are not files,
-    or have another error handler by choice (``PYTHONIOENCODING=ascii:replace``), stay as they are.
+    Without this they would raise UnicodeEncodeError, or write an escape on standard error. Streams that are no
+    ``io.TextIOWrapper``, such as a notebook's, or have another error handler by choice
+    (``PYTHONIOENCODING=ascii:replace``), stay as they are.
+
+    Args:
+        streams: the streams, such as ``sys.stdout``; changed.
     """
     for stream in streams:
         if not isinstance(stream, io.TextIOWrapper):
@@ -49,8 +53,11 @@ def replace_unencodable(*streams: TextIO) -> None:
 def write_utf8(*streams: TextIO) -> None:
     """Switch text streams to the encoding UTF-8, whatever the locale.
 
-    For standard streams that are redirected into log files. Characters that cannot be encoded, such as lone surrogates,
-    are replaced. Streams that are not files stay as they are.
+    For standard streams that are redirected into log files. Characters that UTF-8 cannot encode, which are lone
+    surrogates, are replaced. Streams that are no ``io.TextIOWrapper``, such as a notebook's, stay as they are.
+
+    Args:
+        streams: the streams, such as ``sys.stdout``; changed.
     """
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):

@@ -55,6 +55,8 @@ class Engine(Protocol):
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of each node; a slot is room for one rank, and the slots of running ranks are not free.
 
+        ``supervise`` calls this method before each start of the ranks, and every two seconds while the job could grow.
+
         Returns:
             Name of the node → number of free slots.
 
@@ -65,8 +67,8 @@ class Engine(Protocol):
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the processes of ranks 0 to ``size`` - 1 on free slots, without waiting for them to end.
 
-        A slot is room for one rank. Consecutive ranks fill one node before the next. Ranks that this method started
-        earlier must have ended.
+        ``supervise`` calls this method once for each attempt of the job. A slot is room for one rank. Consecutive ranks
+        fill one node before the next. Ranks that this method started earlier must have ended.
 
         Args:
             size: number of ranks.
@@ -80,7 +82,9 @@ class Engine(Protocol):
         """
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how the process of each rank has ended; returns at once.
+        """Return how the process of each rank has ended; returns at once, or after a fraction of a second.
+
+        ``supervise`` calls this method again and again until all ranks have ended.
 
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
@@ -94,6 +98,9 @@ class Engine(Protocol):
 
     def stop(self, number: int) -> None:
         """Send a signal to every rank that still runs.
+
+        ``supervise`` passes on a signal that it got, SIGTERM to the ranks that are left after a failure, and SIGKILL at
+        the end of each attempt of the job.
 
         Args:
             number: number of the signal. For SIGKILL the call blocks until the processes have ended, and their slots

@@ -26,8 +26,9 @@ def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
         (which ranks have ended) and ``stop`` (send a signal). No rank is started yet.
 
     Raises:
-        UsageError: options are given for Slurm (inside an allocation it takes none), the package ``ray`` is missing, or
-            Ray refuses the working directory or the options; or Slurm's is asked for outside of a Slurm job.
+        UsageError: a host of SSH is malformed or named twice; Slurm is asked for outside of a Slurm job, or inside one
+            with options, which only ``sbatch`` takes; the package ``ray`` is missing; or Ray refuses the working
+            directory or the options.
         PeerError: there is no Ray cluster at the given address, or Slurm does not say which nodes its job has.
     """
     if isinstance(config, LocalEngineConfig):

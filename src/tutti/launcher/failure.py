@@ -264,8 +264,8 @@ def is_final(cause: Failure) -> bool:
     """Return whether starting the job again is useless: it would fail in the same way, or was ended on purpose.
 
     True for wrong usage; for an exception about missing data, a bad checkpoint, authentication or a full disk; and for
-    orderly ends, such as after an interrupt. A script's own ``sys.exit(8)`` does not count as a disk error, although
-    ``DISK`` has exit code 8.
+    orderly ends, such as after an interrupt. False for a ``LoaderError``, a data error about a loader process that
+    died. A script's own ``sys.exit(8)`` does not count as a disk error, although ``DISK`` has exit code 8.
 
     Args:
         cause: record of why a rank's process ended, which ended the job; its ``exit_code`` and ``kind``, the name of
@@ -311,8 +311,9 @@ def describe_failure(failure: Failure, log: Path | None) -> str:
 def tail(log: Path, lines: int = _TAIL) -> list[str]:
     """Return the last lines of a rank's log file, without line ends; empty if the file cannot be read.
 
-    Reads at most the last 64 KiB of the file. If the log has the stack of a crash, the lines are those before the first
-    frame of the module of tutti that started the rank: the stack ends at the user's entry point.
+    Reads at most the last 64 KiB of the file. If these have a stack that ``faulthandler`` wrote in a crash, innermost
+    frame first, the lines end with the outermost frame of the user's code: the frames of tutti that called this code,
+    and whatever follows them, are left out.
 
     Args:
         log: path of the log file.

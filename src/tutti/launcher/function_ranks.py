@@ -47,9 +47,11 @@ def launch_function(
         to pickle.
 
     Raises:
-        UsageError: this process is a rank itself, already trains, or has used the accelerator or autograd, whose driver
-            and threads do not survive a fork.
-        Exception: the first error of a rank, with the rank and its traceback as a note.
+        UsageError: ``devices`` is less than 1; this process is a rank itself, already trains, or has used the
+            accelerator or autograd, whose driver and threads do not survive a fork; or the call is made outside the
+            main thread.
+        Exception: the first error of a rank, with the rank and its traceback as a note; a RuntimeError with its type
+            and text if it cannot be pickled.
         PeerError: a rank was killed, or ended without a result.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
 

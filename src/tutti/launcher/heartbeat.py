@@ -166,7 +166,10 @@ class ProcessHeartbeat(_Block):
         self._words[_TIMEOUT] = int(seconds * 1000)
 
     def timeout(self) -> float | None:
-        """Return the job's timeout: the seconds after which ranks stop waiting for each other; None if not set yet."""
+        """Return the seconds after which ranks stop waiting for each other in a collective; None if not recorded yet.
+
+        Called in the watchdog process, which uses this time where no limit of its own is set.
+        """
         return self._words[_TIMEOUT] / 1000 or None
 
     def set_recorder(self) -> None:
@@ -206,10 +209,10 @@ saving = Lane()
 def beat_into(memory: memoryview) -> None:
     """Move this process's heartbeats (its threads' phases and progress) into memory that its watchdog reads.
 
-    Later heartbeats are written to this memory.
+    Called before the watchdog process is forked. Later heartbeats are written to this memory.
 
     Args:
-        memory: writable shared memory of ``SIZE`` bytes.
+        memory: writable memory of ``SIZE`` (12,288) bytes that a forked process shares.
     """
     for number, block in enumerate((process, training, saving)):
         block.place(memory[number * _BLOCK : (number + 1) * _BLOCK])

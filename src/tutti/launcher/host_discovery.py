@@ -16,7 +16,7 @@ _EVERY, _LIMIT = 0.5, 60.0
 def parse_slots(text: str, default: int | None) -> dict[str, int]:
     """Parse the output of a host discovery script: lines ``HOST:SLOTS`` or ``HOST``; a slot is room for one rank.
 
-    Blank lines are skipped; the slots of lines with the same host are added.
+    Blank lines are skipped; the slots of lines with the same host are added. Only names of this machine are permitted.
 
     Args:
         text: output of a discovery script.
@@ -26,7 +26,7 @@ def parse_slots(text: str, default: int | None) -> dict[str, int]:
         Host → number of slots.
 
     Raises:
-        UsageError: a line is malformed, or names another machine than this one.
+        UsageError: a line is malformed, has no number of slots while ``default`` is None, or names another machine.
 
     >>> parse_slots("localhost:2\\n127.0.0.1\\n", 4)
     {'localhost': 2, '127.0.0.1': 4}
@@ -88,11 +88,15 @@ class SlotTable:
     def poll(self, now: float) -> None:
         """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
 
-        To be called often. The script is due half a second after its last call ended. A failed call of the script
-        leaves the hosts and their slots as they were; a call that lasts longer than a minute is killed.
+        To be called often. The script is due half a second after its last call ended. A call that ends with an error or
+        prints a malformed line leaves the hosts and their slots as they were; a call that lasts longer than a minute is
+        killed, and counts as such.
 
         Args:
             now: seconds of a monotonic clock.
+
+        Raises:
+            OSError: the script cannot be started any more, for example because it was deleted.
         """
         if self._script is None:
             return

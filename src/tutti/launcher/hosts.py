@@ -161,9 +161,9 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
 def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
     """Choose the address and the TCP port at which rank 0 will host the job's key-value store.
 
-    They are ``MASTER_ADDR`` and ``MASTER_PORT`` of this process's environment, as far as these are set; else the
-    address of the first host (this machine's host name if that is this machine and there are others), and a random port
-    from 10000 to 29999, which may be in use.
+    The address is ``MASTER_ADDR`` of this process's environment; if that is not set, the address of the first host, for
+    which a job of several hosts takes this machine's host name if the first host is this machine. The port is
+    ``MASTER_PORT``; if that is not set, a random one from 10000 to 29999, which may be in use.
 
     Args:
         hosts: hosts of the job, rank 0's first.
@@ -182,8 +182,9 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
 def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the environment variables that a launcher passes on to ranks on other nodes.
 
-    These are the variables of tutti (``TUTTI_``), of Gloo, of the accelerator's collectives and visible devices,
-    ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
+    These are the variables of tutti (``TUTTI_…``), of Gloo (``GLOO_…``) and of vendors' collectives (``NCCL_…``,
+    ``RCCL_…``, ``CCL_…``), variables that limit the visible devices, such as ``CUDA_VISIBLE_DEVICES``, ``PYTHONPATH``
+    and ``OMP_NUM_THREADS``.
 
     Args:
         environ: environment variables of the launcher.
@@ -197,7 +198,8 @@ def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> list[str]:
     """Make the command line that starts a rank: by ``env`` on this node, by ``ssh`` on another one.
 
-    The environment makes the rank's process take signals from its standard input, and end when the input is closed.
+    The command sets the variables of the rank and those that a launcher passes on (``passed_variables``), and one that
+    makes the rank's process take signals from its standard input and end when the input is closed.
 
     Args:
         process: node and environment of the rank.
@@ -312,8 +314,8 @@ class HostsEngine:
     def slots(self) -> Mapping[str, int]:
         """Return the free slots (places for a rank) on this node and on nodes that are reached over SSH; does not wait.
 
-        Hosts count before any connection was tried. Hosts whose SSH connection was lost are probed in the background,
-        and left out until they answer.
+        A host counts even if no connection to it was tried yet. A host whose SSH connection was lost is left out until
+        it answers again, for which this method starts an attempt in the background.
 
         Returns:
             Name of the host → number of free slots.

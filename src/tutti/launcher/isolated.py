@@ -115,11 +115,13 @@ def call_forked(function: Callable[..., T], *arguments: Any) -> T:
     started a thread for each device. A launcher that needs a backward therefore runs the backward by this function.
 
     Args:
-        function: the function; its result or exception is pickled, the exception with the child's traceback as a note.
+        function: the function; its result or exception is pickled.
         arguments: arguments of the function, which need no pickling, because the child is a copy of this process.
 
     Raises:
-        TuttiError: the child process ended without an answer, for example because it was killed.
+        TuttiError: the child process ended without an answer, for example because it was killed, or because the result
+            cannot be pickled.
+        Exception: the exception that ``function`` raised, with the child's traceback as a note.
     """
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(

@@ -56,13 +56,13 @@ def launch(
     Their environment has torchrun's variables, ``TUTTI_STORE`` (path of a file store that only this user can open) and
     ``TUTTI_TIMEOUT``. Rank 0 keeps the terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all
     are ended, and the first cause is printed on standard error. A signal is passed on once; ranks that run on after
-    ``grace`` seconds are killed, and a second signal kills at once.
+    ``grace`` seconds are killed, and, except in an elastic job, a second signal kills at once.
 
     Args:
         entry: called in every rank.
         args: arguments of ``entry``.
         processes: number of ranks.
-        logs: directory for logs and failure records; made if missing.
+        logs: directory for logs and failure records; made if missing. Such files of an earlier run are deleted.
         timeout: seconds that ranks may wait for each other in a collective.
         show_all: show the output of ranks above 0 too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
         restarts: how often in a row to restart all ranks after a failure without progress.
@@ -77,11 +77,13 @@ def launch(
 
     Returns:
         0 if all ranks have succeeded; else the exit code of the failure that caused the others, a member of
-        ``tutti.errors.ExitCode``, or 128 + the number of the signal that stopped the run.
+        ``tutti.errors.ExitCode``; ``PREEMPTED`` (75) if the ranks saved and ended on a signal; or 128 + the number of
+        the signal that stopped the run.
 
     Raises:
         UsageError: fewer than one process, or called outside the main thread.
         DiskError: the log or store directory cannot be made, or there is no space to start processes.
+        SystemExit: a signal came before the ranks were started; the code is 128 + its number.
     """
     if processes < 1:
         raise UsageError(f"cannot start {processes} processes", remedy="give a whole number of at least 1")

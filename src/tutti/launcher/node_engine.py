@@ -123,7 +123,9 @@ def read_node_part(flags: Mapping[str, str], environ: Mapping[str, str], process
         and ``port`` of node 0; None if no flag is given and the variables do not announce several nodes.
 
     Raises:
-        UsageError: a value is missing or malformed.
+        UsageError: the number of nodes, the number of this node or the address of node 0 is missing, a value is
+            malformed, there are fewer than one node or process, or the number of this node is not below the number of
+            nodes.
 
     >>> flags = {"--nnodes": "2", "--node-rank": "1", "--rdzv-endpoint": "host0:29500"}
     >>> read_node_part(flags, {}, 4)

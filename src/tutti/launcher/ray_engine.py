@@ -130,7 +130,9 @@ class RayEngine:
         Raises:
             SlotsGone: the resources are not free in time, or an actor has ended.
             EngineGone: the head of the cluster does not answer, or the cluster fails.
-            UsageError: a node cannot run tutti, or Ray refuses the resources of a rank.
+            UsageError: a node cannot run tutti or has no memory for the process of a rank, or Ray refuses the resources
+                of a rank.
+            TuttiError: the actor's own code has failed.
         """
         self._group = self._ask(lambda: placement_group([self._needs] * size, strategy="PACK"))
         if not self._ask(lambda: self._group.wait(_PLACE), _PLACE + 10):
@@ -174,6 +176,7 @@ class RayEngine:
 
         Raises:
             EngineGone: the head of the cluster does not answer, or the cluster fails.
+            DiskError: a log cannot be written.
             TuttiError: the actor's own code has failed.
         """
         time.sleep(max(0.0, self._polled + _PACE - time.monotonic()))

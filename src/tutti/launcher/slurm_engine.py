@@ -74,8 +74,8 @@ class SlurmEngine:
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start all ranks, each as its own job step (``srun``) in this Slurm allocation, filling the nodes in order.
 
-        Returns at once. Ranks that this method started earlier must have ended. The engine sets torchrun's variables in
-        each rank, such as ``RANK`` and ``MASTER_ADDR``.
+        Does not wait for the ranks, but asks Slurm which nodes the job has. Ranks that this method started earlier must
+        have ended. The engine sets torchrun's variables in each rank, such as ``RANK`` and ``MASTER_ADDR``.
 
         Args:
             size: number of ranks.
@@ -85,6 +85,7 @@ class SlurmEngine:
         Raises:
             SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
+            PeerError: ``scontrol`` does not say the names of the job's nodes.
         """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):
@@ -111,6 +112,9 @@ class SlurmEngine:
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
             signal N killed the process), ``node`` and ``lost`` (that the node was lost, in words; else empty).
+
+        Raises:
+            PeerError: ``scontrol`` does not say the names of the job's nodes.
         """
         if time.monotonic() - self._looked > _LOOK:
             self._look()
@@ -169,7 +173,7 @@ def node_address(name: str) -> str | None:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how many times Slurm has started this job again.
+    """Return how many times Slurm has started this job again, such as after a requeue.
 
     Args:
         environ: environment variables, of which ``SLURM_RESTART_COUNT`` is read; 0 without it.
@@ -180,9 +184,10 @@ def restarts(environ: Mapping[str, str]) -> int:
 def requeue(code: int) -> None:
     """Put this Slurm job back into the queue (``scontrol requeue``) if its run was preempted or ended by a signal.
 
-    The signals are SIGTERM, SIGUSR1 and SIGUSR2. Does nothing after other ends of the run, nor if Slurm itself is
-    ending the job: a cancelled job would come back. Prints a line on standard error if the job is requeued; if Slurm
-    refuses or does not answer, nothing is printed or raised, and the job is not requeued.
+    The job is that of ``SLURM_JOB_ID``, without which KeyError is raised. The signals are SIGTERM, SIGUSR1 and SIGUSR2.
+    Does nothing after other ends of the run, nor if Slurm itself is ending the job: a cancelled job would come back.
+    Prints a line on standard error if the job is requeued; if Slurm refuses or does not answer, nothing is printed or
+    raised, and the job is not requeued.
 
     Args:
         code: exit code of the run, a member of ``tutti.errors.ExitCode`` or 128 + the number of a signal.

@@ -13,13 +13,14 @@ _OF_PATTERNS = re.compile(r"([*?\[\]\\!# ])")
 def special_files(folder: str, skipped: Collection[str]) -> Iterator[str]:
     """Yield patterns, as ``.gitignore`` has them, for all named pipes, sockets and devices below a folder.
 
-    Symbolic links count as their targets; links to folders are not followed.
+    They let a program that copies the folder leave these files out, because reading one blocks or fails. Symbolic links
+    count as their targets; links to folders are not followed.
 
     Args:
         folder: the folder to search; what cannot be read is left out.
         skipped: names of folders that are not searched.
 
-    Returns:
+    Yields:
         For each such file its path below ``folder`` with a leading slash, and backslashes before special characters.
     """
     waiting = [folder]

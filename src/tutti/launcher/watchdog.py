@@ -60,13 +60,14 @@ _WHEN = {
 def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     """Return the seconds for which a rank may stay in a phase without progress before its watchdog kills it.
 
-    The limit is infinite in the phase ``IDLE``, and in phases whose set limit is 0. Of the set limits, ``start`` also
-    holds for the evaluation and the end of the run, ``save`` for writes of checkpoints and records, and ``step`` for
-    data, compute and polled collectives (``WAITING``, with 4 seconds more). In ``MEETING``, where native code waits for
-    other ranks, the limit is twice the job's timeout and a minute.
+    The limit ``start`` is that of the phases ``START``, ``EVALUATE`` and ``END``, ``step`` that of ``DATA``,
+    ``COMPUTE`` and ``WAITING`` (collectives that poll, with 4 seconds more), and ``save`` that of ``SAVE`` and
+    ``REPORT``. In ``MEETING``, where native code waits for other ranks, it is twice the job's timeout and a minute; in
+    ``IDLE`` it is infinite.
 
     Args:
-        limits: seconds for start, step and save; None stands for the job's timeout for collectives, 0 for no limit.
+        limits: seconds for start, step and save; None stands for the job's timeout for collectives, 0 for no limit
+            (infinite).
         phase: what the rank does, as an integer constant of ``heartbeat.Phase``, such as ``Phase.COMPUTE``.
     """
     wait = heartbeat.process.timeout() or TIMEOUT
@@ -190,6 +191,9 @@ def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False)
         rank: this process's rank, for messages.
         limits: how long each phase may last without progress.
         launched: whether tutti's launcher reports to the user; else the watchdog does, on standard error.
+
+    Raises:
+        OSError: the process cannot be forked.
     """
     global _guard, _tools
     if _guard is not None or limits.never or not hasattr(os, "fork"):

@@ -155,10 +155,12 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
         ended: Unix time at which the run ended; None for that of its last record.
 
     Returns:
-        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause: ``start``, ``data``,
-        ``evaluation``, ``save``, ``failure``, ``stopped``, ``restart`` and ``slow steps``, as far as measured),
+        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
-        what the records do not tell).
+        what the records do not tell). Causes are ``start`` (until the first step), ``data`` (waits for batches),
+        ``evaluation``, ``save``, ``failure`` (lost steps, and the time until the next start), ``stopped`` (between a
+        stop without lost steps and the next start), ``restart`` (from the next start to its first step) and ``slow
+        steps`` (their excess over the median, of steps over 1.5 times the median).
 
     Raises:
         UsageError: no step is recorded, or the records have no times.

@@ -115,35 +115,39 @@ class Listener(Protocol):
     """
 
     def started(self, header: RunHeader) -> None:
-        """Receive title, derived settings and number of steps of a run, before its first step; called on rank 0.
+        """Receive title, settings and number of steps of a run; called once on rank 0, before the first step.
 
         Args:
-            header: title, settings and length of the run.
+            header: title in one line, settings that follow from the options, and steps of the run, None if unknown.
         """
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Receive the record of one optimizer step (loss, learning rate, …) and the run's speed and remaining time.
+        """Receive the record of one optimizer step and the run's speed; called on rank 0 after every step.
 
         Args:
-            record: numbers of the step.
-            pace: speed, elapsed and remaining time of the run.
+            record: numbers of the step: its number, loss, metrics, learning rate and so on.
+            pace: samples a second, and elapsed and remaining seconds of the run.
         """
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Receive the held-out loss and metrics of one evaluation; does nothing unless overridden.
+        """Receive the results of one evaluation on held-out samples; called on rank 0 after every evaluation.
 
         Args:
             record: loss and metrics as means over all held-out samples, and the step after which they were computed.
         """
 
     def warned(self, text: str) -> None:
-        """Receive the text of a warning of the run; may be called at any time before ``close``, also before a step."""
+        """Receive the text of a warning of the run; called on rank 0 at any time before ``close``."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Receive the results of a run, the content of ``summary.json``, after the last step; called on rank 0."""
+        """Receive the results of a run; called once on rank 0, after the last step, and not if an error ends the run.
+
+        Args:
+            summary: results by name, the content of ``summary.json``.
+        """
 
     def close(self) -> None:
-        """Release files and the terminal that this listener uses; the last call of a run, made after errors, too."""
+        """Release files and the terminal that this listener uses; called once on rank 0, last, after errors too."""
 
 
 class EarlyWarnings:
@@ -217,6 +221,6 @@ class Listeners:
             member.finished(summary)
 
     def close(self) -> None:
-        """Close every listener of the run's events, in order."""
+        """Close every listener of the run's events, in order; an error of one leaves the later ones open."""
         for member in self.members:
             member.close()

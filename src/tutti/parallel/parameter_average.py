@@ -118,11 +118,13 @@ class ParameterAverage:
         return {"ema": {**written(named, self._replica, self._run_context.comms.replica), **found}}
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Restore the moving average of this rank's weights from a checkpoint. Not collective.
+        """Restore the moving average (EMA) of this rank's weights from a checkpoint. Not collective.
 
         Args:
-            saved: the checkpoint; a parameter missing from its group ``ema`` starts at its weights in ``model``.
-            updates: number of updates averaged so far, which the warm-up of the decay depends on.
+            saved: the checkpoint. The averages are read from its group ``ema``; a parameter without an average there
+                starts from its own value in the group ``model``.
+            updates: number of updates averaged before the checkpoint was saved, which the warm-up of the decay depends
+                on.
         """
         names = saved.names("ema")
         for name, value in zip(self._names, self._values, strict=True):

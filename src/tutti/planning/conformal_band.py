@@ -78,9 +78,10 @@ class CheckedPrediction:
     def cell(self) -> str:
         """Name of the class of similar predictions with which this prediction is scored.
 
-        For example ``one measured row, at most 2 ×``. The name joins the basis of the prediction (what it rests on)
-        and the class of its extrapolation distance (``distance_class``) with a comma. The errors of some predictions of
-        a class tell how far other predictions of the class may be off.
+        For example ``one measured row, at most 2 ×``. The name joins the basis of the prediction (what it rests on) and
+        the class of its extrapolation distance (``distance_class``) with a comma; for data to a target, of which few
+        points are published, the two near classes are one, ``at most 4 ×``. The errors of some predictions of a class
+        tell how far other predictions of the class may be off.
         """
         near = self.basis in FEW_POINTS and self.distance < 4
         return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"

@@ -316,10 +316,10 @@ class DevicePlan:
 def draw_ends(draws: Array) -> tuple[float, float]:
     """Return the 5 % and the 95 % quantile of Monte Carlo draws, in this order, as ``numpy.quantile`` does.
 
-    Takes an eighth of its time, because a plan in JSON has three such pairs.
+    Takes an eighth of the time of ``numpy.quantile``.
 
     Args:
-        draws: random draws of a quantity, one-dimensional; the quantiles are in the unit of this quantity.
+        draws: (n,) random draws of a quantity, n at least 1; the quantiles are in the unit of this quantity.
 
     >>> draw_ends(np.arange(21.0))
     (1.0, 19.0)
@@ -508,8 +508,8 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
 
     The loser's terms (samples to the target; compute, communication and so on for each sample) are replaced by the
     winner's, one at a time; the cause is the term that closes most of the gap. Two plans are a tie if they differ by at
-    most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. A loser whose seconds are only
-    a lower bound is never a tie.
+    most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. A loser whose step was not
+    simulated, so that its seconds are only a lower bound (``step.least``), is never a tie.
 
     Args:
         loser: the plan (a choice of devices, batch size and strategy, with its training time) that takes longer.
@@ -517,7 +517,7 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
 
     Returns:
         A ``LostReason``: ``gap`` in seconds; ``term``, the cause, such as ``communication`` (empty for a tie);
-        ``closes``, the seconds of the gap that the cause explains; and ``text``, all of it in words.
+        ``closes``, the seconds of the gap that the cause explains (0 for a tie); and ``text``, all of it in words.
     """
     gap = loser.seconds - winner.seconds
     if may_tie(loser, winner) and not loser.step.least:

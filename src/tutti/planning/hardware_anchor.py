@@ -200,10 +200,10 @@ def anchored_rate(
     """Estimate the hardware FLOP/s that training reaches on a chip, from published training jobs on it.
 
     The estimate is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of
-    precision; if some of these anchors have the same memory as ``hardware``, over them alone. A transformer of hidden
-    size h has products of h² and elementwise operators of h FLOP a token, which wait for memory: its rate is that of a
-    wide one over 1 + 400/h, where 400 is a guess of the order of the words an elementwise operator moves times FLOP a
-    word of memory bandwidth.
+    precision; if some of these anchors have the same memory as ``hardware``, over them alone. A narrow transformer is
+    slower: a token costs h² FLOP in matrix products at hidden size h, and h FLOP in elementwise operators, which wait
+    for memory. Its rate is that of a wide one divided by 1 + 400/h. The number 400, a guess, is the width at which both
+    take the same time. Each utilisation is converted in this way from the width of its published models to ``width``.
 
     Args:
         hardware: name of the hardware as people write it, such as ``A100-80GB``.

@@ -110,6 +110,8 @@ class StepCosts(Protocol):
     def note(self, text: str) -> None:
         """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
 
+        Called wherever a prediction rests on a number that was not measured; reports show the list.
+
         Args:
             text: the line, which names a guessed number.
         """
@@ -117,7 +119,8 @@ class StepCosts(Protocol):
     def share_node(self, devices: int) -> None:
         """Set the number of devices of the run, on which all durations that are asked for later depend.
 
-        On CPUs the devices of a node share its threads and memory, so that each computes slower.
+        Called before the steps of each number of devices are predicted. On CPUs the devices of a node share its threads
+        and memory, so that each computes slower.
 
         Args:
             devices: number of devices of the run, on all nodes.

@@ -249,7 +249,8 @@ def _plausible(role: str, value: float) -> bool:
 def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -> TableRow:
     """Convert the cells of a table's row to texts and to numbers in SI units, both by the role of the column.
 
-    A number is kept where it is positive and plausible, a metric with any sign; a missing cell is left out.
+    A number is kept if it is positive and plausible: between 1e-15 and 1e15, for training FLOP and squared gradients up
+    to 1e30. Numbers of a metric may have any sign. A missing cell, such as ``n/a``, is left out.
 
     Args:
         cells: text of each cell by header of its column.

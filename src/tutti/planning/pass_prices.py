@@ -43,7 +43,7 @@ class PassPrices:
             group: work and sizes of the module group.
             passed: ``forward`` or ``backward``; backward includes recomputation.
             samples: number of samples in the micro-batch.
-            checkpointing: choice of activation checkpointing, such as ``none``.
+            checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
         Returns:
             Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -62,7 +62,7 @@ class PassPrices:
         Args:
             passed: ``forward`` or ``backward``; backward includes recomputation.
             samples: number of samples in the micro-batch.
-            checkpointing: choice of activation checkpointing, such as ``none``.
+            checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
         Returns:
             Seconds on a device of typical speed, array of shape (draws,): one value for each of the Monte Carlo draws
@@ -101,7 +101,7 @@ def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
 
     Args:
         group: work and sizes of the module group.
-        checkpointing: choice of activation checkpointing, such as ``none``.
+        checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
     Returns:
         A list of two, backward and recomputation (with ``none``: what fused kernels repeat), each with FLOP, bytes and

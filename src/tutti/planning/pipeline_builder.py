@@ -51,7 +51,7 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
         facts: names of the module groups of each virtual stage.
         passed: ``forward`` or ``backward``.
         samples: number of samples in the micro-batch.
-        checkpointing: choice of activation checkpointing, such as ``none``.
+        checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
     Returns:
         Seconds on a typical device, array of shape (virtual stages, draws): a row for each virtual stage, a column for

@@ -55,7 +55,7 @@ def plan_choices(
         counts: numbers of devices.
         batches: global batch sizes, in samples.
         strategies: texts of ``--strategy``; options that they leave open are searched (``open_options``).
-        checkpointing: choices of activation checkpointing, such as ``none``.
+        checkpointing: values of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
     Yields:
         Planned steps with devices, batch, text of the strategy and options. Their seconds are 0 and their draws empty:

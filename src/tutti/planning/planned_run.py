@@ -70,7 +70,7 @@ class PlannedRun(TrainConfig):
         Args:
             batch_size: global batch, in samples.
             micro_batch: largest number of samples in a micro-batch; None for a worker's whole share.
-            activation_checkpointing: choice of activation checkpointing, such as ``none``.
+            activation_checkpointing: value of ``--activation-checkpointing``, such as ``none`` or ``selective``.
         """
         changed: dict[str, Any] = {
             "batch_size": batch_size,

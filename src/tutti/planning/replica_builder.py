@@ -117,7 +117,7 @@ def pass_messages(
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
-        checkpointing: choice of activation checkpointing, such as ``none``.
+        checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
         passed: ``forward`` or ``backward``; backward includes recomputation.
         samples: number of samples in the micro-batch.
         groups: names of the module groups whose collectives are wanted; None for all.

@@ -58,7 +58,7 @@ def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int,
 
 
 def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) -> ServerPlan:
-    """Partition the trainable parameters over parameter servers, as a run with parameter servers does.
+    """Partition the trainable parameters over parameter servers, as a run without ``--reproducible`` does.
 
     The parameters of each dtype are cut, across tensors, into parts that are equal up to 64 bytes. For an optimizer
     that mixes elements each tensor stays whole: the largest first, each goes to the server with the fewest bytes.

@@ -83,7 +83,7 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Record that hosts were added or removed, for the next ``check_host_updates``; safe from any thread.
 
-        Only the records of rank 0 count.
+        Called in a thread that listens to the launcher. Only the records of rank 0 count.
 
         Args:
             timestamp: time of the change in seconds; a change that is not newer than the last one is ignored.
@@ -92,10 +92,11 @@ class State:
         self._host_messages.put((timestamp, HostUpdateResult(update_res)))
 
     def commit(self) -> None:
-        """Save an elastic job's training state in memory on all ranks, then check for changed hosts. Collective.
+        """Save an elastic job's training state in memory on all ranks, then check for changed hosts.
 
-        Blocks. After a later failed collective the ranks restore this state. Every rank saves only after all ranks have
-        called ``commit``, so that all ranks hold the same saved state.
+        After a later failed collective the ranks restore this state. Collective over all ranks: a broadcast from rank
+        0, for which each rank waits before it saves, so that all ranks hold the same saved state, then that of
+        ``check_host_updates``; blocks.
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
@@ -108,8 +109,8 @@ class State:
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if rank 0 has recorded a change of hosts since the last check.
 
-        Collective over all ranks: broadcasts rank 0's records; blocks. An elastic job thereby changes its ranks without
-        going back to the last commit.
+        Collective over all ranks: broadcasts rank 0's records; blocks. A script calls this method between commits, so
+        that the job takes up new hosts, or leaves removed ones, without going back to the last commit.
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; ``skip_sync`` is True if hosts were merely removed.
@@ -127,35 +128,39 @@ class State:
     def save(self) -> None:
         """Keep a copy of the training state of an elastic job in this rank's memory, for ``restore``.
 
-        To be implemented by subclasses; no communication. Raises NotImplementedError here.
+        Called by ``commit``. To be implemented by subclasses; no communication. Raises NotImplementedError here.
         """
         raise NotImplementedError
 
     def restore(self) -> None:
         """Set the training state of an elastic job back to the copy that ``save`` made last, on this rank.
 
-        To be implemented by subclasses; no communication. Raises NotImplementedError here.
+        Called after a failed collective, by the function that ``run_fn`` returns. To be implemented by subclasses; no
+        communication. Raises NotImplementedError here.
         """
         raise NotImplementedError
 
     def sync(self) -> None:
         """Replace the training state of all ranks of an elastic job by rank 0's.
 
-        To be implemented by subclasses; collective over all ranks. Raises NotImplementedError here.
+        Called before each call of the training function, by the function that ``run_fn`` returns. To be implemented by
+        subclasses; collective over all ranks. Raises NotImplementedError here.
         """
         raise NotImplementedError
 
     def reset(self) -> None:
         """Adapt this state to a new number of ranks, after the ranks of the elastic job have joined again.
 
-        Does nothing by default; a subclass may override the method.
+        Called by ``on_reset``, before the reset callbacks and before the state is synchronised. Does nothing by
+        default; a subclass may override the method.
         """
 
     def skip_sync(self) -> None:
         """Exchange only the parts of an elastic job's training state that differ between ranks.
 
-        Called instead of ``sync`` after hosts were merely removed: the other parts are then equal on all ranks. Does
-        nothing by default; collective over all ranks where a subclass implements it.
+        The function that ``run_fn`` returns calls this method instead of ``sync`` if hosts were merely removed since
+        the last call of the training function: the other parts are then equal on all ranks. Does nothing by default;
+        collective over all ranks where a subclass implements it.
         """
 
 
@@ -206,7 +211,9 @@ class ObjectState(State):
 
 
 def reset_limit() -> int | None:
-    """Return the largest number of resets of an elastic job, from ``HOROVOD_RESET_LIMIT``; None: no limit.
+    """Return how often an elastic job may be reset, from ``HOROVOD_RESET_LIMIT``; None without a limit.
+
+    A reset follows a failed collective or a change of hosts: the ranks leave the job and join it again.
 
     Raises:
         ValueError: the variable is not a whole number.
@@ -220,13 +227,15 @@ def reset_limit() -> int | None:
 def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable[[State], None]) -> Callable[..., T]:
     """Wrap a training function so that it is called again after each failed collective and each change of hosts.
 
-    After a failed collective the state is set back to the last commit. Before each call rank 0's state is given to all
-    ranks, unless hosts were merely removed.
+    After a failed collective the state is set back to the last commit. Before each call of ``func`` rank 0's state is
+    given to all ranks, unless hosts were merely removed; the call of the returned function is therefore collective over
+    all ranks.
 
     Args:
         func: the training function; its first argument is a ``State``.
         reset: called as ``reset(failed)``, with whether a collective failed; leaves the job and joins it again. Returns
-            whether ranks may have been added, and raises HorovodInternalError where a rank is gone.
+            whether ranks may have been added. Its exceptions propagate, such as HorovodInternalError where a rank is
+            gone.
         hear: called with the state at each call of the returned function, before training; it arranges that
             ``state.on_hosts_updated`` is called when hosts change.
 
@@ -234,8 +243,9 @@ def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable
         A function with the arguments and result of ``func``.
 
     Raises:
-        HorovodInternalError: from the returned function, with the state of the last commit: the ranks could not join
-            again, the resets are more than ``HOROVOD_RESET_LIMIT``, or ranks' calls differ twice at the same commit.
+        HorovodInternalError: from the returned function: the resets are more than ``HOROVOD_RESET_LIMIT``; or ranks'
+            calls of a collective differ (MismatchError is the cause), and have differed since the same commit before.
+        ValueError: from the returned function: ``HOROVOD_RESET_LIMIT`` is not a whole number.
     """
 
     @functools.wraps(func)

@@ -86,17 +86,20 @@ class BucketAutotune:
 
 
 def make_autotune(name: str, process_set: ProcessSet) -> BucketAutotune | None:
-    """Return the tuner of gradient bucket sizes that ``HOROVOD_AUTOTUNE`` and its related variables ask for.
+    """Return the tuner of gradient bucket sizes that ``HOROVOD_AUTOTUNE`` and its related variables ask for, or None.
 
-    None if ``HOROVOD_AUTOTUNE`` is not set or 0, and in elastic jobs, in which ranks that join later would try other
-    sizes than the ranks that are there.
-
-    The related variables are ``HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE`` (default 10), ``HOROVOD_AUTOTUNE_WARMUP_SAMPLES``
-    (default 3) and ``HOROVOD_AUTOTUNE_LOG`` (a file).
+    The related variables are ``HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE`` (optimizer steps with each size; default 10),
+    ``HOROVOD_AUTOTUNE_WARMUP_SAMPLES`` (rounds of so many steps before the first size is timed; default 3) and
+    ``HOROVOD_AUTOTUNE_LOG`` (CSV file for the times; default: none).
 
     Args:
         name: suffix of the name of the collective that adds up the times, unique among optimizers.
         process_set: ranks that take part.
+
+    Returns:
+        The tuner, whose ``after_step`` is to be called after every optimizer step. None if ``HOROVOD_AUTOTUNE`` is not
+        set or 0, and in elastic jobs, in which ranks that join later would try other sizes than the ranks that are
+        there.
 
     Raises:
         ValueError: a variable is not a whole number.

@@ -50,7 +50,10 @@ class CollectiveTimeline:
             self._write(name=activity, ph="X", pid=lane, tid=0, ts=max(0, began_us), dur=max(0, ended_us - began_us))
 
     def close(self) -> None:
-        """Complete the JSON text of the trace and close its file; later events are dropped."""
+        """Complete the JSON text of the trace and close its file; events that are recorded later are dropped.
+
+        To be called once: a second call raises ValueError, because the file is closed.
+        """
         with self._lock:
             self._file.write("\n]\n")
             self._file.close()

@@ -16,9 +16,16 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return ``tensor`` in the form that is all-reduced, and a context for ``decompress``, of any type.
+        """Return a gradient in the form in which it is all-reduced, and a context that ``decompress`` needs.
 
-        Implemented by subclasses; raises NotImplementedError here.
+        Called before each all-reduce of a gradient. Implemented by subclasses; raises NotImplementedError here.
+
+        Args:
+            tensor: the gradient.
+
+        Returns:
+            Pair of a tensor of any dtype, which is all-reduced in place of the gradient, and a context of any type,
+            such as the gradient's dtype.
         """
         raise NotImplementedError
 
@@ -45,7 +52,7 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return ``tensor``, the reduced gradient, which was not compressed, itself.
+        """Return the reduced gradient ``tensor`` itself, because it was not compressed.
 
         Args:
             tensor: the reduced gradient.

@@ -28,12 +28,13 @@ def broadcast_parameters(
 
     Args:
         params: dict of tensors, pairs of name and tensor, or tensors; values that are no tensors are left as they are.
-        root_rank: global rank of the source.
+        root_rank: global rank of the source, a member of the process set.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``params`` is none of these.
-        HorovodInternalError: names, shapes or dtypes differ between ranks.
+        ValueError: ``params`` is none of these, ``init`` was not called, or ``root_rank`` is no member of the process
+            set.
+        HorovodInternalError: names, shapes or dtypes differ between ranks, or a rank is lost.
     """
     if not isinstance(params, Iterable):
         raise ValueError(f"invalid params of type: {type(params)}")
@@ -50,11 +51,14 @@ def broadcast_parameters(
 
 
 def group_name(kind: str, names: Sequence[str]) -> str:
-    """Return the name of one collective over several named tensors; other names or another order give another name.
+    """Return the name of one collective over several named tensors: ``KIND.FIRST.COUNT.HASH``.
+
+    COUNT is the number of tensors, HASH the CRC-32 of all names as 8 hexadecimal digits: ranks whose tensors have other
+    names, or another order, get another name, and their calls do not meet.
 
     Args:
-        kind: kind of the tensors, such as ``gradients``, with which the name begins.
-        names: names of the tensors, at least one.
+        kind: kind of the tensors, such as ``gradients``.
+        names: names of the tensors, at least one; the first becomes FIRST.
     """
     return f"{kind}.{names[0]}.{len(names)}.{name_key(chr(0).join(names)):08x}"
 
@@ -81,17 +85,19 @@ def broadcast_optimizer_state(
 
     Collective over ``process_set``: broadcasts the ``state_dict`` without tensors, then its tensors; blocks.
 
-    Gradients of a new optimizer's parameters that are None become zeros, as in Horovod.
+    If the optimizer has no state yet, gradients of its parameters that are None become zeros, as in Horovod.
 
     Args:
         optimizer: optimizer over the same parameters on all ranks; ranks other than the root may have no state yet.
         root_rank: global rank of the source.
         model: the module whose parameters are optimized; parameters of its sparse embeddings get sparse zeros as
-            gradients. None: all zeros are dense.
+            gradients. None: all zeros are dense, unless the optimizer is ``SparseAdam``.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: the optimizer is L-BFGS, whose state depends on its line search.
+        ValueError: the optimizer is L-BFGS, whose state depends on its line search; its state holds objects other than
+            tensors and plain values; or ``init`` was not called.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -125,21 +131,25 @@ def _make_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Broadcast a Python object from ``root_rank``, without pickle, and return it. Collective; blocks.
+    """Broadcast a Python object from ``root_rank`` to the other ranks, without pickle, and return it.
 
-    The object may consist of None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors, arrays, and nestings
-    of these.
+    Collective over ``process_set``; blocks. The object may consist of None, numbers, strings, bytes, lists, tuples,
+    sets, dicts, tensors, arrays, and nestings of these.
 
     Args:
         obj: on ``root_rank``, the object to send; ignored on other ranks.
-        root_rank: global rank of the source.
+        root_rank: global rank of the source, a member of the process set.
         name: name of the collective, by which the ranks' calls are matched; None: calls without a name are matched by
             their order.
         process_set: ranks that take part; default: all ranks.
 
+    Returns:
+        A copy of the object, on ``root_rank`` too.
+
     Raises:
-        ValueError: the object has a part of another type, which the message names.
-        HorovodInternalError: the ranks' calls differ.
+        ValueError: the object has a part of another type, which the message names; ``init`` was not called; or
+            ``root_rank`` is no member of the process set.
+        HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()
     return collectives.broadcast_object(obj, root_rank, name, process_set=process_set)
@@ -159,8 +169,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: the object has a part of another type, which the message names.
-        HorovodInternalError: the ranks' calls differ.
+        ValueError: the object has a part of another type, which the message names, or ``init`` was not called.
+        HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()
     return collectives.allgather_object(obj, name, process_set=process_set)

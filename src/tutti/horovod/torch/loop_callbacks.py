@@ -55,12 +55,13 @@ def learning_rate_schedule(
 ) -> LambdaLR:
     """Return a learning-rate scheduler with linear warm-up for large-batch training; step it after each optimizer step.
 
-    The optimizer must have the learning rate of one rank times ``hvd.size()``. The scheduler divides this by
-    ``hvd.size()`` at first, and lets it grow linearly to the whole within ``warmup_epochs``; after the warm-up it
-    multiplies it by ``multiplier(epoch)``. Source: Goyal et al. 2017, arXiv:1706.02677.
+    With n = ``hvd.size()`` ranks and e the steps so far / ``steps_per_epoch``, the optimizer's learning rate is
+    multiplied by (1 + (n - 1) · e / ``warmup_epochs``) / n in the warm-up, which grows from 1/n to 1, and by
+    ``multiplier(e)`` afterwards. Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
 
     Args:
-        optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not.
+        optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not. Its learning rate must be that of one rank
+            times n.
         steps_per_epoch: optimizer steps of this rank in an epoch.
         warmup_epochs: length of the warm-up in epochs; 0: no warm-up.
         multiplier: returns the factor on the learning rate in an epoch, counted from 0.

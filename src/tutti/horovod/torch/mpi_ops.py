@@ -111,7 +111,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
             effect, because sets can always be added later; None: no sets.
 
     Raises:
-        ValueError: two process sets have the same ranks, ``comm`` is refused, or the environment is contradictory.
+        ValueError: two process sets have the same ranks, a set names a rank that does not exist, ``comm`` is refused, a
+            variable such as ``HOROVOD_FUSION_THRESHOLD`` is not a number, or the variables of the launcher contradict
+            each other.
         HorovodInternalError: the other ranks did not arrive in time.
     """
     if _session is not None:
@@ -125,14 +127,15 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Leave the present set of ranks of an elastic job, and join the set that replaces it.
 
-    Blocks until the next set is complete; tries again if ranks are lost meanwhile.
+    Blocks until the next set is complete; tries again if ranks are lost meanwhile. To be called in elastic jobs only.
 
     Args:
         failed: whether a collective of the present set failed, so that its other ranks must be interrupted.
         process_sets: process sets to add at once, as objects or lists of global ranks; texts and None add none.
 
     Raises:
-        PeerError: the ranks could not join each other in 21 attempts.
+        PeerError: the ranks could not join each other in 21 attempts. Another error of the last attempt, a RuntimeError
+            or TimeoutError of PyTorch, is raised as it is.
         SystemExit: there is no place for this rank, because its slot was removed.
     """
     member = current_membership()
@@ -313,13 +316,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set, so that collectives can be called on it. Collective over all ranks; blocks.
 
     Args:
-        process_set: the set, or the global ranks of its members; equal on all ranks.
+        process_set: the set, or the global ranks of its members; equal on all ranks, whether they are members or not.
 
     Returns:
-        The process set, with its ``process_set_id``.
+        The process set, whose ``process_set_id``, an integer that is equal on all ranks, identifies it in collectives.
 
     Raises:
-        ValueError: a set of these ranks is registered already, or ranks are out of range.
+        ValueError: ``init`` was not called, a set of these ranks is registered already, the set is empty, or ranks are
+            out of range or named twice.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -331,12 +335,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set, which collectives can no longer use. Collective over all ranks; blocks.
 
     Args:
-        process_set: the set; the same on all ranks.
+        process_set: the set, as ``add_process_set`` returned it; the same on all ranks, whether they are members or
+            not.
 
     Returns:
-        Whether the set was registered.
+        Whether the set was registered and is now removed; False also for the set of all ranks, which stays.
 
     Raises:
+        ValueError: ``init`` was not called.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -353,6 +359,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         process_set: ranks that take part; default: all ranks.
 
     Raises:
+        ValueError: ``init`` was not called, or the process set is not registered or does not have this rank as a
+            member.
         HorovodInternalError: a rank is lost.
     """
     check_initialized()
@@ -363,7 +371,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces.
 
-    Collective over all ranks; blocks until every rank has joined. For ranks with unequal numbers of batches.
+    For ranks with unequal numbers of batches. Collective over all ranks; blocks until every rank has joined. Until then
+    the other ranks may all-reduce by sum, average or Adasum; an average still divides by the number of all ranks. Their
+    other collectives, except barriers, fail.
 
     Args:
         device: accepted for Horovod's signature; no effect, because the zeros are made on the device of the other
@@ -371,6 +381,10 @@ def join(device: int = -1) -> int:
 
     Returns:
         The rank that joined last, the same on all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called.
+        HorovodInternalError: a rank has ended or left.
     """
     check_initialized()
     return collectives.join()
@@ -384,6 +398,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Args:
         file_path: JSON file to write; overwritten.
         mark_cycles: whether to add an event at the start of each collective, ``CYCLE_START``.
+
+    Raises:
+        ValueError: ``init`` was not called.
+        OSError: on rank 0, the file cannot be written.
     """
     global _timeline
     check_initialized()
@@ -481,23 +499,26 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """All-reduce a tensor and return the result: postscale_factor · op(prescale_factor · tensor); differentiable.
+    """All-reduce a tensor over the ranks: return postscale_factor · op(prescale_factor · tensor).
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable for sums and averages: the gradient is all-reduced by the
+    same operation and factors.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; the gradient exists for the
-            first two.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -519,16 +540,17 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of a tensor; return a handle for the result.
+    """Start an all-reduce of a tensor over the ranks, and return a handle for the result.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -538,7 +560,9 @@ def allreduce_async(
         the ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -555,21 +579,25 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """All-reduce ``tensor`` in place and return it.
+    """All-reduce ``tensor`` in place, to postscale_factor · op(prescale_factor · tensor), and return it.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Not differentiable.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks. Overwritten.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers; or an expanded tensor is to be
+            overwritten.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -587,16 +615,19 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce in place; return a handle for the result.
+    """Start an all-reduce of a tensor in place, and return a handle by which to wait for the result.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
+
+    The result is postscale_factor · op(prescale_factor · tensor) over the ranks.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks. Overwritten, and not to be used before ``synchronize``.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -605,7 +636,10 @@ def allreduce_async_(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensor``.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers; or an expanded tensor is to be
+            overwritten.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -624,24 +658,27 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """All-reduce several tensors by one call and return the list of results; differentiable.
+    """All-reduce several tensors over the ranks as one call, and return the list of results.
 
     Each result is postscale_factor · op(prescale_factor · tensor) over the ranks. Collective over ``process_set``;
-    blocks.
+    blocks. Differentiable for sums and averages: the gradient is all-reduced by the same operation and factors.
 
     Args:
         tensors: as many on all ranks, each of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; the gradient exists for the
-            first two.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
+            different types.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -662,16 +699,17 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of several tensors as one call; return a handle for the result.
+    """Start an all-reduce of several tensors as one call, and return a handle for the results.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensors: as many on all ranks, each of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -680,7 +718,10 @@ def grouped_allreduce_async(
         Handle for ``poll`` and for ``synchronize``, which returns the list of reductions.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
+            different types.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -698,21 +739,27 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """All-reduce several tensors in place, by one call, and return them.
+    """All-reduce several tensors in place as one call, and return the list of them.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Not differentiable.
+
+    Each result is postscale_factor · op(prescale_factor · tensor) over the ranks.
 
     Args:
         tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
+            different types; or an expanded tensor is to be overwritten.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -730,17 +777,20 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of several tensors in place, as one call; return a handle for the result.
+    """Start an all-reduce of several tensors in place as one call, and return a handle by which to wait for it.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
+
+    Each result is postscale_factor · op(prescale_factor · tensor) over the ranks.
 
     Args:
-        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be
-            used before ``synchronize``.
+        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be used
+            before ``synchronize``.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
+            truncated.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
@@ -749,7 +799,10 @@ def grouped_allreduce_async_(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensors``.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
+            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
+            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
+            different types; or an expanded tensor is to be overwritten.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -763,23 +816,25 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: Any = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start an all-reduce of a sparse tensor, and return a function that waits for it.
+    """Start to sum or average sparse tensors over the ranks, and return a function that waits for the result.
 
-    Collective over ``process_set``; does not block. Performed as an all-gather of indices and values.
+    Collective over ``process_set``; does not block; not differentiable. Performed as an all-gather of indices and
+    values.
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default) or ``Sum``.
+        op: ``Average`` (default) or ``Sum``, the same on all ranks.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
         A function that blocks until the reduction is complete and returns it, sparse and coalesced; ``synchronize``
-        takes it, too.
+        takes it, too. The function raises HorovodInternalError where ranks' calls differ in dtype or number of
+        dimensions, or a rank is lost. A difference in ``op`` or in the sizes of sparse dimensions is not noticed.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
-        HorovodInternalError: ranks' calls differ, or a rank is lost.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or ``op`` is another operation.
     """
     check_initialized()
     wait = collectives.sparse_allreduce_async(
@@ -793,9 +848,10 @@ def sparse_allreduce_async(
 
 @translated
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenate the ranks' tensors along the first dimension, which may differ between ranks; differentiable.
+    """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
+    ranks' gradients.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -806,7 +862,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         Tensor of shape (sum of the ranks' rows, …): the ranks' tensors in rank order.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called, or the process set is not registered or does not have this rank as a
+            member.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -815,10 +872,10 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 @translated
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start an all-gather; return a handle for the result.
+    """Start an all-gather of a tensor from each rank, and return a handle for the result.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -830,7 +887,8 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
         dimension in rank order.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called, or the process set is not registered or does not have this rank as a
+            member.
     """
     check_initialized()
     return _handle(collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
@@ -840,9 +898,10 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Concatenate the ranks' tensors along the first dimension, several tensors by one call; differentiable.
+    """Concatenate the ranks' tensors along the first dimension, for several tensors by one call.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
+    ranks' gradients.
 
     Args:
         tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
@@ -853,7 +912,8 @@ def grouped_allgather(
         For each of ``tensors`` the ranks' tensors in rank order, of shape (sum of the ranks' rows, …).
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or the tensors are on devices of different types.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -864,10 +924,10 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an all-gather of several tensors as one call; return a handle for the result.
+    """Start an all-gather of several tensors as one call, and return a handle for the results.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
@@ -879,7 +939,8 @@ def grouped_allgather_async(
         concatenated along the first dimension in rank order.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or the tensors are on devices of different types.
     """
     check_initialized()
     return _handle(collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set))
@@ -889,18 +950,20 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Broadcast the tensor of global rank ``root_rank`` and return it as a new tensor; differentiable.
+    """Broadcast the tensor of global rank ``root_rank`` and return it as a new tensor.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable: the gradient on ``root_rank`` is the average of the ranks'
+    gradients, elsewhere zero.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count.
-        root_rank: global rank of the source.
+        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or ``root_rank`` is no member of it.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -911,14 +974,14 @@ def broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast; return a handle for the result.
+    """Start a broadcast of a tensor from ``root_rank``, and return a handle for the result.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count.
-        root_rank: global rank of the source.
+        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -926,7 +989,8 @@ def broadcast_async(
         Handle for ``poll`` and for ``synchronize``, which returns a new tensor with the values of ``root_rank``.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or ``root_rank`` is no member of it.
     """
     check_initialized()
     return _handle(collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set))
@@ -938,16 +1002,17 @@ def broadcast_(
 ) -> Tensor:
     """Broadcast ``tensor`` in place from global rank ``root_rank`` and return it.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Not differentiable.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count.
-        root_rank: global rank of the source.
+        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or ``root_rank`` is no member of it.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
@@ -958,15 +1023,15 @@ def broadcast_(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast in place; return a handle for the result.
+    """Start a broadcast of a tensor in place from ``root_rank``, and return a handle by which to wait for it.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` count. Not to be used before
+        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent. Not to be used before
             ``synchronize``.
-        root_rank: global rank of the source.
+        root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -974,7 +1039,8 @@ def broadcast_async_(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensor``.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or ``root_rank`` is no member of it.
     """
     check_initialized()
     named = _named("broadcast", name)
@@ -984,14 +1050,14 @@ def broadcast_async_(
 def start_broadcasts(
     tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast of several tensors in place, as one collective; return a handle for the result.
+    """Start a broadcast of several tensors in place as one collective, and return a handle by which to wait.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` count.
-        root_rank: global rank of the source.
+        tensors: of one device type, each of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        root_rank: global rank of the source, a member of the process set.
         name: matches the ranks' calls; None: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -999,7 +1065,8 @@ def start_broadcasts(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensors``.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or ``root_rank`` is no member of it; or the tensors are on devices of different types.
     """
     check_initialized()
     start = translated(collectives.grouped_broadcast_async)
@@ -1013,21 +1080,26 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[r]`` rows of a tensor to each rank r, in order, and return the received rows; differentiable.
+    """Send ``splits[r]`` rows of a tensor to each rank r, in order, and return the received rows.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of a received row goes back to the rank that
+    sent it.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks.
-        splits: int32 tensor, number of rows for each rank, rank 0 first; None: equally many rows.
+        splits: int32 tensor, number of rows for each member of the process set, in rank order; rows beyond their sum
+            are not sent. None: equally many rows for each.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        The received rows, rank 0's first; with ``splits`` a pair of them and the number of rows from each rank, int32.
+        The received rows, in the order of the ranks that sent them; with ``splits`` a pair of these rows and an int32
+        tensor with the number of rows from each member.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            ``tensor`` is a scalar; or ``splits`` are not int32, not one number of at least 0 for each rank, or in sum
+            more than the rows; or they are None and the number of ranks does not divide the rows.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -1042,23 +1114,26 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-to-all; return a handle for the result.
+    """Start an all-to-all, which sends some rows of a tensor to each rank, and return a handle for the result.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks.
-        splits: int32 tensor, number of rows for each rank, rank 0 first; None: equally many rows.
+        splits: int32 tensor, number of rows for each member of the process set, in rank order; rows beyond their sum
+            are not sent. None: equally many rows for each.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the received rows, rank 0's first; with ``splits`` a
-        pair of them and the number of rows from each rank, int32.
+        Handle for ``poll`` and for ``synchronize``, which returns the received rows, in the order of the ranks that
+        sent them; with ``splits`` a pair of these rows and an int32 tensor with the number of rows from each member.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            ``tensor`` is a scalar; or ``splits`` are not int32, not one number of at least 0 for each rank, or in sum
+            more than the rows; or they are None and the number of ranks does not divide the rows.
     """
     check_initialized()
     handle = collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set)
@@ -1084,15 +1159,16 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce a tensor over the ranks and return this rank's slice along the first dimension; differentiable.
+    """Reduce a tensor over the ranks and return this rank's slice along the first dimension.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable: the gradient is the all-gather of the ranks' gradients,
+    times both factors, and for a sum times the number of ranks.
 
     Args:
         tensor: shape (rows, …), of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
-        op: ``Average`` (default) or ``Sum``.
+        op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
@@ -1102,7 +1178,8 @@ def reducescatter(
         the rows.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or a tensor is a scalar.
         HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -1122,15 +1199,15 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reduce-scatter; return a handle for the result.
+    """Start a reduce-scatter of a tensor, and return a handle for this rank's slice of the reduction.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensor: shape (rows, …), of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default) or ``Sum``.
+        op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
@@ -1140,7 +1217,8 @@ def reducescatter_async(
         one row more if the number of ranks does not divide the rows.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or a tensor is a scalar.
         HorovodInternalError: ``op`` is another operation.
     """
     check_initialized()
@@ -1158,15 +1236,16 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks by one call and return this rank's slice of each; differentiable.
+    """Reduce several tensors over the ranks by one call and return this rank's slice of each.
 
-    Collective over ``process_set``; blocks.
+    Collective over ``process_set``; blocks. Differentiable: the gradient is the all-gather of the ranks' gradients,
+    times both factors, and for a sum times the number of ranks.
 
     Args:
         tensors: each of shape (rows, …), of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
-        op: ``Average`` (default) or ``Sum``.
+        op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
@@ -1176,7 +1255,8 @@ def grouped_reducescatter(
         ranks does not divide the rows.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or a tensor is a scalar; or the tensors are on devices of different types.
         HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -1196,25 +1276,26 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reduce-scatter of several tensors as one call; return a handle for the result.
+    """Start a reduce-scatter of several tensors as one call, and return a handle for this rank's slices.
 
-    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
-    differ or a rank is lost.
+    Collective over ``process_set``; does not block; not differentiable. ``synchronize`` raises HorovodInternalError
+    where ranks' calls differ or a rank is lost.
 
     Args:
         tensors: each of shape (rows, …), of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
-        op: ``Average`` (default) or ``Sum``.
+        op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the list of this rank's slices along the
-        first dimension.
+        Handle for ``poll`` and for ``synchronize``, which returns the list of this rank's slices along the first
+        dimension.
 
     Raises:
-        ValueError: ``init`` was not called, or an argument is wrong.
+        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
+            or a tensor is a scalar; or the tensors are on devices of different types.
         HorovodInternalError: ``op`` is another operation.
     """
     check_initialized()

@@ -543,7 +543,9 @@ def DistributedOptimizer(
         New optimizer of a subclass of the class of ``optimizer``, which shares its options and state.
 
     Raises:
-        ValueError: names are missing or not unique, arguments do not fit together, or ``init`` was not called.
+        ValueError: ``init`` was not called; ``named_parameters`` lacks a parameter of the optimizer or names two alike;
+            ``op`` is another operation; ``backward_passes_per_step`` is not positive; ``gradient_predivide_factor`` is
+            given with another ``op`` than ``Average``; or ``groups`` is not positive or has a parameter twice.
     """
     mpi_ops.check_initialized()
     if gradient_predivide_factor != 1.0 and op != Average:

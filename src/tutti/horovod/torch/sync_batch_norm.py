@@ -47,7 +47,7 @@ class SyncBatchNorm(BatchNormBase):
         """Normalise ``input``, in training by the statistics of all ranks' samples, else by the running statistics.
 
         Without running statistics the samples' statistics serve in evaluation too. Collective over all ranks wherever
-        the samples' statistics serve: all-reduces their sums and squared deviations; blocks.
+        the samples' statistics serve: all-reduces their sums, then their squared deviations; blocks.
 
         Args:
             input: tensor of shape (N, C, …), with any N on each rank.
@@ -57,6 +57,7 @@ class SyncBatchNorm(BatchNormBase):
 
         Raises:
             ValueError: ``input`` has fewer than two dimensions.
+            HorovodInternalError: ranks' calls differ, such as by another number of channels C, or a rank is lost.
         """
         self._check_input_dim(input)
         whole = self.training or self.running_mean is None

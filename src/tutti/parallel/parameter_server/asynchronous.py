@@ -154,10 +154,10 @@ class AsynchronousServerSync(RemoteGradients):
         return async_floats(len(self._trained), settings)
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once backward is complete.
+        """Do nothing: ``end_worker`` pushes the gradients to the parameter servers, once backward is complete.
 
-        The push goes to asynchronous parameter servers. A worker is a logical worker, one of N fixed shares of the
-        global batch.
+        Called before the last backward of each logical worker in a step, where other strategies prepare the reduction
+        of gradients. A logical worker is one of N fixed shares of the global batch.
 
         Args:
             part: unused; loss sums of the worker.
@@ -428,8 +428,8 @@ class AsynchronousServerSync(RemoteGradients):
     def own_gradients(self) -> NoReturn:
         """Raise UsageError: the gradient noise scale cannot be measured with asynchronous parameter servers.
 
-        Each logical worker (share of the global batch) computes with the parameters of its own last read, so that the
-        workers' gradients do not belong to one point.
+        The measurement compares gradients taken at the same parameters. Here each logical worker (share of the global
+        batch) computes its gradient with the parameters of its own last read.
 
         Raises:
             UsageError: always.
@@ -444,8 +444,9 @@ class AsynchronousServerSync(RemoteGradients):
 
         Returns:
             On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
-            (``at``), number of updates (``updates``), counts of updates by staleness (``staleness``), numbers of
-            dropped pushes (``stale``, ``refused``), of refused messages (``malformed``) and connections
+            (``at``), number of updates (``updates``), a dict from a staleness, the number of updates between a read of
+            parameters and the push, to the number of updates with it (``staleness``), pushes dropped as too stale
+            (``stale``) and as not finite (``refused``), numbers of refused messages (``malformed``) and connections
             (``keys_refused``), bytes of tensors sent and received (``bytes``), and ``updates_per_second``. An empty
             dict on all other ranks.
         """

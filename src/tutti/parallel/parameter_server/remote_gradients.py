@@ -33,18 +33,19 @@ class RemoteGradients:
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Prepare for a script's own training loops, before the first step: change how its writes to buffers count.
+        """Begin custom training loops: a buffer that the script writes counts for the rank's last logical worker alone.
 
-        From now on, what the script writes to a buffer (such as running statistics) after an update counts for the last
-        logical worker of this rank alone. A logical worker is a share of the global batch with its own buffers.
-        Gradients, which are on parameter servers, need no preparation. Not collective.
+        Called once, before the first step. A logical worker is a fixed share of the global batch with its own buffers
+        (such as running statistics); a rank may compute several. The rule holds for writes after an update. Gradients,
+        which are on parameter servers, need no preparation. Not collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
         """End a custom loop over an epoch: what the script writes to buffers next counts for all workers of this rank.
 
-        Workers are logical workers, shares of the global batch with buffers of their own. Not collective.
+        Called when the script's own loop over an epoch has ended, also by ``break``. Workers are logical workers,
+        shares of the global batch with buffers of their own. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -106,7 +107,8 @@ class RemoteGradients:
     def pop_reached(self) -> list[bool]:
         """Return an empty list: no record is kept of which parameters backward has given a gradient.
 
-        Only FSDP2 needs this record; with parameter servers ``.grad``, None or not, says so.
+        Custom training loops call this after a backward. Only FSDP2 needs a record; with parameter servers ``.grad``,
+        None or not, says so.
         """
         return []
 
@@ -136,6 +138,8 @@ class RemoteGradients:
     def apply_edits(self) -> None:
         """Check that the script has cleared no ``.grad`` between the push to the parameter servers and the update.
 
+        Called at the script's ``optimizer.step()``, before the update.
+
         Raises:
             UsageError: the script has set the ``.grad`` of a parameter to None or zero; the parameter servers have
                 added the gradients up already, so that this has no effect.
@@ -159,8 +163,10 @@ class RemoteGradients:
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
         """Raise ValueError: a rank cannot compute the norm of summed gradients, which are on the parameter servers.
 
+        Other strategies return here the norm of some parameters' gradients.
+
         Args:
-            members, step_context: unused.
+            members, step_context: unused; the parameters, and facts of the step under way.
 
         Raises:
             ValueError: always.
@@ -182,8 +188,11 @@ class RemoteGradients:
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return False: the script's optimizer updates no parameters on this rank, because the parameter servers do.
 
+        Where other strategies return True, ``optimizer.step(closure)`` may call the closure several times, as LBFGS
+        does.
+
         Args:
-            optimizer: unused.
+            optimizer: unused; one of the script's optimizers.
         """
         return False
 
@@ -204,7 +213,8 @@ class RemoteGradients:
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Check that parameters which the script unfreezes were trainable when the parameter servers were started.
 
-        The servers have only those parameters.
+        Called where the script has set ``requires_grad`` of frozen parameters to True. The servers have only the
+        parameters that were trainable at the start, and cannot take others.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True.

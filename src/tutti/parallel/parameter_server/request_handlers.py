@@ -80,7 +80,10 @@ class RequestHandler(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of updates made so far to the parameters that this server has, including those before a restart."""
+        """Number of updates made so far to the parameters that this server has, including those before a restart.
+
+        The server sends the number with each reply, and makes snapshots by it.
+        """
 
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request of a rank to this parameter server, and return the reply.
@@ -101,30 +104,31 @@ class RequestHandler(Protocol):
     def forget(self) -> None:
         """Reset this server's step numbers of all logical workers, after a checkpoint was loaded into the server.
 
-        Logical workers are the N fixed shares of the global batch. The next requests set the step numbers again.
-        Parameters and optimizer state are not touched.
+        Logical workers are the N fixed shares of the global batch. The server's loop calls this; the next requests set
+        the step numbers again. Parameters and optimizer state are not touched.
         """
 
     def state(self) -> dict[str, Any]:
         """Return the logical workers' step numbers and the counts of this parameter server, for a snapshot.
 
-        A restarted server process takes them over with the method ``load``. Logical workers are fixed shares of the
-        global batch.
+        The server's loop calls this for each snapshot; a server process that is started again takes the dict over with
+        the method ``load``. Logical workers are fixed shares of the global batch.
 
         Returns:
-            A dict that JSON can represent: for an asynchronous server ``version`` (updates made), ``clocks`` (steps of
-            each worker), ``lost`` (updates lost in restores) and ``stop_at`` (step after which all workers stop, or
-            None); empty for a synchronous server, which cannot be restored. Parameters and optimizer state are not in
-            it.
+            A dict that JSON can represent. For an asynchronous server ``version`` (updates made), ``clocks`` (steps of
+            each worker), ``lost`` (updates that a crashed process had made after its newest snapshot) and ``stop_at``
+            (step after which all workers stop, or None). Empty for a synchronous server, which cannot be restored.
+            Parameters and optimizer state are not in it.
         """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the logical workers' step numbers, and counts, in a restarted parameter server process.
+        """Restore the logical workers' step numbers, and counts, in a server process that was started again.
 
-        Logical workers are fixed shares of the global batch.
+        Called once, before the first request, if there is a snapshot. Logical workers are fixed shares of the global
+        batch.
 
         Args:
-            state: the dict that the method ``state`` returned for a snapshot.
+            state: the dict that the method ``state`` returned for the snapshot.
 
         Raises:
             NotImplementedError: the server is synchronous; its pushed gradients are lost with the process.
@@ -132,6 +136,8 @@ class RequestHandler(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """Return this parameter server's statistics for the run's ``summary.json``.
+
+        Called when a rank asks for them, at the end of a run.
 
         Returns:
             A dict that JSON can represent, with counts by name: ``updates``, the updates made, and counts of dropped
@@ -167,20 +173,21 @@ class SyncHandler:
         """Carry out a request of a rank to this synchronous parameter server, and return the reply.
 
         PUSH adds a gradient to the step's sum, SUM reads statistics of the sum, APPLY steps the optimizer with the sum.
+        A gradient comes from a logical worker (share of the global batch) or from a rank.
 
         Args:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, an ``Answer`` object: ``status``, floats (``extras``), and ``values``, whether the server's
-            current parameters are sent with the reply. None for a SUM while pushes of other logical workers (shares of
-            the global batch) or of other ranks are missing, or while the requesting rank is 256 steps ahead of another
-            rank; the server later calls ``handle`` again with the same request. A PUSH gets the status LATE if the sum
-            of the pushed step has already been made without the pushed gradient. Other kinds of request get the status
-            REFUSED. The floats of the reply to a SUM are, in this order: the sums of what the pushes carried beside
-            gradients (digests, loss sums, flags), for each parameter the sum of squares of this server's slice of
-            its gradient (0 without a slice here), for each parameter 1 if this slice is finite, else 0, and for each
-            worker or rank 1 if its push is in the sum, else 0.
+            The reply, an ``Answer``: ``status``, floats (``extras``), and ``values``, whether the server's current
+            parameters are sent with the reply. The status is LATE for a PUSH whose step has been summed already without
+            this gradient, and REFUSED for other kinds of request. None for a SUM while other gradients of the step are
+            missing, or while the requesting rank is 256 steps ahead of another rank; the server later calls ``handle``
+            again with the same request. The floats of the reply to a SUM are, in this order: the sums of the floats
+            that came with the pushes (hashes by which ranks in different steps are found, loss sums, flags); for each
+            parameter the sum of squares of this server's slice of its gradient (0 without a slice here); for each
+            parameter 1 if this slice is finite, else 0; and for each worker or rank 1 if its gradient is in the sum,
+            else 0.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)
@@ -319,12 +326,13 @@ class AsyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, an ``Answer`` object with ``status`` (an integer constant) and floats. The floats (``extras``)
-            are five: the staleness of the push; the updates lost in restores; the step after which all workers stop, or
-            -1; 1 if the worker may begin its next step, else 0; the steps of all workers divided by the number of
-            workers. None for a PULL with the flag WAIT while the worker is further ahead of the slowest than the
-            staleness bound allows; the server later calls ``handle`` again with the same request. The status is REFUSED
-            for a non-finite gradient, and, without floats, for other kinds of request.
+            The reply, an ``Answer`` with ``status`` (an integer constant) and five floats (``extras``): the staleness
+            of the push (the number of updates since the worker's read of the parameters); the updates that crashed
+            server processes had made after their newest snapshot; the step after which all workers stop, or -1; 1 if
+            the worker may begin its next step, else 0; the steps of all workers divided by the number of workers. The
+            status is REFUSED for a non-finite gradient, and, without floats, for other kinds of request. None for a
+            PULL with the flag WAIT while the worker is further ahead of the slowest than the staleness bound allows;
+            the server later calls ``handle`` again with the same request.
         """
         header = request.header
         if header.kind == PULL:
@@ -385,8 +393,8 @@ class AsyncHandler:
 
         Returns:
             A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each worker),
-            ``lost`` (updates lost in restores) and ``stop_at`` (step after which all workers stop, or None). Parameters
-            and optimizer state are not in it.
+            ``lost`` (updates that crashed processes had made after their newest snapshot) and ``stop_at`` (step after
+            which all workers stop, or None). Parameters and optimizer state are not in it.
         """
         return self._core.state()
 
@@ -407,8 +415,8 @@ class AsyncHandler:
             A dict. ``updates``: number of updates made. ``steps``: list of the number of pushes of each logical worker
             (share of the global batch). ``staleness``: dict from a staleness, as text, to the number of updates with
             this staleness, which is the number of updates between a worker's read and its push. ``lost``: number of
-            updates lost in restores. ``stale``: number of pushes dropped because they were too stale. ``refused``:
-            number of pushes dropped because they were not finite.
+            updates that crashed server processes had made after their newest snapshot. ``stale``: number of pushes
+            dropped because they were too stale. ``refused``: number of pushes dropped because they were not finite.
         """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}

@@ -363,9 +363,10 @@ class ServerSession:
 
         Returns:
             On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
-            (``at``), number of updates (``updates``) and of dropped pushes (by their reason), numbers of refused
-            messages (``malformed``) and connections (``keys_refused``), bytes of tensors sent and received (``bytes``),
-            and ``updates_per_second``. An empty dict on all other ranks.
+            (``at``), number of updates (``updates``), numbers of dropped pushes (``late`` of a synchronous server,
+            ``stale`` and ``refused`` of an asynchronous one), numbers of refused messages (``malformed``) and
+            connections (``keys_refused``), bytes of tensors sent and received (``bytes``), and ``updates_per_second``.
+            An empty dict on all other ranks.
         """
         if self.comm.rank:
             return {}

@@ -54,8 +54,9 @@ def simulate(
             ``staleness`` is the number of updates made since that read.
 
     Returns:
-        An ``Event`` (``time``, ``worker``, ``clock``, ``pushes``, ``staleness``) for each read and push of all workers,
-        in order of time: two for each step of a worker.
+        Two ``Event`` for each step of a worker, its read and its push, of all workers in order of time: ``time`` in
+        simulated seconds, ``worker``, ``clock`` (the worker's step), ``pushes`` (True for a push, False for a read) and
+        ``staleness`` (0 for a read).
 
     >>> [(event.worker, event.staleness) for event in simulate([1, 1, 2], 2) if event.pushes]
     [(0, 0), (1, 1), (0, 1), (1, 1), (2, 4), (2, 0)]

@@ -202,21 +202,23 @@ class StalenessTracker:
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:
-        """Return the workers' progress for a snapshot of this asynchronous server.
+        """Return the logical workers' progress, for a snapshot of this asynchronous parameter server.
 
         Returns:
             A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each logical
-            worker, a share of the global batch; None for unknown), ``lost`` (updates lost in restores) and ``stop_at``
-            (step after which all workers stop, or None).
+            worker, a share of the global batch; None for unknown), ``lost`` (updates that crashed server processes had
+            made after their newest snapshot) and ``stop_at`` (step after which all workers stop, or None). The method
+            ``load`` takes it in a restarted server.
         """
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the logical workers' progress from a snapshot, in a server that was started again.
+        """Restore the logical workers' progress from a snapshot, in a server process started again after a crash.
 
-        Logical workers are shares of the global batch that step by themselves. From then on the attribute ``lost``
-        counts acknowledged updates that are missing, because workers' parameters contain more updates than the
-        snapshot. Every worker's lease begins anew: the time without a request after which the worker counts as gone.
+        Logical workers are shares of the global batch that step by themselves. A snapshot lacks the updates made
+        between it and the crash. They are counted in the attribute ``lost``: the first request of each worker tells how
+        many updates its parameters contain, which may be more than the snapshot has. Every worker's lease begins anew:
+        the time without a request after which the worker counts as gone.
 
         Args:
             state: the dict that the method ``state`` returned.

@@ -32,7 +32,10 @@ class Counter(Protocol):
 
     @property
     def now(self) -> int:
-        """Bytes, an int, of all tensors that are alive at this moment on the device that the counter watches."""
+        """Bytes, an int, of all tensors that are alive at this moment on the device that the counter watches.
+
+        ``observe_blocks`` reads the number before and after each block of the model.
+        """
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,8 @@ def observe_blocks(
     Args:
         plain: the whole model.
         found: partition of the model into stages, whose graph is run.
-        took: seconds of the forward of each module, by name, which give the blocks' weights; empty where unknown.
+        took: seconds of the forward of each module, by name, as the blocks' costs, by which stages are made even; empty
+            for the number of their parameters instead.
         run: function that calls the loss function on the model it is given, with one micro-batch, and runs backward.
         counter: counts the bytes of live tensors during the run.
         samples: number of samples in the micro-batch that ``run`` uses.

@@ -73,8 +73,9 @@ class StageMessages:
         Args:
             kind: ``activations`` or ``gradients``.
             values: tensors, and other values that JSON can hold, such as numbers.
-            key: identifies batches whose values have equal forms: first the index, in the whole model, of the stage
-                that receives the activations or sends the gradients, then the likes of the batch's shapes.
+            key: tuple that is equal for batches whose values have the same forms. Its first entry is the index, in the
+                whole model, of the stage that receives the activations or sends the gradients; the others tell batches
+                apart, such as the shapes of a batch's tensors.
 
         Returns:
             A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order.

@@ -35,10 +35,11 @@ class StageWrites(QuietMode):
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of PyTorch, after a copy of this rank's parameters that the function may write.
+        """Call a function of PyTorch, after copying each parameter of this rank that the function may write.
 
-        This function mode copies a parameter of this rank's pipeline stages before the script's first call, since
-        ``forget``, of a function that may write the parameter or returns a view of it. ``undo`` copies the value back.
+        The mode calls this method for each function of PyTorch that the script calls on tensors. The parameters are
+        those of this rank's pipeline stages. Each is copied once after a ``forget``: before the first function that may
+        write it, or that returns a view such as ``detach`` or ``transpose``. ``undo`` copies the values back.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.

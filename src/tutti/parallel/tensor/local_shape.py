@@ -72,12 +72,12 @@ class LocalShapeMode(TorchFunctionMode):
         """Return which size of a view to reduce so that it fits this rank's tensor slice, as an index in ``sizes``.
 
         A block such as attention runs on this tensor-parallel rank's heads, but its code names the sizes of the whole
-        tensor, such as the number of heads in ``x.view(n, heads, -1)``; one of the sizes has to become that of the
-        slice. The index comes from the tensor-parallel plan, which lists one for each such view in the order of the
-        calls; each call of this method takes the next.
+        tensor, such as the number of heads in ``x.view(samples, positions, heads, features)``; one of the sizes has to
+        become that of the slice. The index comes from the tensor-parallel plan, which lists one for each such view in
+        the order of the calls; each call of this method takes the next.
 
         Args:
-            have: number of elements of the tensor on this rank.
+            have: number of elements of the tensor on this rank, for the message of the error.
             sizes: sizes of the view as the code gives them, for the whole tensor.
 
         Raises:
@@ -222,8 +222,9 @@ def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Seque
             reduce.
         draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
             where the input is not split.
-        forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``; the forward
-            raises UsageError for other calls, but takes the same ones without gradients. Empty for no check.
+        forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``. The forward
+            raises UsageError for calls of other kinds, and also takes calls of these kinds in which no tensor needs a
+            gradient. Empty for no check.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
     prefix = f"{module.tutti_slice.name}." if module.tutti_slice.name else ""  # type: ignore[union-attr]

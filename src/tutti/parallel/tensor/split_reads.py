@@ -88,11 +88,13 @@ class SplitReads(QuietMode):
         self._blocks = WeakKeyDictionary({layer: ref(block) for layer, block in blocks.items()})
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of PyTorch, or refuse it if its result on slices is no slice of that on whole parameters.
+        """Call a function of PyTorch on parameters of which this rank has only a slice, or refuse the call.
 
-        Concerns the script's calls with parameters of which this tensor-parallel rank has only a slice. For the size of
-        such a parameter, or of its gradient, the script gets that of the whole one. Elementwise functions are allowed;
-        their results count as slices, too. Calls by layers and optimizers pass unchanged.
+        The mode calls this method for each function of PyTorch that the script calls on tensors. Allowed are
+        elementwise functions, whose result on the slice is the slice of their result on the whole parameter; the result
+        counts as a slice, too. Others, such as a norm or a matrix product, would give a wrong number and are refused.
+        For the size of such a parameter, or of its gradient, the script gets that of the whole one. Calls by layers and
+        optimizers, and calls without such parameters, pass unchanged.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.

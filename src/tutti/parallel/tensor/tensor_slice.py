@@ -28,8 +28,8 @@ class SliceRanks(Protocol):
     def copy(self, whole: Tensor, name: str) -> Tensor:
         """Return ``whole`` with its values unchanged; backward all-reduces (sums) its gradient over the tensor ranks.
 
-        For a use in which each tensor-parallel rank reads its own slice, so that each rank computes a part of the
-        gradient. Forward sends nothing.
+        For the input of a column-parallel layer, of which each tensor-parallel rank computes its own outputs, and so a
+        part of the input's gradient. Forward sends nothing.
 
         Args:
             whole: a tensor that is the same on all ranks.
@@ -38,6 +38,8 @@ class SliceRanks(Protocol):
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
         """All-reduce: return the sum of the tensor-parallel ranks' tensors; backward passes the gradient on unchanged.
+
+        For the partial results of a row-parallel layer.
 
         Args:
             part: this rank's summand, of the same shape on all ranks.
@@ -66,7 +68,8 @@ class SliceRanks(Protocol):
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Return this tensor-parallel rank's slice along ``dim`` of a tensor that is the same on all ranks.
 
-        Forward sends nothing; backward all-gathers the ranks' slices of the gradient.
+        For a whole tensor that meets split ones, such as an operand that the script has computed. Forward sends
+        nothing; backward all-gathers the ranks' slices of the gradient.
 
         Args:
             whole: the whole tensor.
@@ -79,6 +82,7 @@ class SliceRanks(Protocol):
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the tensor-parallel ranks.
 
+        For the partial results of a row-parallel layer with sequence parallelism, whose sum stays split by positions.
         Backward all-gathers the ranks' slices of the gradient.
 
         Args:
@@ -123,7 +127,8 @@ class SliceRanks(Protocol):
     def join(self, tensor: Tensor, name: str) -> Tensor:
         """All-gather the tensor-parallel ranks' tensors, of one shape, and stack them along a new first dimension.
 
-        Backward takes this rank's row of the gradient, and sends nothing.
+        For the few numbers of each rank from which a loss over split classes is computed. Backward takes this rank's
+        row of the gradient, and sends nothing.
 
         Args:
             tensor: this rank's tensor, of the same shape on all ranks.

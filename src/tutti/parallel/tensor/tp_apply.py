@@ -103,13 +103,16 @@ class TensorParallelizer:
         self.closed = closed_blocks(self.plan)
 
     def check(self, read: Collection[str]) -> None:
-        """Check that the model's forwards read no parameter outside of its own layer that tensor parallelism splits.
+        """Check that tensor parallelism splits no parameter that is read outside of the forward of its own layer.
+
+        Such a read, for example of ``embedding.weight`` in the model's own forward, would get this rank's slice.
 
         Args:
-            read: names of the parameters that are read outside of their layers.
+            read: names of the parameters that are read outside of their layers' forwards.
 
         Raises:
-            UsageError: the tensor-parallel plan (which layers are split, and how) splits one of them.
+            UsageError: the tensor-parallel plan (which layers are split, and how) splits one of them; the message names
+                the option that leaves the layer whole.
         """
         split = {f"{entry.name}.{key}": entry.name for entry in self.plan for key in entry.cuts}
         for name in sorted(split.keys() & set(read)):

@@ -131,7 +131,8 @@ class PlanFinder:
         """Derive the tensor-parallel plan of the model: which layers are split over tensor ranks, and how.
 
         Not collective. A block of the user's own class is split only where running its slices on random numbers gives
-        the outputs and gradients of the whole block. Layers that share a parameter are split alike or stay whole.
+        the outputs and gradients of the whole block; of blocks with the same class, numeric and text attributes, and
+        shapes one is tried for all. Layers that share a parameter are split alike or stay whole.
 
         Returns:
             A ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such

@@ -122,7 +122,7 @@ def find_block_split(
 
     A block is a module of two to ``MOST_LINEAR`` (8) linear layers, such as attention. The slices of all
     tensor-parallel ranks are computed in this process, and their outputs and gradients must equal those of the whole
-    block.
+    block, with its own weights and in training mode.
 
     Args:
         block: any module; it is not changed.

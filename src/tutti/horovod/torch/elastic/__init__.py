@@ -31,8 +31,11 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         A function with the arguments and result of ``func``.
 
     Raises:
-        HorovodInternalError: from the decorated function, with the state of the last commit: a rank has ended and the
-            job is not elastic, or there were more resets than ``HOROVOD_RESET_LIMIT``.
+        HorovodInternalError: from the decorated function: a rank has ended and the job is not elastic; there were more
+            resets (failed collectives and changes of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a
+            collective differ, and have differed since the same commit before. After a failed collective the state is
+            that of the last commit.
+        PeerError: from the decorated function, in an elastic job: the ranks could not join each other in 21 attempts.
     """
     return run_fn(func, _reset, _hear)
 

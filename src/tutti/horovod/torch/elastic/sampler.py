@@ -99,9 +99,10 @@ class ElasticSampler(Sampler[int]):
         return self._unshared
 
     def share(self, indices: Iterable[int]) -> None:
-        """Record samples that any rank has processed, after the ranks have exchanged their records. No communication.
+        """Add samples that any rank has processed to this rank's records; no communication.
 
-        All samples of this rank count as known to the other ranks from then on: ``unshared`` is empty.
+        Called by ``TorchState`` after the ranks have exchanged their records. All samples of this rank count as known
+        to the other ranks from then on: ``unshared`` is empty.
 
         Args:
             indices: dataset indices that any rank has processed.
@@ -121,8 +122,9 @@ class ElasticSampler(Sampler[int]):
     def reset(self) -> None:
         """Divide the samples of this epoch that have not been processed evenly over the present ranks.
 
-        Performs no communication; all ranks must have the same records of processed samples. Sets ``indices``, this
-        rank's samples, ``num_samples``, ``num_replicas`` and ``rank``. Batches are numbered from 0 again.
+        Performs no communication; all ranks must have the same records of processed samples. Sets the attributes
+        ``indices`` (list of this rank's samples), ``num_samples`` (their number), ``num_replicas`` (number of ranks)
+        and ``rank``. Batches are numbered from 0 again.
         """
         self.num_replicas, self.rank = size(), rank()
         if self.shuffle:

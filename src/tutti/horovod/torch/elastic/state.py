@@ -69,9 +69,11 @@ class StateHandler:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def skip_sync(self) -> None:
-        """Exchange only parts of this handler's object that differ between ranks, after hosts were merely removed.
+        """Exchange the parts of this handler's object that differ between ranks when hosts were merely removed.
 
-        Does nothing by default.
+        ``TorchState.skip_sync`` calls this method instead of ``sync`` then. Does nothing here: the state of models,
+        optimizers and schedulers is equal on all ranks. A handler overrides it if its object's state differs between
+        ranks, as that of a sampler does.
         """
 
 
@@ -148,8 +150,8 @@ class SamplerStateHandler(StateHandler):
     def skip_sync(self) -> None:
         """Merge the ranks' records of processed samples and divide the rest anew, after hosts were merely removed.
 
-        Other handlers exchange nothing then, but each rank knows only its own samples. Collective over all ranks;
-        blocks.
+        Unlike models and optimizers, which are then equal on all ranks, each rank's sampler knows only the samples of
+        its own rank. Collective over all ranks: all-gathers the records; blocks.
         """
         self.sync()
 
@@ -176,8 +178,8 @@ class TorchState(ObjectState):
     state of rank 0. Each value is an attribute of this object.
 
     Args:
-        model: model, which becomes the attribute ``model``; None: no such attribute.
-        optimizer: optimizer, which becomes the attribute ``optimizer``; None: no such attribute.
+        model: model, which becomes the attribute ``model``; it may be None.
+        optimizer: optimizer, which becomes the attribute ``optimizer``; it may be None.
         kwargs: further attributes: models, optimizers, an ``ElasticSampler``, objects with a ``state_dict``, and plain
             values, such as numbers and texts.
     """
@@ -219,7 +221,11 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Give all ranks of an elastic job rank 0's state, and samplers all ranks' records; then save the whole state.
 
-        Collective over all ranks: broadcasts from rank 0; blocks. Samplers divide their remaining samples anew.
+        Collective over all ranks: broadcasts from rank 0 for each model, optimizer and other value, and an all-gather
+        for each sampler; blocks. Samplers divide their remaining samples anew.
+
+        Raises:
+            ValueError: on rank 0, a value of a type that cannot be sent; the error names it.
         """
         # The copies are made at the end: a collective that fails here leaves those of the last commit.
         for handler in self._handlers.values():
@@ -231,7 +237,8 @@ class TorchState(ObjectState):
     def skip_sync(self) -> None:
         """Merge the ranks' records of processed samples, after hosts were merely removed; other state is equal already.
 
-        Collective over all ranks; blocks.
+        Called in place of ``sync``. Collective over all ranks: an all-gather for each sampler; blocks. Samplers divide
+        their remaining samples anew.
         """
         for handler in self._handlers.values():
             handler.skip_sync()
@@ -239,7 +246,9 @@ class TorchState(ObjectState):
     def commit(self) -> None:
         """Save an elastic job's whole state in memory on all ranks, or on none, then check for changed hosts.
 
-        After a later failed collective the ranks restore this state. Collective over all ranks; blocks.
+        After a later failed collective the ranks restore this state. Collective over all ranks: an all-gather of each
+        sampler's records of processed samples, then broadcasts from rank 0 that keep the ranks together and spread its
+        records of changed hosts; blocks.
 
         Raises:
             ValueError: the call comes between a backward and its ``optimizer.step``; gradients are no part of the
@@ -256,7 +265,8 @@ class TorchState(ObjectState):
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if rank 0 has recorded a change of hosts since the last check.
 
-        Exchanges the samplers' records of processed samples before. Collective over all ranks; blocks.
+        Collective over all ranks: an all-gather of each sampler's records of processed samples, then a broadcast of
+        rank 0's records of changed hosts; blocks.
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
