@@ -12,12 +12,14 @@ _RANK = "PMI_RANK"
 def job_of(environ: Mapping[str, str]) -> str | None:
     """Return a text that identifies the job of a rank that Hydra (mpiexec) has started: equal on all ranks of a node.
 
-    It is the process id of the proxy from which Hydra starts all ranks of a node. Scripts between the proxy and a rank
-    have the rank's variables (``PMI_RANK``) in their environment; the proxy does not. None without psutil, or if the
-    processes may not be inspected.
+    The text is the process id of the proxy, the process from which Hydra starts all ranks of a node: the nearest
+    ancestor of this process that is named as a proxy, or whose environment lacks the rank's variable ``PMI_RANK``.
 
     Args:
         environ: the rank's environment, with ``PMI_RANK``.
+
+    Returns:
+        The text; None without psutil, or if the processes may not be inspected.
     """
     try:
         import psutil  # type: ignore[import-untyped]

@@ -65,13 +65,13 @@ _NODES: Mapping[Source, str] = {"flux": _FLUX_NODES}
 
 
 def launch_time(environ: Mapping[str, str]) -> float | None:
-    """Return the time at which the user started the command of this rank; None if it is unknown.
+    """Return the time at which the user's command that launched this rank was started; None if it is unknown.
 
     Args:
-        environ: environment variables; the launcher has set ``TUTTI_LAUNCHED``.
+        environ: environment variables; tutti's launcher sets ``TUTTI_LAUNCHED`` for each rank.
 
     Returns:
-        Seconds since the epoch.
+        Unix time in seconds; None if the variable is missing or no number.
     """
     try:
         return float(environ[LAUNCHED])
@@ -137,8 +137,8 @@ def read_identity(environ: Mapping[str, str]) -> Identity:
 def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
     """Return rank, size and node of this process in a process group that the user's script has made itself.
 
-    If the environment's variables of a launcher give the same rank and size, they hold; otherwise, as after
-    ``torch.multiprocessing.spawn``, all ranks are assumed to be on this node (a guess).
+    Node and local rank are read from the launcher's environment variables if these state the same rank and size as the
+    group. Otherwise, as after ``torch.multiprocessing.spawn``, all ranks are assumed to be on this node (a guess).
 
     Args:
         rank: rank in the group.

@@ -23,9 +23,10 @@ reads source files at each call."""
 
 
 def forget_exit_handlers() -> None:
-    """Remove all functions registered with ``atexit``; a forked process inherits its parent's.
+    """Remove all functions registered with ``atexit`` from this process, without calling them.
 
-    The public ``atexit.unregister`` needs each function.
+    A forked process calls this, because it inherits its parent's functions. The public ``atexit.unregister`` removes
+    one function, which the caller must have.
     """
     atexit._clear()
 
@@ -50,8 +51,8 @@ def join_threads() -> None:
 def live_objects(kind: type[_T]) -> list[_T]:
     """Return all objects of a class in this process that the garbage collector tracks, in no particular order.
 
-    There are hundreds of thousands of objects beside a loaded PyTorch. Each is asked for its class, and each class once
-    for its bases.
+    The garbage collector tracks instances of Python classes and containers, but no ints or strings. The search looks at
+    all tracked objects, which are hundreds of thousands once PyTorch is loaded.
 
     Args:
         kind: the class; objects of its subclasses are included.

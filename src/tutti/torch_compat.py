@@ -321,8 +321,9 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 def differentiable_once(node: Any) -> str | None:
     """Return the name of a node's custom autograd function if its backward is ``once_differentiable``, else None.
 
-    PyTorch's second backward raises an error for such a function in some graphs, and leaves out its terms in others. A
-    public replacement would be a property of nodes.
+    A backward through the gradients (``create_graph=True``) cannot differentiate such a function: in some graphs
+    PyTorch raises an error, in others it leaves out the function's terms, so that callers must look for it. A public
+    replacement would be a property of nodes.
 
     Args:
         node: an autograd node, such as ``loss.grad_fn``.
@@ -354,10 +355,14 @@ def node_sequence(node: Any) -> int | None:
 
 
 def version_counting_view(tensor: Tensor) -> Tensor:
-    """Return a detached view that shares the version counter of ``tensor``, from within a ``TorchDispatchMode``.
+    """Return a detached view of a tensor that shares its version counter, for use within a ``TorchDispatchMode``.
 
-    There, plain ``detach()`` runs below the dispatch key (ADInplaceOrView) that shares counters.
-    ``torch.utils.checkpoint`` does the same for selective checkpointing, under a private name.
+    Within such a mode plain ``detach()`` gives the view a counter of its own, because the dispatch key that shares
+    counters (ADInplaceOrView) is excluded. ``torch.utils.checkpoint`` does the same for selective checkpointing, under
+    a private name.
+
+    Args:
+        tensor: the tensor; in-place writes to it or to the view increment the counter of both.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -580,9 +585,10 @@ def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recu
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` or ``Module.compile`` has been applied to a module itself, not to a submodule.
+    """Return whether calls of a module itself, not of a submodule, run compiled code and not its plain forward.
 
-    No public function tells it.
+    True for the wrapper that ``torch.compile`` returns, after ``Module.compile``, and while ``replace_call`` has set
+    another function. No public function tells it.
 
     Args:
         module: the module, or the wrapper that ``torch.compile`` has returned.
@@ -752,9 +758,11 @@ def mps_generator() -> torch.Generator:
 
 @cache
 def optimizer_attributes() -> frozenset[str]:
-    """Return the names of attributes that every optimizer has or that schedulers and gradient scalers add to it.
+    """Return the names of the instance attributes that PyTorch itself gives to optimizers.
 
-    The first call makes an optimizer, which imports ``torch._dynamo`` and so takes about a second.
+    These are the attributes of every optimizer, and the additions of learning-rate schedulers and gradient scalers.
+    Other attributes belong to an optimizer's own class. The first call makes an optimizer, which imports
+    ``torch._dynamo`` and so takes about a second.
     """
     own = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
     added = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling")
@@ -785,15 +793,17 @@ def mark_wrapped_by_scheduler(step: Any) -> None:
 
 
 def accept_gradient_scale(optimizer: Any) -> bool:
-    """Let ``GradScaler.step`` call ``optimizer.step()`` in every case, with ``found_inf`` and ``grad_scale`` set on it.
+    """Mark an optimizer so that ``GradScaler.step`` passes it scaled gradients and always calls ``optimizer.step()``.
 
-    Otherwise a scaler divides the gradients before it calls ``step``. No public function sets the mark.
+    The scaler then sets ``optimizer.grad_scale`` and ``optimizer.found_inf`` before the call, as it does for fused
+    optimizers. Without the mark it unscales the gradients itself, and does not call ``step`` where one is infinite or
+    NaN. No public function sets the mark.
 
     Args:
         optimizer: the ``torch.optim.Optimizer``, marked in place.
 
     Returns:
-        Whether the optimizer accepted scales before, as fused ones do.
+        Whether the optimizer had the mark before, as fused optimizers do.
     """
     before = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     optimizer._step_supports_amp_scaling = True
@@ -856,8 +866,9 @@ def set_group_timeout(group: Any, limit: timedelta) -> None:
 def forget_process_groups() -> None:
     """Destroy the default process group if there is one, and restart PyTorch's count of process groups at 0.
 
-    A group's number is part of its keys in the store. ``destroy_process_group`` sets it back, but not after a group
-    that failed to connect, whose ranks would look for the next job's groups under other keys.
+    The number of a process group is part of the group's keys in the key-value store. ``destroy_process_group`` restarts
+    the count too, but not after a group that failed to connect: this process would then look for the next job's groups
+    under other keys than the other ranks.
     """
     if torch.distributed.is_initialized():
         with suppress(RuntimeError):
@@ -913,8 +924,9 @@ def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> Non
 def skip_graph_capture_checks() -> None:
     """Let all optimizers of this process step without asking the accelerator whether it is recording a graph.
 
-    ``step`` asks also for parameters on the CPU, and a process that was forked from one that has used CUDA cannot: the
-    driver's error would end it. Such a process records no graphs. There is no public switch.
+    For a process on the CPU that was forked from a process that has used CUDA. ``Optimizer.step`` asks the accelerator
+    also for parameters on the CPU, and in such a process the driver's error would end the step. Such a process records
+    no graphs. There is no public switch.
     """
     torch.optim.Optimizer._accelerator_graph_capture_health_check = _check_nothing  # type: ignore[assignment, method-assign]
 
@@ -1036,7 +1048,10 @@ def elastic_processes(agent: Any) -> list[Any]:
 
     Returns:
         One process object of ``multiprocessing`` for each rank of this node, with ``pid`` and ``exitcode``, in the
-        order of local ranks. Before the first start AttributeError is raised.
+        order of local ranks.
+
+    Raises:
+        AttributeError: the agent has not started processes yet.
     """
     return list(agent._pcontext._pc.processes)
 

@@ -63,11 +63,11 @@ class MicroBatch:
 
     @property
     def share(self) -> float:
-        """Factor by which backward multiplies this micro-batch's mean loss: its share of the global batch × loss scale.
+        """Factor by which backward multiplies the mean loss of this micro-batch's samples, loss scale included.
 
-        The product of ``samples`` and ``weight``. Where ``weight`` refers to the samples of one logical worker (a fixed
-        share of the global batch), it is the micro-batch's share of that worker's samples × loss scale; for a ``whole``
-        micro-batch (whose gradient is the mean over itself alone) the loss scale.
+        Without loss scale it is the number of ``samples`` divided by the samples of the global batch, or of the logical
+        worker (a fixed share of the global batch) where each worker has a gradient of its own. It is 1 for a ``whole``
+        micro-batch, whose gradient is the mean over this micro-batch alone.
         """
         return self.weight if self.whole else self.samples * self.weight
 
@@ -144,16 +144,17 @@ class ShardSpec:
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Return the position in the global tensor of consecutive rows of this rank's local tensor.
+        """Return the position in the global tensor of some consecutive rows of this spec's local tensor.
 
-        This spec states the position of the local tensor, a slice of the global tensor.
+        Used to shard the local tensor of a tensor-parallel rank further, by rows.
 
         Args:
-            local: shape of the local tensor.
+            local: shape of the local tensor, whose position in the global tensor this spec states.
             begin: index in the local tensor of the first of these rows.
 
         Returns:
-            The ``ShardSpec`` of a tensor that holds these rows; the tensor's own length says how many they are.
+            The ``ShardSpec`` of the tensor that holds these rows. It does not state their number, which is the length
+            of that tensor.
         """
         if self.blocks > 1:
             return replace(self, rows=(begin, local[0]))
@@ -366,8 +367,8 @@ class FullTensorGatherer(Protocol):
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Gather full tensors, such as gradients or momenta of a parameter, from the slices that the ranks hold.
 
-        Collective: an all-gather or all-reduce of full tensors; every rank calls it for the same parameters in the same
-        order.
+        An optimizer calls this in its step, for each parameter whose update needs full matrices (Muon). Collective: an
+        all-gather or all-reduce of full tensors; every rank calls it for the same parameters in the same order.
 
         Args:
             parameter: the parameter; ``tensors`` are split over ranks in the same way.
@@ -379,6 +380,8 @@ class FullTensorGatherer(Protocol):
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Cut this rank's slice of a parameter out of a tensor of the parameter's full shape. Not collective.
+
+        An optimizer that has computed an update from full matrices (``gather``) calls this to apply its rank's slice.
 
         Args:
             parameter: the parameter, as this rank holds it; the tensor is split over ranks in the same way.
@@ -522,7 +525,10 @@ class ReplicaRunner(Protocol):
         ...
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Register an object that is told of each gradient of the model's parameters on this rank.
+        """Register the object that is told of each gradient of the model's parameters on this rank.
+
+        ``GradientSync`` calls this when the run is prepared, and again when parameters are unfrozen, if it starts to
+        reduce gradients while backward goes on.
 
         Args:
             grad_hook: receiver, whose ``gradient_ready(parameter)`` is called each time that a backward has accumulated
@@ -530,18 +536,22 @@ class ReplicaRunner(Protocol):
         """
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Make this rank's part of the model use new parameter objects, as after sharding the optimizer state.
+        """Make this rank's part of the model use new parameter objects.
+
+        ``GradientSync`` calls this after it has sharded parameters, which gives the modules other ``nn.Parameter``
+        objects.
 
         Args:
-            by: from each ``nn.Parameter`` of this rank's modules that was replaced to the object that replaces it.
+            by: maps each ``nn.Parameter`` of this rank's modules that was replaced to the object in its place.
         """
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run the forward of one logical worker's micro-batches and, with ``grad_hook``, their backward.
 
-        A logical worker is one of N fixed shares of the global batch. Gradients of all micro-batches add up in the
-        parameters' ``.grad``. If the replica of the model spans several ranks (pipeline stages, tensor slices), or a
-        forward all-gathers shards of parameters, the call is collective over these ranks.
+        A training step calls this once for each logical worker of the rank (one of N fixed shares of the global batch),
+        an evaluation for each batch of held-out samples. Gradients of all micro-batches add up in the parameters'
+        ``.grad``. If the replica of the model spans several ranks (pipeline stages, tensor slices), or a forward
+        all-gathers shards of parameters, the call is collective over these ranks.
 
         Args:
             micro_batches: this rank's micro-batches of the worker in one step, in order.
@@ -556,11 +566,12 @@ class ReplicaRunner(Protocol):
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context manager for evaluating this rank's part of the model with other weights, as an average.
+        """Return a context manager within which this rank's part of the model evaluates with the given tensors.
 
-        Within the block, this rank's modules hold the tensors of ``values`` as parameters and buffers, are in eval
-        mode, and autograd is off (``torch.no_grad``). On exit the modules get their own tensors and their training
-        modes back.
+        ``run.evaluate`` and ``run.predict`` use it with weights merged over logical workers, or averaged over updates
+        (EMA). Within the block the modules hold the tensors of ``values`` as parameters and buffers, are in eval mode,
+        and autograd is off (``torch.no_grad``). On exit the modules get their own tensors and their training modes
+        back.
 
         Args:
             values: tensors by the name that the parameter or buffer has in the model before it is split over ranks; a
@@ -578,7 +589,8 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Seed the random generators for a micro-batch, before the script's loop body runs on it.
 
-        The seed is ``micro_batch.key``, so that draws such as dropout do not depend on the rank.
+        ``run.microbatches`` calls this before it yields the micro-batch's samples. The seed is ``micro_batch.key``, so
+        that draws such as dropout do not depend on the rank.
 
         Args:
             micro_batch: the micro-batch on which the script's loop body runs next.
@@ -594,7 +606,8 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
     ) -> LossSums:
         """Run the backward of one micro-batch on the loss that the script computed; gradients add up in ``.grad``.
 
-        A worker is a logical worker, one of N fixed shares of the global batch, which is cut into micro-batches.
+        ``run.backward(loss)`` of a custom training loop calls this. A worker is a logical worker, one of N fixed shares
+        of the global batch, which is cut into micro-batches.
 
         Args:
             result: the loss that the script computed: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
@@ -616,7 +629,10 @@ class ModelLayout(Protocol):
     """
 
     def build(self, plain: nn.Module) -> ReplicaRunner:
-        """Split a model over ranks, and return this rank's part of it, which runs forward and backward.
+        """Split a model over the ranks of a replica, in place, and return this rank's part.
+
+        ``tutti.prepare`` calls this once, before ``GradientSync.attach``. Collective over the ranks of the replica, if
+        there are several.
 
         Args:
             plain: the script's model with all parameters, of the same structure on every rank.
@@ -644,7 +660,10 @@ class SavedState(Protocol):
         Args:
             group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
                 fixed share of the global batch).
-            name: the tensor's name.
+            name: the tensor's name, one of ``names(group)``.
+
+        Raises:
+            CheckpointError: a checkpoint directory lacks the tensor, or the tensor's file is damaged.
         """
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
@@ -662,10 +681,12 @@ class SavedState(Protocol):
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read a rectangular region of one tensor of the checkpoint; the result is on the CPU.
 
+        A rank that holds a slice of a tensor reads its slice alone.
+
         Args:
             group: group of the tensor: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each
                 logical worker, a fixed share of the global batch).
-            name: the tensor's name.
+            name: the tensor's name, one of ``names(group)``.
             offset: index of the region's first element in the tensor, one number for each dimension.
             shape: shape of the region, one number for each dimension.
         """
@@ -686,6 +707,9 @@ class Average(Protocol):
     def adopt(self, names: Collection[str]) -> None:
         """Include parameters that the script has newly made trainable in the average of the weights, from now on.
 
+        The run calls this before the first step that trains them. Until then a parameter was constant, so that its
+        average starts at its present value.
+
         Args:
             names: names of these parameters in the unsplit model; their ``requires_grad`` has been set to True.
 
@@ -696,16 +720,19 @@ class Average(Protocol):
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters and buffers by name, with the averaged weights in place of the trained parameters.
 
+        Called for evaluations, ``run.state(averaged=True)`` and hashes of the average. Not collective.
+
         Args:
             merged: this rank's parameters and buffers by name, from ``GradientSync.merged``: those of one model, merged
                 over the data-parallel workers.
 
         Returns:
             A new dict with the names of ``merged``; buffers and frozen parameters have the values of ``merged``.
+            Averages of 16-bit parameters are float32.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's part of the averaged weights (EMA) for a checkpoint.
+        """Return this rank's part of the averaged weights (EMA), which the rank writes into a checkpoint.
 
         Returns:
             ``{"ema": {name: tensor}}``, with the names of the parameters. The parts of all ranks together are the whole
@@ -714,11 +741,14 @@ class Average(Protocol):
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Restore the average of the weights from a checkpoint; if that has none, start at the checkpoint's weights.
+        """Restore the average of the weights from a checkpoint, on a resume or a warm start.
+
+        A parameter without an average in the checkpoint starts at its weights there.
 
         Args:
             saved: the checkpoint's tensors.
-            updates: number of optimizer updates that the saved average has seen; becomes the attribute ``updates``.
+            updates: number of optimizer updates that the saved average has seen; becomes the attribute ``updates``, on
+                which the warm-up of the decay depends.
         """
 
 
@@ -743,7 +773,8 @@ class GradientSync(Protocol):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Build the optimizer over this rank's part of the model, and make all ranks start from one state.
 
-        Collective: verifies that all ranks hold the same model, and broadcasts data rank 0's parameters and buffers.
+        ``tutti.prepare`` calls this once, after ``ModelLayout.build``. Collective: verifies that all ranks hold the
+        same model, and broadcasts data rank 0's parameters and buffers.
 
         Args:
             replica: this rank's part of the model.
@@ -752,13 +783,18 @@ class GradientSync(Protocol):
         Returns:
             The receiver of gradients for ``replica.connect`` and ``replica.run``: its ``gradient_ready(parameter)`` is
             called for each gradient that a backward has accumulated.
+
+        Raises:
+            MismatchError: ranks hold models with different parameters or buffers.
+            UsageError: the strategy cannot step the optimizer on this rank's part of the model.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Load a logical worker's own state into the model before the worker's micro-batches run.
 
-        A logical worker is one of N fixed shares of the global batch. The state is the worker's buffers, such as
-        batch-norm statistics, and its parameters where workers differ (local SGD).
+        A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch, in
+        turn. The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ
+        (local SGD).
 
         Args:
             worker: index of the logical worker, one of those of this rank.
@@ -768,8 +804,8 @@ class GradientSync(Protocol):
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Collect a logical worker's gradients and loss sums for the reduction, after its last micro-batch of the step.
 
-        A logical worker is one of N fixed shares of the global batch. Where workers train parameters of their own
-        (local SGD), this makes the worker's update instead.
+        A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch.
+        Where workers train parameters of their own (local SGD), this makes the worker's update instead.
 
         Args:
             worker: index of the logical worker.
@@ -795,6 +831,9 @@ class GradientSync(Protocol):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the reduced gradients and step the optimizers, or skip the update where a gradient is not finite.
 
+        Called on every rank after ``reduce_gradients``. Collective where the strategy gathers parameters after the
+        update, or an optimizer needs whole tensors, and where an update is skipped.
+
         Args:
             stats: the result of ``reduce_gradients``: norm of the gradient, and whether it is finite.
             step_context: facts of the step, such as the factor on the learning rate.
@@ -815,9 +854,9 @@ class GradientSync(Protocol):
     def merged(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers as one model, merged over all ranks' logical workers.
 
-        A logical worker is one of N fixed shares of the global batch, with its own buffers. Collective: every rank
-        calls it. Batch-norm statistics are pooled over the workers, other floating buffers averaged; so are parameters
-        where each worker has its own (local SGD).
+        Called for evaluations, predictions, checkpoints and ``run.state``. A logical worker is one of N fixed shares of
+        the global batch, with its own buffers. Collective: every rank calls it. Batch-norm statistics are pooled over
+        the workers, other floating buffers averaged; so are parameters where each worker has its own (local SGD).
 
         Returns:
             Tensors by name; those that are split over ranks are this rank's slices.
@@ -825,6 +864,9 @@ class GradientSync(Protocol):
 
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return this rank's tensors of which several ranks must hold equal copies; None if there are none.
+
+        The run compares digests of them over ranks, before checkpoints and at the end of some epochs, to find ranks
+        that have diverged.
 
         Returns:
             Tensors by name. Where ``ReplicaRunner.specs`` has the name, the tensor is this rank's slice, of which all
@@ -844,15 +886,22 @@ class GradientSync(Protocol):
     def load(self, saved: SavedState) -> None:
         """Restore parameters, buffers and optimizer state of this rank from a checkpoint.
 
-        The group ``workers`` has state of each logical worker (fixed share of the global batch), such as buffers; what
-        is missing there is taken from the merged model in the group ``model``.
+        Called on every rank for a resume, a warm start and ``load_state_dict`` of the model; collective where the
+        strategy distributes what it has read. The group ``workers`` has state of each logical worker (fixed share of
+        the global batch), such as buffers; for state that is missing there, the worker starts from the merged model in
+        the group ``model``.
 
         Args:
             saved: the checkpoint's tensors, of which this rank reads its slices.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it is damaged.
         """
 
     def own_gradients(self) -> OwnGradients:
         """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
+
+        Called at the begin of each step that measures the noise scale. Not collective.
 
         Returns:
             An ``OwnGradients``: ``parameters``, the trained parameters in whose ``.grad`` backward leaves this rank's
@@ -866,7 +915,7 @@ class GradientSync(Protocol):
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what this strategy writes into ``summary.json``, such as traffic over ranks.
+        """Return figures of this strategy, such as its traffic over ranks, for ``summary.json`` at the end of the run.
 
         Called on all ranks: collective where the strategy counts traffic over ranks.
 
@@ -877,8 +926,11 @@ class GradientSync(Protocol):
     def adopt(self, optimizer: Optimizer) -> None:
         """Begin to update the parameters that the script has added to one of its optimizers since ``tutti.prepare``.
 
+        The run calls this, at the next step, for each of the script's optimizers once the size of a parameter group has
+        changed.
+
         Args:
-            optimizer: this optimizer of the script, with the parameters in new parameter groups.
+            optimizer: one of the script's optimizers, with its present parameter groups.
 
         Raises:
             UsageError: the strategy cannot add parameters after ``tutti.prepare``.
@@ -888,12 +940,17 @@ class GradientSync(Protocol):
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Begin to train parameters that were frozen: reduce their gradients and update them from now on. Collective.
 
+        The run calls this once it finds that the script has set ``requires_grad`` of parameters, before the step or its
+        update.
+
         Args:
             names: names of the parameters whose ``requires_grad`` the script has newly set to True.
-            late: whether a forward of the present step has been computed already.
+            late: True if the forward of the present step has already used these parameters, as in the body of a custom
+                training loop; a strategy that shards them then does so after the step's backward.
 
         Raises:
             UsageError: the distribution strategy cannot begin to train these parameters.
+            MismatchError: ranks have unfrozen different parameters, where the strategy compares them.
         """
 
 
@@ -940,8 +997,8 @@ class CustomLoopSync(GradientSync, Protocol):
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return names and objects of the trainable parameters of the script's model.
 
-        Where parameters or gradients are sharded, the objects are full parameters (ZeRO stage 1) or DTensors (FSDP2),
-        not the rows that the optimizer updates.
+        The objects are the parameters in the script's model: where the strategy shards, full parameters (ZeRO stage 1)
+        or DTensors (FSDP2), and not the rows that the optimizer updates.
 
         Returns:
             A pair (name, parameter) for each trainable parameter that this rank has, without sharding in the model's
@@ -949,10 +1006,10 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trainable parameters as objects of the script's model.
+        """Return the trainable parameters as objects of the script's model, whose ``.grad`` the script uses.
 
-        Where parameters or gradients are sharded, the objects are full parameters (ZeRO stage 1) or DTensors (FSDP2),
-        not the rows that the optimizer updates.
+        Where the strategy shards, these are full parameters (ZeRO stage 1) or DTensors (FSDP2), and not the rows that
+        the optimizer updates.
 
         Returns:
             The parameters of the pairs (name, parameter) that ``named_trained`` returns, in the same order: without
@@ -989,6 +1046,9 @@ class CustomLoopSync(GradientSync, Protocol):
     def trained_tensors(self) -> list[Tensor]:
         """Return the data of all trained parameters as this rank stores them.
 
+        A custom training loop compares their sums before and after the loop body, to find parameters that the body has
+        written.
+
         Returns:
             A detached tensor for each parameter that shares its memory: the full tensor, a slice (tensor parallelism)
             or this rank's rows (ZeRO stage 1, FSDP2). The order is that of ``script_parameters``.
@@ -997,22 +1057,25 @@ class CustomLoopSync(GradientSync, Protocol):
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether a backward gave it a gradient since the last call; reset the flags.
 
-        For FSDP2, whose backward itself reduces gradients, so that ``.grad`` does not show it.
+        A custom training loop calls this after the backward of each micro-batch but the last. It serves FSDP2, whose
+        backward reduces gradients itself, so that the local ``.grad`` does not show which parameters got one.
 
         Returns:
-            With FSDP2 one flag for each trained parameter that is sharded, in the order of ``script_parameters``; with
-            ZeRO stage 1 as many flags, all False; with other strategies an empty list.
+            One flag for each trained parameter that is sharded, in the order of ``script_parameters``; always False for
+            parameters that ZeRO stage 1 shards, whose ``.grad`` tells it. An empty list with strategies that do not
+            shard.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
         """Mark trained parameters as reached by a backward on this rank, for the coming reduction of gradients.
 
-        For strategies whose backward itself reduces gradients (FSDP2); others do nothing. A custom training loop passes
-        the flags of earlier micro-batches whose gradients belong to the same reduction.
+        A custom training loop calls this before the backward of the rank's last micro-batch, with the flags of the
+        earlier micro-batches of the same global batch. It serves FSDP2, whose backward reduces gradients itself; other
+        strategies do nothing.
 
         Args:
             used: whether a backward gave the parameter a gradient, one flag for each trained parameter, as
-                ``pop_reached`` returned them.
+                ``pop_reached`` returned them; False leaves a flag as it is.
         """
 
     def apply_clearing(self) -> None:
@@ -1020,7 +1083,8 @@ class CustomLoopSync(GradientSync, Protocol):
 
         For FSDP2, where the script sees the full, gathered parameters during a forward and the optimizer has shards. A
         shard's gradient becomes None or zeros, as the script has left the placeholder that ``show_gradients`` put into
-        ``.grad`` of the full parameter. Called after a forward; other strategies do nothing.
+        ``.grad`` of the full parameter. Called after a forward, and before each backward and update of a custom
+        training loop; other strategies do nothing.
         """
 
     def show_gradients(self) -> None:
@@ -1028,14 +1092,15 @@ class CustomLoopSync(GradientSync, Protocol):
 
         For FSDP2, where the script sees the full, gathered parameters during a forward and gradients of earlier
         backward passes are in shards. A placeholder raises UsageError when it is read; ``apply_clearing`` finds out
-        whether the script has cleared it. Other strategies do nothing.
+        whether the script has cleared it. Called after a forward, and by a custom training loop after each backward and
+        before each update; other strategies do nothing.
         """
 
     def apply_edits(self) -> None:
         """Make the coming update use what the script has written into ``.grad``, such as clipped gradients.
 
-        Called before ``optimizer_step``. If the optimizer updates other tensors than the script's parameters (shards),
-        the gradients of these tensors are set to the script's.
+        A custom training loop calls this right before ``optimizer_step``. If the optimizer updates other tensors than
+        the script's parameters (shards), the gradients of these tensors are set to the script's.
         """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:

@@ -57,7 +57,11 @@ def _micro_batches_of_rank(batch: int, workers: int, ranks: int, micro: int | No
 
 
 def check_buildable(config: PlannedRun) -> None:
-    """Raise UsageError if the training step of a run cannot be simulated with its strategy or options.
+    """Raise UsageError if the simulator cannot build the training step of a run with its strategy and options.
+
+    Refused are ``algorithm=shared_memory`` of an all-reduce; ``offload`` and ``param_dtype`` of sharding; ``backup``
+    workers of parameter servers; ``post`` of local SGD; ``--reproducible``; a ``--batch-norm`` other than ``worker``;
+    and what ``check_split`` (layers split over tensor ranks) and ``check_delays`` (``--slow``) refuse.
 
     Args:
         config: configuration of the run, with a number of devices.
@@ -109,8 +113,8 @@ def build_step(
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
         costs: predicts the seconds of computing and communication on the machine.
-        prices: cache of the seconds of the model's passes, shared with plans on as many devices a node; None for a new
-            one.
+        prices: predicts the seconds of the model's forwards and backwards and caches them; may be shared by calls for
+            the same model, machine and number of devices. None for a new one.
 
     Returns:
         A pair. First the simulated step, the computations and messages of a device that computes as long as the
@@ -120,7 +124,8 @@ def build_step(
         slowest device to those of a typical device, array of shape (draws,): one ratio for each draw.
 
     Raises:
-        UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.
+        UsageError: the strategy or one of its options cannot be simulated (``check_buildable``), the number of devices
+            does not fit the strategy, or the speed of a link is not known.
     """
     check_buildable(config)
     # The number of devices must fit the strategy.
@@ -149,12 +154,15 @@ def build_step(
 def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
     """Predict how many times longer the slowest device, for which all others wait, computes than a typical one.
 
-    Asynchronous workers do not wait for each other, so that all their ratios are 1.
+    The ratio grows with the number of devices and with the jitter of computing that was measured on the machine;
+    without a measurement the seconds of a device vary by 2 % (a guess). Asynchronous workers of parameter servers do
+    not wait for each other, so that all their ratios are 1.
 
     Args:
-        config: configuration of the run.
+        config: configuration of the run, with a number of devices.
         costs: predicts the seconds of computing and communication on the machine.
-        computing: seconds of all passes of a data rank on a typical device, shape (draws,) (Monte Carlo draws).
+        computing: seconds of all forwards and backwards of a data rank on a typical device, shape (draws,) (Monte Carlo
+            draws); jitter averages out over longer computing.
 
     Returns:
         Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws.
@@ -166,10 +174,15 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
 
 
 def check_split(config: PlannedRun) -> None:
-    """Raise UsageError if the step of a model split over tensor ranks cannot be simulated with the run's options.
+    """Raise UsageError if the simulator cannot build the step of a model whose layers or shards lie on several ranks.
+
+    Only strategies ``tensor`` and ``hybrid`` are checked. Refused are shards of pipeline stages; shards of gradients or
+    parameters (ZeRO stages 2 and 3) of layers that are split over tensor ranks; sequence parallelism and activation
+    checkpointing in pipeline stages whose layers are split; and an optimizer that mixes the elements of a tensor, such
+    as Muon, where layers are split.
 
     Args:
-        config: configuration of the run.
+        config: configuration of the run, with a number of devices.
     """
     layout, shape = config.choice.layout, config.shape
     if not isinstance(layout, TensorConfig):
@@ -213,10 +226,10 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
     """Predict the seconds of forward and backward of all micro-batches of a data rank, on one typical device.
 
     Args:
-        config: configuration of the run.
+        config: configuration of the run, whose activation checkpointing decides what backward computes again.
         parts: number of samples in each micro-batch, one list for each logical worker, which is a fixed share of the
             global batch (``rank_micro_batches``).
-        prices: seconds of the model's passes.
+        prices: predicts the seconds of the model's forwards and backwards over a micro-batch, and caches them.
 
     Returns:
         Seconds, array of shape (draws,), as if the device held the whole model: one value for each of the Monte Carlo

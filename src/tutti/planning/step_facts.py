@@ -270,9 +270,9 @@ def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
 def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[str, int]:
     """Return the bytes of the parameters that FSDP all-gathers for each module group, with the padding of rows.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss. Rows are padded to a
-    multiple of ``ranks``. Parameters that FSDP2 does not shard (scalars, and those of another dtype than most) are left
-    out.
+    A module group is a module that is sharded as a unit, the rest of the model, or the loss. Rows (slices along the
+    first dimension) are padded to a multiple of ``ranks``. Parameters that FSDP2 does not shard are left out: scalars,
+    and trainable parameters of another dtype than most.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -280,7 +280,7 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
         frozen: include parameters that are not trained, which are gathered and have no gradient.
 
     Returns:
-        Bytes on all ranks together, by name of the module group; 0 for one without such parameters.
+        Bytes on all ranks together, by name of the module group; 0 for a group without such parameters.
     """
     rest, sizes = unwrapped_tensors(facts), {group.name: 0 for group in facts.workload.groups}
     for tensor in (*facts.tensors, *(facts.frozen if frozen else ())):

@@ -60,11 +60,14 @@ class StepFloor:
 def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: PassPrices) -> StepFloor | None:
     """Return a lower bound of a training step's seconds in closed form, without simulating the step.
 
+    The bound is the computing of the slowest device, the communication that cannot overlap this computing, and the
+    update. A search over plans simulates a step only if its bound is below the best step found so far.
+
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
         costs: predicts the seconds of computing and communication on the machine.
-        prices: seconds of the model's passes.
+        prices: predicts the seconds of the model's forwards and backwards over a micro-batch, and caches them.
 
     Returns:
         A ``StepFloor``: ``seconds``, lower bounds as an array of shape (draws,), one for each of the Monte Carlo draws

@@ -203,6 +203,9 @@ class TaskSizes:
     def device_bytes(self, config: PlannedRun) -> float:
         """Return the predicted bytes that training the task takes on the device that holds most.
 
+        The bytes are those of parameters, gradients, optimizer state, communication buffers, averaged weights,
+        activations and buffers. Tensor-parallel ranks count as even parts of the model.
+
         Args:
             config: configuration of the run, with a number of devices.
 
@@ -439,17 +442,17 @@ def step_band(
 ) -> tuple[tuple[float, float] | None, str]:
     """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
-    The interval lies around the median of ``seconds``. On the logarithm, its half width is the unit of errors for the
-    standard deviation of ``seconds`` (``band_unit``) times the factor within which 90 % of earlier predictions of the
-    same class were right. A class holds predictions from the same kind of machine data (measured or published) to a
-    similar multiple of the devices of a measured node.
+    The interval is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.05²)^⅜ is the unit of errors
+    (``band_unit``), with the standard deviation σ of ln ``seconds``; q is the multiple of u within which 90 % of the
+    checked predictions of the same class were right (``band_factor``). A class holds predictions from the same kind of
+    machine data (measured or published) to a similar multiple of the devices of a measured node.
 
     Args:
         seconds: predicted seconds of a step, shape (draws,): one value for each of the Monte Carlo draws of the
             machine's uncertain constants.
-        costs: durations on the machine, with their basis.
+        costs: predicts durations on the machine; read are the kind of its data (``basis``) and the devices of a node.
         devices: number of devices of the run.
-        residuals: scores (errors in units of ``band_unit``) of checked predictions, by class of prediction and then by
+        residuals: scores of checked predictions, |ln(measured ÷ predicted)| / u, by class of prediction and then by
             published source.
 
     Returns:
@@ -469,12 +472,14 @@ def step_band(
 def alone_config(config: PlannedRun) -> PlannedRun:
     """Change a run's configuration to one device: the same global batch, in micro-batches of the same size.
 
+    The simulated step of this configuration is the baseline for the efficiency of a run on several devices.
+
     Args:
         config: configuration of the run, with a number of devices.
 
     Returns:
-        ``config`` with ``--strategy single``, one device, micro-batches as large as the largest of data rank 0, and
-        without workers and without ``--slow``, which delays ranks.
+        A copy of ``config`` with ``--strategy single``, one device and one logical worker, micro-batches as large as
+        the largest of data rank 0, and no ``--slow``, which delays ranks.
 
     >>> alone_config(PlannedRun(devices="4", batch_size=64)).micro_batch
     16

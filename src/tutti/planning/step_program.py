@@ -209,7 +209,7 @@ class StepTimes:
 
         Returns:
             ``compute``: forward, backward and update; ``communication``: messages while the device does not compute;
-            ``idling``: the rest. They sum to 1.
+            ``idling``: the rest, with the delays of ``--slow``. They sum to 1.
         """
         place = self.median_sample
         total = float(self.seconds[place])
@@ -281,11 +281,12 @@ class StepTimes:
 def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
     """Simulate a training step: compute start and end of every action, which is a computation or a message.
 
-    An action starts when all actions that it needs have ended and its resource is free. A device has two resources, its
-    compute units and its link.
+    A device has two resources, its compute units and its link, and each resource runs its actions in the order of
+    ``program.actions``. An action starts when all actions that it needs, and the action before it on the same resource,
+    have ended (max-plus algebra: Baccelli et al. 1992, "Synchronization and Linearity").
 
     Args:
-        program: the actions, in an order in which they can be evaluated.
+        program: the simulated step; an action needs only actions that precede it in ``program.actions``.
         samples: number of Monte Carlo draws; ``seconds`` of every action has as many elements.
 
     Returns:

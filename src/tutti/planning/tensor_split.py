@@ -56,10 +56,10 @@ class TensorSplit:
         self.parted, self.closed = is_parted(self._plan, layout), closed_blocks(self._plan)
 
     def build(self, log: MessageLog | None = None) -> nn.Module:
-        """Build the task's model with the parameter slices of the first tensor rank, which has most of every layer.
+        """Build the task's model with the slices of the first tensor-parallel rank, the largest of every layer.
 
-        This object has found out how to split the layers of one task's model over tensor-parallel ranks. No process but
-        this one takes part.
+        How the layers are split over the ranks was found when this object was created. Only this process takes part:
+        the collectives of the model's split layers are recorded and not performed.
 
         Args:
             log: records the collectives that forwards and backwards of the built model would make; None: they are not

@@ -241,9 +241,9 @@ def _part(name: str) -> str:
 
 
 def page_colours() -> Iterable[tuple[str, str]]:
-    """Yield pairs of a colour in charts drawn by matplotlib and the CSS value that takes its place in the report.
+    """Yield pairs (colour in an SVG drawn by matplotlib, CSS value that replaces this colour in the report's page).
 
-    The first is a hexadecimal colour such as ``#010203``, which no chart uses for anything else; the second is
+    The colour is a hexadecimal text such as ``#010203``, which no chart uses for anything else; the CSS value is
     ``currentColor`` or a variable such as ``var(--series0)``, so that charts follow the page's light or dark theme.
     """
     yield _TEXT, "currentColor"

@@ -159,7 +159,8 @@ class RunRecord:
     def rate(self) -> float | None:
         """Throughput of the run, in samples a second of all devices together; None if unknown.
 
-        It is the median over steps without the first after each start, else the mean in ``summary.json``.
+        The median over the recorded steps, without the first step after each start; for a run without such steps the
+        mean that ``summary.json`` states.
         """
         if self.steps:
             return statistics.median(step.samples / step.seconds for step in self.steps)
@@ -167,9 +168,9 @@ class RunRecord:
 
     @property
     def held_out(self) -> list[str]:
-        """Names of the values that the run has evaluated on held-out samples; ``loss`` comes first.
+        """Names of the values that the run's evaluations on held-out samples recorded; ``loss`` comes first.
 
-        Others are metrics of the task, such as ``accuracy``. Empty if no evaluation is recorded.
+        The other names are those of the task's metrics, such as ``accuracy``. Empty if no evaluation is recorded.
         """
         known = ("group", "step", "epoch", "samples", "seconds", "time", "weights")
         names = dict.fromkeys(name for line in self.evaluated for name in line if name not in known)

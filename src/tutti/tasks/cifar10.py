@@ -24,7 +24,8 @@ def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool
 
     Args:
         config: options of the model, whose class selects it: a small residual network or a ResNet-18.
-        data: a folder of parquet files as on the Hugging Face hub or of image files, or ``uoft-cs/cifar10``.
+        data: a folder of parquet files as on the Hugging Face hub, or of image files ``train/CLASS/*.png``; or
+            ``uoft-cs/cifar10``, the name of the data set on the hub.
         augment: whether to randomly crop (border of 4 pixels) and mirror the training images.
 
     Returns:

@@ -22,10 +22,12 @@ _STD = 0.02
 def gpt(config: GptConfig, vocabulary: int) -> nn.Sequential:
     """Build a GPT: characters (samples, positions ≤ block) int64 → logits (samples, positions, vocabulary).
 
-    Weights are normal with standard deviation 0.02, and 0.02/√(2·layers) in the last layer of a residual branch.
+    The decoder of GPT-2 (Radford et al. 2019), with normalisation before attention and feed-forward. Weights are normal
+    with standard deviation 0.02, and 0.02/√(2·layers) in the last layer of a residual branch.
 
     Args:
-        config: options of the model; ``block`` is the largest number of positions.
+        config: ``layers`` (number of transformer blocks), ``heads`` (attention heads of a block), ``width`` (features
+            of a character), ``block`` (largest number of positions) and ``dropout`` (probability).
         vocabulary: number of distinct characters.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(embed=Embedding(config, vocabulary))
@@ -58,9 +60,13 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Embed characters and their positions: (samples, positions) int64 → (samples, positions, width).
+        """Embed characters and their positions, and apply dropout.
 
-        There are at most ``config.block`` positions.
+        Args:
+            characters: (samples, positions) int64, indices in the vocabulary; at most ``config.block`` positions.
+
+        Returns:
+            Activations (samples, positions, width).
         """
         positions = torch.arange(characters.shape[1], device=characters.device)
         out: Tensor = self.dropout(self.character(characters) + self.position(positions))
@@ -87,9 +93,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the transformer block, attention and feed-forward with residual sums, to the activations ``x``.
+        """Apply the transformer block: x + attention(norm(x)), then x + feed-forward(norm(x)).
 
-        (samples, positions, width) → the same shape.
+        Args:
+            x: activations (samples, positions, width).
+
+        Returns:
+            Activations of the same shape.
         """
         x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.feed_forward(self.norm2(x))
@@ -110,9 +120,13 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from each position of ``x`` to itself and to earlier positions.
+        """Apply causal self-attention: each position attends to itself and to earlier positions.
 
-        (samples, positions, width) → the same shape.
+        Args:
+            x: activations (samples, positions, width).
+
+        Returns:
+            Activations of the same shape.
         """
         samples, positions, width = x.shape
         split = self.queries_keys_values(x).view(samples, positions, 3, self.heads, width // self.heads)

@@ -42,10 +42,11 @@ def linear_task(config: LineConfig) -> Task:
 
 
 def points(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Make the data of the line: x and y = slope · x + intercept + noise, the same in every call.
+    """Make the data of the built-in task ``linear``: x, and y = 2x - 1 plus noise of standard deviation 0.5.
 
-    The noise is a sum of twelve uniform numbers, less 6: close to normal, and bit-identical on every machine, which
-    formulas with logarithms (Box-Muller) are not.
+    x is uniform in [-1, 1). The noise is half of (a sum of twelve uniform numbers, less 6): close to normal, and
+    bit-identical on every machine, which formulas with logarithms (Box-Muller) are not. Every call gives the same
+    points.
 
     Args:
         count: number of points.

@@ -23,7 +23,8 @@ def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
     cross-entropy (``mask_pixels``).
 
     Args:
-        config: options of the model.
+        config: options of the U-Net: ``depth`` (downsampling scales), ``width`` (channels of the first scale) and
+            ``batch_norm``.
         data: a folder with ``train/image`` and ``train/label``, and the same in ``test/``; without ``test/`` the last
             five images of ``train/`` are held out.
         augment: whether to rotate and mirror the training images together with their masks.

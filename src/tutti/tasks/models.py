@@ -14,10 +14,10 @@ from tutti.config.task_config import CnnConfig, CourseConfig, LineConfig, MlpCon
 
 
 def line_model(config: LineConfig) -> nn.Sequential:
-    """Build a model of the line y = w·x + b: (samples, 1) → (samples, 1).
+    """Build the model y = w·x + b of the task ``linear``: a linear layer, (samples, 1) → (samples, 1).
 
     Args:
-        config: options of the model, of which there are none.
+        config: not read: the model has no options.
     """
     return nn.Sequential(OrderedDict(line=nn.Linear(1, 1)))
 
@@ -25,8 +25,11 @@ def line_model(config: LineConfig) -> nn.Sequential:
 def cnn(config: CnnConfig, classes: int) -> nn.Sequential:
     """Build a CNN: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes).
 
+    Three 3×3 convolutions with ReLU (16, 32 and 32 channels), max pooling after the second, and two linear layers.
+
     Args:
-        config: options of the model.
+        config: ``batch_norm`` (whether batch norm follows each convolution) and ``dropout`` (probability that a feature
+            is dropped before the last layer).
         classes: number of classes.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -45,10 +48,11 @@ def cnn(config: CnnConfig, classes: int) -> nn.Sequential:
 
 
 def mlp(config: MlpConfig, classes: int) -> nn.Sequential:
-    """Build a multi-layer perceptron: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes).
+    """Build an MLP with one hidden layer: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes).
 
     Args:
-        config: options of the model.
+        config: ``hidden`` (number of features of the hidden layer, which has ReLU) and ``dropout`` (probability that a
+            hidden feature is dropped).
         classes: number of classes.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(
@@ -61,13 +65,13 @@ def mlp(config: MlpConfig, classes: int) -> nn.Sequential:
 
 
 def course(config: CourseConfig, classes: int) -> nn.Sequential:
-    """Build a small residual network with bottleneck blocks: colour images (samples, 3, height, width) → logits.
+    """Build a small residual network: colour images (samples, 3, height, width) → logits (samples, classes).
 
-    Logits are (samples, classes). Forward and backward take 74 MFLOP for a 32×32 image; Xavier initialisation (Glorot &
-    Bengio 2010), biases zero.
+    A 7×7 convolution, two bottleneck blocks (He et al. 2015, arXiv:1512.03385), average pooling and a linear layer.
+    Forward and backward take 74 MFLOP for a 32×32 image. Xavier initialisation (Glorot & Bengio 2010), biases zero.
 
     Args:
-        config: options of the model.
+        config: ``batch_norm``, whether batch norm follows each convolution.
         classes: number of classes.
     """
     norm = config.batch_norm
@@ -95,10 +99,11 @@ def course(config: CourseConfig, classes: int) -> nn.Sequential:
 def resnet18(config: Resnet18Config, classes: int) -> nn.Sequential:
     """Build a ResNet-18: colour images (samples, 3, 32, 32) → logits (samples, classes).
 
-    He et al. 2015, arXiv:1512.03385, with the stem that is usual for CIFAR; He initialisation.
+    He et al. 2015, arXiv:1512.03385, with the stem that is usual for CIFAR: a 3×3 convolution of stride 1 and no max
+    pooling. He initialisation.
 
     Args:
-        config: options of the model.
+        config: not read: the model has no options.
         classes: number of classes.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=_conv_norm(3, 64, 3, norm=True), relu=nn.ReLU())
@@ -128,23 +133,30 @@ class Residual(nn.Module):
         self.branch, self.shortcut, self.relu = branch, shortcut, nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the input, or its projection, to the output of the block's convolutions, and apply ReLU.
+        """Return relu(branch(x) + shortcut(x)); the shortcut is the identity, or a projection to the branch's shape.
 
-        (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride).
+        Args:
+            x: activations (samples, inputs, height, width).
+
+        Returns:
+            Activations (samples, outputs, height / stride, width / stride).
         """
         out: Tensor = self.relu(self.branch(x) + self.shortcut(x))
         return out
 
 
 def bottleneck(inputs: int, narrow: int, outputs: int, *, stride: int, norm: bool) -> nn.Sequential:
-    """Build the branch of a bottleneck block: 1×1, 3×3 and 1×1 convolutions, the first with the stride.
+    """Build the branch of a bottleneck block: 1×1, 3×3 and 1×1 convolutions with ReLU between them.
 
-    (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride). He et al. 2015, table 1.
+    He et al. 2015, arXiv:1512.03385, table 1. The first convolution has the stride.
 
     Args:
         inputs, narrow, outputs: channels of the input, between the convolutions, and of the output.
         stride: stride of the first convolution.
         norm: whether batch norm follows each convolution.
+
+    Returns:
+        A module (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride).
     """
     return nn.Sequential(
         _conv_norm(inputs, narrow, 1, stride=stride, norm=norm),

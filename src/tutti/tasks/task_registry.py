@@ -158,8 +158,9 @@ def load_task(text: str, *, data: str | None = None, model: str | None = None, a
     Returns:
         A ``Task``, the definition of what is trained. Its attributes are: ``model``, a function without arguments that
         returns a new model; ``loss``, the loss function; ``train``, the training samples; ``eval``, the held-out
-        samples or None; further ``name``, ``images``, ``directions`` (whether higher or lower is better, by metric),
-        ``callbacks`` and ``describe``.
+        samples or None; further ``name``, ``images`` (whether samples are images, which selects the channels-last
+        layout), ``directions`` (whether higher or lower is better, by metric), ``callbacks``, and ``describe`` (a line
+        on the data for the run's header).
 
     Raises:
         UsageError: an unknown task, model or option, or the user's function cannot be imported, fails, or returns no

@@ -18,12 +18,12 @@ from tutti.tasks.task import Task
 def text_task(config: GptConfig, data: str | None) -> Task:
     """Build the task of predicting the next character; a sample is a window of ``config.block`` characters.
 
-    A batch is characters and the next character of each, both (samples, ``config.block``) int64; the loss is the
-    cross-entropy. The last tenth of the text is held out. The vocabulary is that of the whole text, so that no held-out
-    character is unknown.
+    A batch is characters, as indices in the vocabulary, and the next character of each, both (samples,
+    ``config.block``) int64; the loss is the cross-entropy. The last tenth of the text is held out. The vocabulary is
+    that of the whole text, so that no held-out character is unknown.
 
     Args:
-        config: options of the model.
+        config: options of the GPT: ``layers``, ``heads``, ``width``, ``block`` (length of the window) and ``dropout``.
         data: a UTF-8 text file; None for source files of Python's standard library.
 
     Returns:

@@ -60,9 +60,13 @@ class Descent(nn.Module):
         self.join = _double(2 * width, width, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply one level of the U-Net and all levels below it, and join the result with the input.
+        """Apply one level of the U-Net and all levels below it, and join the result with the input (skip connection).
 
-        (samples, width, height, image width) → the same shape; ``width`` is the number of channels.
+        Args:
+            x: activations (samples, channels, height, width), height and width even.
+
+        Returns:
+            Activations of the same shape.
         """
         out: Tensor = self.join(torch.cat([x, self.up(self.below(self.down(x)))], dim=1))
         return out

@@ -31,20 +31,24 @@ def batch_size_schedule(
     lr_rule: NoRule,
     noise: Multiplicative | None,
 ) -> Epochs:
-    """Return an ``Epochs`` object: the batch contract (global batch size, its division over ranks) of every epoch.
+    """Return the batch contract of every epoch: the global batch size, and its division over workers and ranks.
 
     Rank 0 warns (``warnings.warn``) if batch norm normalises over more samples in the last epoch than in the first.
 
     Args:
         contract: batch contract of the first epoch.
         growth: the batch-size schedule; None for one batch size.
-        model: the script's model.
-        batch_norm: options of batch norm.
-        lr_rule: rule for the learning rate.
-        noise: noise on the gradient; None for none.
+        model: the script's model, searched for batch norm.
+        batch_norm: samples over which batch norm normalises, for the warning.
+        lr_rule: the rule that scales the learning rate with the batch size; AdaScale excludes ``growth``.
+        noise: options of noise that is added to the gradient, which exclude ``growth``; None for none.
+
+    Returns:
+        An ``Epochs``: ``first``, the contract of the first epoch, ``growth``, and ``phases``, the spans of epochs with
+        one batch size.
 
     Raises:
-        UsageError: ``growth`` is given, and cannot be combined with ``lr_rule`` or ``noise``.
+        UsageError: ``growth`` is given together with AdaScale or ``noise``, or for a data set of unknown length.
     """
     if growth is not None:
         check_growth(lr_rule, noise)

@@ -328,9 +328,10 @@ class EarlyStopping(_Follower):
         self.patience = patience
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Compare an evaluation's metric, named in the callback's constructor, with its best value so far.
+        """Compare an evaluation's metric with its best value so far, and stop the run if that is too long ago.
 
-        The run stops after ``patience`` evaluations in a row without a better value.
+        The run calls this on every rank after each evaluation. Metric and ``patience``, the number of evaluations in a
+        row without a better value that stops the run, are those of the callback's constructor.
 
         Args:
             run: the training run, which is stopped.
@@ -364,11 +365,12 @@ class BestModel(_Follower):
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Save a checkpoint of the run if an evaluation's metric is the best so far.
 
-        The metric is named in the callback's constructor. The checkpoint goes to the callback's folder, from which the
-        earlier one is deleted. The save is collective over all ranks.
+        The run calls this on every rank after each evaluation. The metric is named in the callback's constructor. The
+        checkpoint goes to the callback's folder, from which the earlier one is deleted. The save is collective over all
+        ranks.
 
         Args:
-            run: the training run, which is saved; called after each of its evaluations.
+            run: the training run, which is saved.
             evaluation: loss and metrics of the evaluation, the same on every rank.
 
         Raises:

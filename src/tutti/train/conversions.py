@@ -48,8 +48,9 @@ class ModelConversions:
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
         """Convert a module of a prepared model to another dtype or device, as ``nn.Module._apply`` does.
 
-        Where each rank has only a part of the model, the module is left as it is if the conversion would change
-        nothing.
+        ``module.to(…)``, ``half()``, ``cpu()`` and their like call this method in place of ``_apply``. Where each rank
+        has only a part of the model, the module is left as it is, and only a conversion that would change nothing is
+        allowed.
 
         Args:
             module: the module of the model.

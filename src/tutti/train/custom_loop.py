@@ -111,8 +111,10 @@ class CustomLoop:
             The micro-batch's samples as the data set or collate function gives them, on the device.
 
         Raises:
-            UsageError: the strategy has no custom training loops, the noise scale is to be measured, or another loop
-                over micro-batches is in the middle of a global batch.
+            UsageError: the strategy has no custom training loops; ``noise_every`` is set, or ``compile`` to a mode with
+                CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch, or this one
+                begins within its body before ``optimizer.step()``; or in reproducible mode this rank has several
+                micro-batches of a worker that begins on another rank.
         """
         self._check_beginning()
         self._open += 1
@@ -273,8 +275,10 @@ class CustomLoop:
             retain_graph: keep the graph for another backward, as in PyTorch.
 
         Raises:
-            UsageError: outside of a loop over ``run.microbatches()``, or the gradient cannot be that of the global
-                batch.
+            UsageError: outside of a loop over ``run.microbatches()``; the script has edited or assigned ``.grad`` of a
+                micro-batch before; the body differs from that of the rank's first micro-batch of this global batch; a
+                gradient hook saw gradients of another scale; or with parameter servers this is a second gradient of the
+                global batch, or an earlier one was not cleared.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -473,7 +477,8 @@ class CustomLoop:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
         The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. Collective
-        in the update where the strategy updates shards or compares edited gradients over ranks.
+        in the update where the strategy updates shards or compares edited gradients over ranks. Gradients of a plain
+        ``loss.backward()`` are reduced first.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``; None for all of them.
@@ -482,8 +487,9 @@ class CustomLoop:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``; the gradients cannot be those of the global batch; or since
-                the backward pass ranks have set different values of an optimizer's setting, such as ``lr``.
+            UsageError: outside of ``run.microbatches()``; the script has edited a micro-batch's own gradient, or added
+                it to that of the global batch; the body differs from that of the rank's first micro-batch; or ranks
+                have set different values of an optimizer's setting, such as ``lr``, since ``run.backward``.
             MismatchError: the script edited a gradient differently on each rank.
         """
         run, micro_batch = self._run, self._micro_batch
@@ -545,7 +551,8 @@ class CustomLoop:
         collective over the data ranks, and ``.grad`` becomes the gradient of the global batch.
 
         Raises:
-            UsageError: called outside of a loop over ``run.microbatches()``.
+            UsageError: called outside of a loop over ``run.microbatches()``; the strategy keeps slices or shards of
+                gradients, which a script cannot assign; or the body differs from that of the rank's first micro-batch.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -636,7 +643,8 @@ class CustomLoop:
             plain: the optimizer's own step, which takes a closure and returns its loss.
 
         Returns:
-            The closure's loss: a tensor filled with the mean over the global batch; what is no tensor as it is.
+            The loss, as ``plain`` returns it. If the closure returns a tensor, ``plain`` gets a tensor of the same
+            shape filled with the mean loss over the global batch; any other result is passed on unchanged.
 
         Raises:
             UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates

@@ -83,8 +83,9 @@ def evaluate_samples(
         last bit between ranks of one replica.
 
     Raises:
-        UsageError: no loss function; one that updates metric objects, with sharded weights; or ``averaged`` without an
-            average.
+        UsageError: neither ``loss`` nor the run gives a loss function; the loss function updates a metric object (with
+            ``update``, ``compute`` and ``reset``) and weights are sharded, so that dummy forwards would count; or
+            ``averaged`` without an average.
         MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
     """
     chosen = loss or run.loss_fn

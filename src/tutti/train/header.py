@@ -142,8 +142,8 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
     Returns:
         JSON values by key: ``task``, ``strategy``, ``optimizer``, ``schedule``, ``lr_scale``, ``clip``, ``workers``
         (logical data-parallel workers, fixed shares of the global batch), ``devices`` (number), ``device`` (type),
-        ``threads``, ``kernels``, ``global_batch_size``, ``batch_growth``, ``precision``, ``reproducible``, ``seed``,
-        ``parameters`` (number) and ``ema``.
+        ``threads``, ``kernels`` (whether tutti's C++ loops are compiled here), ``global_batch_size``, ``batch_growth``,
+        ``precision``, ``reproducible``, ``seed``, ``parameters`` (number) and ``ema``.
     """
     return {
         "task": task,

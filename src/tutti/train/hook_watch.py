@@ -175,7 +175,8 @@ class HookWatch:
             part: sums of loss, count and samples over a logical data-parallel worker's share of the batch.
 
         Raises:
-            UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.
+            UsageError: a hook saw a gradient of another scale; or the script has registered a hook that the strategy
+                cannot call, such as ``register_post_accumulate_grad_hook`` with several micro-batches.
         """
         self._look_at_all()
         if self._hooked is not None and not part.whole and float(part.sums[1]) != part.samples:
@@ -193,7 +194,8 @@ class HookWatch:
             step_context: samples of the step's global batch, and whether it is a single micro-batch.
 
         Raises:
-            UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.
+            UsageError: a hook saw a gradient of another scale; or the script has registered a hook that the strategy
+                cannot call, such as any hook on a gradient under tensor parallelism or FSDP2.
         """
         self._look_at_all()
         if step_context.whole or stats.count == step_context.samples:

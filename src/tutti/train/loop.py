@@ -145,8 +145,8 @@ class Speed:
         Returns:
             A ``Pace`` of floats: ``samples_per_second`` over the last 30 steps, ``elapsed`` seconds of training,
             ``remaining`` expected seconds to the end of the run, ``device`` (a dict by name, such as
-            ``throughput/device/mfu``: samples/s, tokens/s, MFU and HFU of a device, as known), and ``data``, seconds
-            that the step waited for its batch.
+            ``throughput/device/mfu``: samples/s, tokens/s, MFU and HFU of a device, unknown ones left out), and
+            ``data``, seconds that the step waited for its batch.
         """
         now = time.perf_counter() - self._paused
         self._marks.append((now, samples))
@@ -198,12 +198,13 @@ class Speed:
             self.pause(begin)
 
     def overall(self) -> dict[str, float]:
-        """Return the speed of the whole run for ``summary.json``, by key.
+        """Return the speed of the run for ``summary.json``, by key.
 
         Returns:
-            ``samples_per_second`` after start-up, of all devices; as far as known the figures of one device,
-            ``throughput/device/`` with ``samples_per_sec``, ``tokens_per_sec``, ``mfu`` and ``hfu``; ``seconds`` of
-            training until the last step; and ``startup_seconds``.
+            ``samples_per_second`` of all devices since this process started, for a compiled model without its first
+            step; as far as known the figures of one device, ``throughput/device/`` with ``samples_per_sec``,
+            ``tokens_per_sec``, ``mfu`` and ``hfu``; ``seconds`` of training from the run's first start to the last
+            step; and ``startup_seconds``, those of a compiled model's first step, otherwise 0.
         """
         (now, samples), (begun, done) = self._marks[-1], self._first
         rate = (samples - done) / max(now - begun, 1e-9)

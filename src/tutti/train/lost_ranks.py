@@ -31,9 +31,9 @@ class LostRanks:
     def look(self) -> None:
         """Find ranks of the run that were killed since the last call; append a dict for each to ``found``, and warn.
 
-        Not collective. Keys of a dict: ``rank``, ``workers`` (list of the indices of the rank's logical data-parallel
-        workers, which are fixed shares of the global batch), ``steps`` (largest number of steps that one of these
-        workers made) and ``cause`` (text).
+        The run calls this on rank 0 after each step and at its end. Not collective. Keys of a dict: ``rank``,
+        ``workers`` (list of the indices of the rank's logical data-parallel workers, which are fixed shares of the
+        global batch), ``steps`` (largest number of steps that one of these workers made) and ``cause`` (text).
         """
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):

@@ -378,11 +378,16 @@ def prepared(
         model: the task's model, changed in place where the strategy splits it.
         config: the resolved configuration.
         world: all ranks.
-        warn: receives warnings, such as those of lost ranks; None for Python's ``warnings`` and stderr.
+        warn: receives the text of warnings about mistakes of the run and about killed ranks; None for Python's
+            ``warnings`` and stderr.
         callbacks: the task's callbacks; none where a run is prepared only to be measured.
 
     Returns:
         The run, which holds model, optimizer, data and strategy.
+
+    Raises:
+        UsageError, DataError: options that do not go together, or a model or data that cannot be trained with them.
+        MismatchError: models or options differ between ranks.
     """
     options = RunOptions(
         strategy=config.strategy,
@@ -417,13 +422,13 @@ def prepare_process(config: TrainConfig, world: World) -> int:
     """Seed PyTorch with the run's seed, and set this process's number of intra-op CPU threads.
 
     Args:
-        config: the resolved configuration.
-        world: all ranks.
+        config: the resolved configuration, with seed, threads and reproducible mode.
+        world: all ranks, with this rank's device.
 
     Returns:
-        The number of threads: ``config.threads``, else one in reproducible mode, else this process's cores / ranks on
-        this node, and half of that on an accelerator, rounded down but at least 1: threads that issue kernels, copy and
-        load need cores too, and an update on the host waits for its slowest thread (docs/devices.md).
+        The number of threads that was set: ``config.threads``; if that is None, 1 in reproducible mode, otherwise the
+        usable cores divided by the ranks on this node, and by 2 on an accelerator, rounded down but at least 1. On an
+        accelerator half of the cores are left to threads that issue kernels, copy and load (docs/devices.md).
     """
     torch.manual_seed(config.seed)
     cores = usable_cores() // world.identity.local_size // (2 if is_accelerator(world.device) else 1)

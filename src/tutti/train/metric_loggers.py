@@ -170,7 +170,11 @@ class JsonLinesLogger(MetricLogger):
         self._file.flush()
 
     def close(self, failed: bool) -> None:
-        """Close the metric logger's JSON Lines file; ``failed`` has no effect, as every line has been flushed."""
+        """Close the metric logger's JSON Lines file, at the end of training or when the process exits.
+
+        Args:
+            failed: no effect, because every line has been flushed.
+        """
         self._file.close()
 
 
@@ -227,7 +231,12 @@ class WandbLogger(MetricLogger):
         self._run.log({"step": step, **values})
 
     def close(self, failed: bool) -> None:
-        """Finish the run of Weights & Biases, with exit code 1 if training failed, else 0."""
+        """Finish the run of Weights & Biases, at the end of training or when the process exits.
+
+        Args:
+            failed: whether training ended without ``on_train_end``, such as by an exception; sets the run's exit code
+                to 1, else 0.
+        """
         self._run.finish(exit_code=int(failed))
 
 
@@ -278,7 +287,12 @@ class MLflowLogger(MetricLogger):
         self._client.log_batch(self.identity, metrics=metrics)
 
     def close(self, failed: bool) -> None:
-        """End the run of MLflow as FINISHED, or as FAILED if training failed."""
+        """End the run of MLflow, at the end of training or when the process exits.
+
+        Args:
+            failed: whether training ended without ``on_train_end``, such as by an exception; sets the run's status to
+                FAILED, else FINISHED.
+        """
         self._client.set_terminated(self.identity, status="FAILED" if failed else "FINISHED")
 
 

@@ -11,7 +11,10 @@ _DEPTH = 3
 
 
 def metric_objects(function: Any, depth: int = _DEPTH) -> list[str]:
-    """Return the names of objects with ``update``, ``compute`` and ``reset`` that a function reads.
+    """Return the names of variables of a function that hold metric objects, such as those of torchmetrics.
+
+    A metric object is any object with the methods ``update``, ``compute`` and ``reset``. Looked at are the global and
+    enclosing variables that the function reads.
 
     Args:
         function: a Python function; the functions that it reads are searched, too.

@@ -326,13 +326,17 @@ class Checks:
             self._targets = None
 
     def probed(self, loss: LossFn) -> LossFn:
-        """Return ``loss`` wrapped to check, in the first call, whether the loss mixes samples; report a finding.
+        """Return the loss function for a step, in the first step wrapped to check whether the loss mixes samples.
 
-        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. After the first
-        step, and under pipeline or tensor parallelism, ``loss`` itself is returned.
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. The wrapped
+        function examines its first call and reports a finding as a warning.
 
         Args:
             loss: the loss function of ``run.step``.
+
+        Returns:
+            The wrapped function, with the arguments and the result of ``loss``; ``loss`` itself after the first step,
+            where the check is not due, and under pipeline or tensor parallelism.
         """
         due, self._due = self._due, False
         # Stages know a loss function as an object.

@@ -41,7 +41,8 @@ def convert_model(
         model: the script's model; parameters and buffers are converted in place.
         batch_norm: options of batch norm: synchronised over ranks (``sync``), over groups of samples (``ghost``), or as
             PyTorch's.
-        run_context: the run's communicators, grid of ranks and number of data-parallel workers.
+        run_context: the run's communicators, device mesh and number of data-parallel workers, over which ``sync`` batch
+            norm computes.
         precision: ``fp64`` makes floating-point parameters and buffers float64; ``fp32``, ``bf16``, ``fp16`` and
             ``fp8`` make them float32, because narrow precisions use autocast in the loss function (``cast_loss``);
             ``fp8`` also replaces linear layers by layers that multiply in 8-bit floats. None leaves the dtype.
@@ -52,7 +53,8 @@ def convert_model(
         floating-point parameter, or float32 if the model has none.
 
     Raises:
-        UsageError: the precision is unknown, or ``fp8`` where it cannot run or converts no layer.
+        UsageError: the precision is unknown; ``fp64`` on a device without float64; or ``fp8`` on a CPU, with tensor
+            parallelism, without torchao, or for a model of which no layer can be converted.
     """
     if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
         free_at_once()

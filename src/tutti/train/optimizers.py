@@ -28,13 +28,13 @@ from tutti.types import OptimizerFactory
 def factory(
     optimizer: Sequence[Optimizer] | OptimizerChoice, rule: NoRule, batch_size: int, sparse: Collection[str] = ()
 ) -> OptimizerFactory:
-    """Return a function that builds the run's optimizer over named parameters, with the learning rate that ``rule``
-    gives.
+    """Return a function that builds the run's optimizer over named parameters, at the learning rate of the run.
 
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
-        rule: rule for the learning rate at ``batch_size``; ``NoRule`` is the base class of all rules.
-        batch_size: samples of the global batch.
+        rule: the rule that scales the learning rate of an optimizer made from options with the batch size; ``NoRule``
+            is the base class of all rules, and itself leaves the rate.
+        batch_size: samples of the global batch, for ``rule``.
         sparse: names of parameters that may have sparse gradients.
 
     Returns:
@@ -66,15 +66,15 @@ def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRul
     Args:
         optimizer: options of an optimizer.
         model: the script's model.
-        rule: rule for the learning rate at ``batch_size``.
-        batch_size: samples of the global batch.
+        rule: the rule that scales the learning rate with the batch size; ``NoRule`` leaves the rate.
+        batch_size: samples of the global batch, for ``rule``.
 
     Returns:
         A list of the one optimizer; an empty list for a built-in optimizer, which ``factory`` makes.
 
     Raises:
-        UsageError: the class cannot be imported, is no optimizer, or refuses these arguments; or ``rule`` does not fit
-            the class.
+        UsageError: the class cannot be imported, is no optimizer, or refuses these arguments; or ``rule`` needs a
+            built-in optimizer, as AdaScale does.
     """
     config = optimizer.options
     if not isinstance(config, ImportedOptimizerConfig):
@@ -157,7 +157,8 @@ def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_sca
 
     Args:
         optimizer: options of an optimizer that the run makes, or the script's optimizers.
-        lr_scale: the rule that scales the learning rate with the batch size, which the line for options states.
+        lr_scale: the rule that scales the learning rate with the batch size; part of the text for options, unused for
+            the script's optimizers.
 
     Returns:
         For options a list of one text, ``optimizer {options}, lr_scale {lr_scale}``. For the script's optimizers a list

@@ -299,16 +299,18 @@ def _refuse(what: str, how: str) -> NoReturn:
 
 
 def gathered_state(pieces: Mapping[str, Tensor | TensorSlice], comm: Communicator) -> dict[str, Tensor]:
-    """Return whole tensors of optimizer state, of which each rank writes some or slices into a checkpoint. Collective.
+    """Return whole tensors of optimizer state on every rank, from tensors and slices that are spread over the ranks.
 
-    Each tensor, or slice of it, is broadcast by the rank that has it.
+    Collective: a broadcast of each tensor, or slice of a tensor, by the rank that has it. Needs memory for the whole
+    state on each rank.
 
     Args:
-        pieces: this rank's tensors and slices, by name.
+        pieces: this rank's part of the optimizer state by name, as it would write the part into a checkpoint: whole
+            tensors, and slices with their position (``TensorSlice``).
         comm: all ranks.
 
     Returns:
-        On every rank, the whole tensors by name: of all names that any rank has. On a single rank its own tensors.
+        The whole tensors by name, of all names that any rank has. On a single rank its own tensors, not copied.
     """
     local = {name: piece.tensor if isinstance(piece, TensorSlice) else piece for name, piece in pieces.items()}
     specs = {name: _spec(piece) for name, piece in pieces.items()}
@@ -342,7 +344,12 @@ class StateGuard:
         setattr(optimizer, "state", self._current)  # noqa: B010
 
     def check(self) -> None:
-        """Guard a mapping that the script has set as ``optimizer.state`` since the last call. Not collective.
+        """Replace a mapping that the script has assigned to ``optimizer.state`` since the last call by a guarded one.
+
+        The guard is the mapping that takes the place of ``optimizer.state`` where this rank does not hold all optimizer
+        state; it refuses reads and writes of the script that would need the whole state. The run calls this before each
+        step and in the script's ``optimizer.step()``. Does nothing if ``optimizer.state`` is still the guard. Not
+        collective.
 
         Raises:
             UsageError: the mapping cannot take effect, because other ranks or objects hold the state.

@@ -89,7 +89,8 @@ class CheckedRun:
     def settings(self, o: RunOptions) -> list[str]:
         """Return lines of text that state the settings that must be equal on all ranks, such as the strategy.
 
-        ``tutti.prepare`` compares the list over ranks. This object holds the checked arguments of ``tutti.prepare``.
+        ``tutti.prepare`` compares the list over ranks, before it makes any process group, and raises MismatchError
+        where ranks differ.
 
         Args:
             o: the other options of ``tutti.prepare``, such as precision, clipping and seed.

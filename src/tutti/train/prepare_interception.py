@@ -19,8 +19,8 @@ _handlers: list[PrepareHandler] = []
 def intercept_prepare(handler: PrepareHandler) -> Iterator[None]:
     """Return a context manager within which ``tutti.prepare`` calls ``handler`` and returns its result.
 
-    No run is prepared, no process group is joined and no model is moved. Of nested contexts, the innermost handler is
-    called.
+    For tools such as ``tutti simulate``, which run a training script to look at its model and not to train it. No run
+    is prepared, no process group is joined and no model is moved. Of nested contexts, the innermost handler is called.
 
     Args:
         handler: takes model, optimizer, data set, loss function and options of ``tutti.prepare`` as the script gave

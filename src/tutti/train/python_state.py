@@ -24,9 +24,10 @@ _SMALL = 1024
 def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
     """Return a context manager that, at its end, restores attributes of modules and variables of a function.
 
-    Restored are the Python attributes of the modules, and the variables that ``function`` reads with the objects in
-    them. Each attribute or variable is bound again to the object that it had, and lists, dicts, sets and small tensors
-    get back the elements that they had (a shallow copy).
+    tutti calls models and loss functions within it where a call serves a check and must leave no trace. Restored are
+    the Python attributes of the modules, and the variables that ``function`` reads with the objects in them. Each
+    attribute or variable is bound again to the object that it had, and lists, dicts, sets and small tensors get back
+    the elements that they had (a shallow copy).
 
     Args:
         parts: modules, whose submodules are included.
@@ -45,7 +46,9 @@ def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
 
 
 def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
-    """Return the attributes of modules that are Python ints or floats (no bools), such as counters.
+    """Return the attributes of modules that are Python ints or floats (no bools), such as counters of forwards.
+
+    The checks for mistakes compare the values of two steps, to find counters that grow with each micro-batch.
 
     Args:
         parts: modules, whose submodules are read, too.

@@ -16,15 +16,18 @@ PRELOADED = ("tutti.train.main", "torch._dynamo")
 
 
 def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
-    """Train a task on this rank. All output to stdout goes to stderr.
+    """Train a task on this rank, and return the exit code of the process. Collective over all ranks.
+
+    The entry point of a rank of ``tutti train``, in a process of tutti's launcher or of a cluster engine. All output to
+    stdout goes to stderr.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.
         config: the resolved configuration.
-        directory: the run directory; None to write no files.
+        directory: the run directory; rank 0's counts. None to write no files.
 
     Returns:
-        The exit code of the process, 0.
+        0.
 
     Raises:
         TuttiError: an expected failure, with its exit code; a failed allocation is ``NotEnoughMemory``.

@@ -197,6 +197,9 @@ def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 def change_facts(run: Run) -> dict[str, Any]:
     """Return what a run's checkpoint records about the optimizer's settings and about settings changed on resuming.
 
+    Args:
+        run: the run that is saved.
+
     Returns:
         JSON values by key: ``optimizer_settings``, a list with a dict of options for each parameter group; and, if
         there are any, ``earlier_epochs`` (list of ``[epoch, batch size, samples]``: until this epoch the run had this

@@ -219,8 +219,9 @@ class Run:
     def begin_script(self) -> None:
         """Begin to check the reads and writes that the user's script makes of parameters that are split over ranks.
 
-        A read or write that would give each rank another result then raises UsageError. The checks last until the run
-        object is deleted. Does nothing for strategies that leave each rank whole parameters.
+        ``tutti.prepare`` calls this as its last action. A read or write that would give each rank another result then
+        raises UsageError in the script. The checks last until the run object is deleted. Does nothing for strategies
+        that leave each rank whole parameters.
         """
         if max(self.context.grid.tensor, self.context.grid.stage, self.context.grid.shard) > 1:
             self._script_code.enter_context(self.replica.script_code())
@@ -292,8 +293,8 @@ class Run:
     def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over this rank's part of every global batch of an epoch, and call the callbacks of epoch and step.
 
-        Collective: events of callbacks, comparisons of replicas at the end of some epochs, and for a stream or a
-        sampler comparisons of samples over ranks.
+        Collective: events of callbacks; a comparison of the copies of parameters over ranks at the end of an epoch, if
+        the last is at least 100 steps old; and for a stream or a sampler comparisons of samples over ranks.
 
         Args:
             number: the epoch, from 0.
@@ -304,6 +305,7 @@ class Run:
 
         Raises:
             UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
+            MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self._trainability.check_replaced()
         self.hooks.check_tree()
@@ -638,9 +640,10 @@ class Run:
             The micro-batch's samples as the data set or collate function gives them, on the device.
 
         Raises:
-            UsageError: the strategy has no custom training loops; the previous loop was left in the middle of a global
-                batch; or the bodies of one global batch differ, or do what is undefined with several micro-batches a
-                rank.
+            UsageError: the strategy or an option (``noise_every``, CUDA graphs) has no custom training loops; the
+                previous loop was left in the middle of a global batch; the bodies of one global batch make different
+                calls; or a body writes parameters, steps twice or uses a GradScaler although this rank has several
+                micro-batches.
         """
         return self.custom.microbatches(number, start)
 
@@ -682,7 +685,9 @@ class Run:
             retain_graph: keep the graph for another backward, as in PyTorch.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``, or the gradient cannot be that of the global batch.
+            UsageError: outside of ``run.microbatches()``; the script has edited or assigned ``.grad`` of a micro-batch
+                before; the body differs from that of the rank's first micro-batch of this global batch; or with
+                parameter servers this is a second gradient of the global batch, or an earlier one was not cleared.
         """
         self.custom.backward(loss, retain_graph)
 
@@ -742,11 +747,15 @@ class Run:
     def epochs(self, number: int) -> Iterable[int]:
         """Return the numbers of the epochs that are left of ``number`` epochs, for a loop over them.
 
-        These are 0 … ``number`` - 1, or after ``restore`` those from the checkpoint's epoch on. They end when a
-        callback stops the run; ``on_train_end`` is called after the last, which is collective.
+        The loop ends early when a callback stops the run. If there are callbacks, ``on_train_begin`` is called before
+        the first epoch and ``on_train_end`` after the last, which is collective; a ``break`` out of the loop leaves the
+        latter out.
 
         Args:
             number: number of epochs of the whole run.
+
+        Returns:
+            0 … ``number`` - 1, or after ``restore`` the epochs from the checkpoint's on.
         """
         if self.feed.contract.dataset is not None:
             self.checks.planned(self.feed.epochs.steps(Duration(number, "ep")))
@@ -1024,9 +1033,9 @@ class Run:
 
         Args:
             folder: the directory that ``save`` was given.
-            change: names of what this run does otherwise than the saved one, such as ``"lr,batch_size"``: options of
-                the optimizer, ``batch_size``, ``data`` and ``seed``, the last three at the end of an epoch alone.
-                Options of the optimizer that are not named get their saved values.
+            change: names of the settings in which this run may differ from the saved one, such as ``"lr,batch_size"``:
+                options of the optimizer, ``batch_size``, ``data`` and ``seed``, the last three only from a checkpoint
+                at the end of an epoch. Options of the optimizer that are not named get their saved values.
 
         Returns:
             ``extra`` as ``save`` was given it, empty if it was given none; None if there is no checkpoint, and the run

@@ -81,8 +81,8 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         JSON values with the keys ``within`` (number of the epoch whose loop the run is in, or None), ``settings`` (a
-        dict of options, such as ``lr``, for each parameter group), ``schedulers``, ``callbacks``, ``callback_names``
-        and ``extra``.
+        dict of options, such as ``lr``, for each parameter group), ``schedulers`` and ``callbacks`` (lists of their
+        states), ``callback_names`` and ``extra``.
 
     Raises:
         UsageError: ``extra`` holds another value than numbers, texts, None, and lists, tuples and dicts of them.
@@ -100,10 +100,11 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
 def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict[str, Any]:
     """Restore a run's epoch, optimizer settings, schedulers and callbacks from the facts of a checkpoint.
 
-    A checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
+    ``Run.restore`` calls this after ``Checkpoints.restore``, which has restored tensors and the position in the data. A
+    checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
 
     Args:
-        run: the run to restore, whose tensors are restored elsewhere.
+        run: the run to restore.
         saved: the checkpoint's facts, with the keys that ``run_facts`` returns.
         named: names of optimizer settings, such as ``lr``, that keep the script's values.
 

@@ -94,7 +94,7 @@ class TargetProbe(TorchFunctionMode):
         return result
 
     def mixes(self, loss: Any) -> str:
-        """Return on what of other samples in the micro-batch the gradient of a sample depends. Ends the probe.
+        """Return which data of the other samples in the micro-batch a sample's gradient depends on. Ends the probe.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.

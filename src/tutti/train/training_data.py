@@ -61,7 +61,10 @@ def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Sou
         A ``Source`` for a map-style data set, a ``Stream`` for an iterable one.
 
     Raises:
-        UsageError: the data set cannot be combined with an option.
+        UsageError: ``data_workers`` is negative; a stream (iterable data set) with ``shuffle``, ``identical_batches``
+            or ``steps=all``, or a stream that shards itself with ``drop_last`` or ``reproducible``; a sampler with
+            ``steps=all``; ``drop_last`` with ``batch_growth``; or an own ``collate`` with synchronised batch norm and
+            several workers or micro-batches.
     """
     data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
     identical, reproducible = o.identical_batches, o.reproducible
@@ -121,7 +124,7 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: R
 
 
 def samples_per_epoch(data: Source | Stream, sampling: Sampling) -> int | None:
-    """Return the number of samples that an epoch uses, less those that ``drop_last`` leaves out.
+    """Return the number of samples that an epoch trains on: the data set's, less what ``drop_last`` drops.
 
     Args:
         data: the training data.

@@ -63,14 +63,14 @@ class WrittenParameters:
         self._versions = [tensor_version(p) for p in self._parameters]
 
     def digest(self) -> int:
-        """Return a positive hash of the bytes of all parameters if the script may have written any of them; else 0.
+        """Return a positive hash of the bytes of all parameters in steps that compare them over ranks, else 0.
 
-        The script may have written parameters if a version counter has changed since ``note``, an epoch begins, or the
-        number of steps so far is a power of two. Not collective. To save time, as a hash reads every parameter, not
-        every such call computes one: of the calls that found a changed counter, the first four do and then the 8th,
-        16th, 32nd and so on; of the beginnings of epochs, the first four do and then those at least 16 steps after the
-        last hash at the beginning of an epoch. Always 0 with one data rank, or where not every data rank has all
-        parameters.
+        A step compares parameters if a version counter has changed since ``note``, so that the script has written one;
+        if it is the first step of an epoch; or if the number of steps so far is a power of two, for writes that change
+        no counter. A hash reads every parameter; to save time, after changed counters only the first four calls return
+        one and then the 8th, 16th, 32nd and so on, and of the first steps of epochs the first four and then each at
+        least 16 steps after the last. Always 0 with one data rank, or where not every data rank has all parameters. Not
+        collective: the hash is compared over ranks together with the gradients.
         """
         if self._seen():
             self._count += 1
@@ -128,7 +128,11 @@ class WrittenParameters:
     def compare(self) -> None:
         """Raise UsageError, on every rank, if a parameter's copies differ because the script has written into them.
 
-        Collective: two small all-gathers of digests of the copies.
+        Called on all data ranks in a step in which their hashes (``digest``) differ. Collective: two small all-gathers
+        of digests of the copies.
+
+        Raises:
+            UsageError: copies differ; the error names a parameter and the ranks that differ.
         """
         run = self._run
         found = differing_copies(run, f"step {run.clock + 1}")

@@ -33,9 +33,10 @@ _FIXED = ("--eval-every", "none", "--checkpoint-every", "none", "--quiet")
 
 
 def refuse_own_flags(words: Sequence[str]) -> None:
-    """Raise UsageError if a flag for ``tutti train`` is one of those that ``bench_scaling`` sets itself.
+    """Raise UsageError if ``bench_scaling`` sets one of the given flags for ``tutti train`` itself.
 
-    Such flags are, among others, ``--devices``, ``--steps``, ``--epochs``, ``--out`` and ``--eval-every``.
+    These are ``--devices``, ``--steps``, ``--epochs``, ``--out``, ``--runs``, ``--resume``, ``--eval-every``,
+    ``--checkpoint-every`` and ``--json``.
 
     Args:
         words: the flags with their values, such as ``["--batch-size", "512"]``.

@@ -167,10 +167,13 @@ def peak_name(precision: str, threads: int | None) -> str:
 def machine_json(machine: Machine) -> dict[str, Any]:
     """Return the measured numbers and curves of a machine as the JSON object that ``machine.json`` holds.
 
+    Args:
+        machine: the measurements.
+
     Returns:
         ``format`` (``tutti machine``), ``version`` (1), ``host``, ``device``, ``parts`` (what was measured),
         ``figures`` and ``curves`` (numbers, and curves of seconds over size, by name), ``measured`` (date) and
-        ``seconds``.
+        ``seconds`` that measuring took.
     """
     return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 

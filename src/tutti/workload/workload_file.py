@@ -35,7 +35,11 @@ class Affine:
     per_sample: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return this quantity, such as FLOP or bytes, for a micro-batch: ``fixed`` + ``per_sample`` · ``samples``."""
+        """Return this quantity, such as FLOP or bytes, for a micro-batch: ``fixed`` + ``per_sample`` · ``samples``.
+
+        Args:
+            samples: number of samples in the micro-batch.
+        """
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: Affine) -> Affine:
@@ -200,6 +204,9 @@ def workload_json(workload: Workload) -> dict[str, Any]:
     """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds.
 
     A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+
+    Args:
+        workload: the work of the model.
 
     Returns:
         ``format`` (``tutti workload``), ``version`` (1), ``units`` (by name of a quantity), ``groups`` (list of the

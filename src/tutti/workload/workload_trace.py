@@ -176,7 +176,8 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
         A ``Workload`` with the attributes ``groups``: for each module group FLOP, bytes and calls of forward and
         backward by class of operator, as linear functions of the samples of a micro-batch (``fixed`` and
         ``per_sample``); ``gradient_order``, names of the parameters in the order in which their gradients become
-        complete; ``not_affine`` and ``without_formula``, what the counts do not cover.
+        complete; ``not_affine``, texts on quantities that are no linear function of the samples; and
+        ``without_formula``, calls by name of the operators whose FLOP are unknown and count as 0.
 
     Raises:
         UsageError: the model or its loss cannot be traced; the error names the line.
@@ -210,14 +211,16 @@ class ModuleTraces:
         A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
         Args:
-            groups: names of the modules that are groups, the innermost first; the traces must have watched them.
+            groups: names of the modules that are groups, inner modules before the modules that contain them; each must
+                have been among the modules of the trace (``watched``).
 
         Returns:
             A ``Workload`` with the attributes ``groups``: for each module group FLOP, bytes and calls of forward and
             backward by class of operator, as linear functions of the samples of a micro-batch (``fixed`` and
             ``per_sample``), those of ``groups`` in the model's order, then the rest and the loss; ``gradient_order``,
-            names of the parameters in the order in which their gradients become complete; ``not_affine`` and
-            ``without_formula``, what the counts do not cover.
+            names of the parameters in the order in which their gradients become complete; ``not_affine``, texts on
+            quantities that are no linear function of the samples; and ``without_formula``, calls by name of the
+            operators whose FLOP are unknown and count as 0.
         """
         model, grouping = self._model, _Grouping(self._model, groups)
         lines, bent = {}, []
@@ -244,7 +247,8 @@ class ModuleTraces:
         """Return the collectives over the tensor ranks that the traces of a model with split layers recorded.
 
         Args:
-            groups: names of the modules that are groups, the innermost first; the traces must have watched them.
+            groups: names of the modules that are groups, inner modules before the modules that contain them; each must
+                have been among the modules of the trace (``watched``).
 
         Returns:
             For each kind of activation checkpointing, such as ``none``, a tuple of the collectives of a micro-batch in
@@ -268,12 +272,14 @@ def trace_modules(
 ) -> ModuleTraces:
     """Count the operators of a model and its loss by module, by tracing forward and backward of a few samples.
 
+    The counts serve any choice of module groups, such as FSDP-wrapped modules or the modules of pipeline stages.
+
     Args:
         subject: the model and its loss; its ``groups`` are not read.
         real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
         choices: activation checkpointing to trace, some of ``none`` (needed), ``blocks`` and ``selective``; choices
             that find nothing to recompute are left out.
-        watched: names of the modules that may be groups; None for all.
+        watched: names of the modules that may be chosen as groups later; None for all.
 
     Returns:
         A ``ModuleTraces``: the counts by module. Its method ``workload(groups)`` sums them to FLOP, bytes and calls of
