@@ -968,12 +968,14 @@ class CustomLoopSync(GradientSync, Protocol):
         gradient_at: location of the complete gradient after ``reduce_gradients``: ``rank`` (whole on this rank),
             ``slices`` (split over tensor ranks), ``rows`` (in rows over ranks, which the model's ``.grad`` do not
             show), ``shards`` (in the model's DTensors) or ``servers`` (on parameter servers).
+        editable: whether a script may edit reduced gradients: scale, clamp or, where they are whole, write them.
         by_worker: whether gradients are summed worker by worker (logical workers are fixed shares of the global batch)
             and not rank by rank.
         accumulated: whether the last ``add_gradients`` added gradients of earlier reductions to the new ones.
     """
 
     gradient_at: GradientPlace
+    editable: bool
     by_worker: bool
     accumulated: bool
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from tutti.errors import UsageError
-from tutti.torch_compat import in_backward, make_wrapper_subclass, tree_leaves, tree_map_only
+from tutti.torch_compat import in_backward, make_wrapper_subclass
 
 _CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
-_NORMS = ("linalg_vector_norm", "_foreach_norm")
-_SCALING = (
-    *("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_"),
-    *("_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_zero_"),
-    "_amp_foreach_non_finite_check_and_unscale_",
-)
 
 
 class IncompleteGradient(Tensor):
@@ -70,50 +63,6 @@ class IncompleteGradient(Tensor):
             found.added = True
             return found
         _refuse("on other ranks" if found is None else found.place, name)
-
-
-class RowGradient(IncompleteGradient):
-    """Placeholder in ``.grad`` of a row-sharded parameter in an optimizer, for ``clip_grad_norm_`` and the like.
-
-    Norms and scaling in place act on the gradient of all ranks, the ``DTensor`` in ``shown.grad``. Other operations on
-    the values raise UsageError.
-
-    Args:
-        parameter: this rank's rows of the parameter, which the optimizer holds.
-        place: words for the location of the complete gradient, for the error message.
-        shown: the model's parameter, whose ``.grad`` is the ``DTensor`` over all ranks' rows.
-    """
-
-    shown: nn.Parameter
-
-    @staticmethod
-    def __new__(cls, parameter: Tensor, place: str, shown: nn.Parameter) -> RowGradient:
-        """Make an incomplete gradient of this rank's rows that knows the model's parameter."""
-        made = cast(RowGradient, IncompleteGradient.__new__(cls, parameter, place))
-        made.shown = shown
-        return made
-
-    def __init__(self, parameter: Tensor, place: str, shown: nn.Parameter) -> None:
-        """Do nothing: ``__new__`` has made the tensor."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        rows = [tensor for tensor in tensors if isinstance(tensor, RowGradient)]
-        others = [tensor for tensor in tensors if not isinstance(tensor, RowGradient)]
-        there = all(each.shown.grad is not None for each in rows) and not any(other.dim() for other in others)
-        if not there or name not in (*_NORMS, *_SCALING):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        whole = tree_map_only(RowGradient, lambda each: each.shown.grad, (args, kwargs or {}))
-        result = func(*whole[0], **whole[1])
-        if name in _NORMS:
-            return result
-        # In-place writes below autograd do not increment the version counter.
-        torch.autograd.graph.increment_version([cast(Tensor, each.shown.grad) for each in rows])
-        return args[0] if isinstance(args[0], Tensor) else None
 
 
 def _incomplete(values: Any) -> Any:

@@ -19,6 +19,7 @@ from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
+from tutti.nn.partial_gradient import PartGradient
 from tutti.torch_compat import tensor_version
 from tutti.types import CustomLoopSync
 
@@ -52,6 +53,8 @@ class GradientOrigin:
         self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.
         self._mixed: dict[nn.Parameter, str] = {}
+        # Norms of the parts of complete gradients, where version counters tell of no edit.
+        self._norms: dict[nn.Parameter, Tensor] = {}
         self._hooked: set[nn.Parameter] = set()
         self._in_own_backward = False
 
@@ -140,6 +143,8 @@ class GradientOrigin:
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
+        watched = self._sync.gradient_at == "slices" and not self._sync.editable
+        self._norms = self._norms_here() if watched else {}
         self._mixed.clear()
         self._made.clear()
 
@@ -259,8 +264,8 @@ class GradientOrigin:
         """Return the parameters whose ``.grad`` the script has written to or replaced since the gradients were reduced.
 
         Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
-        record, any ``.grad`` counts as edited. Placeholders of gradients that the script cannot read never count as
-        edited.
+        record, any ``.grad`` counts as edited. A placeholder of a gradient that the script cannot read counts as edited
+        where the script has scaled or clamped it.
 
         Args:
             members: parameters to look at, as the script's model has them.
@@ -268,10 +273,15 @@ class GradientOrigin:
         Returns:
             A list in the order of ``members``; empty if no gradient was edited.
         """
+        if self._norms:
+            now = self._norms_here()
+            return [p for p in members if p in now and not (p in self._norms and torch.equal(self._norms[p], now[p]))]
         found = []
         for parameter in members:
             gradient, complete = parameter.grad, self._complete.get(parameter)
             if isinstance(gradient, IncompleteGradient):
+                if isinstance(gradient, PartGradient) and gradient.edited:
+                    found.append(parameter)
                 continue
             if complete is None:
                 if gradient is not None:
@@ -280,26 +290,34 @@ class GradientOrigin:
                 found.append(parameter)
         return found
 
-    def check_edits(self) -> None:
-        """Check, after the script has edited reduced gradients, that ``.grad`` has the same values on every rank.
+    def _norms_here(self) -> dict[nn.Parameter, Tensor]:
+        """Return the norm of each gradient's part on this rank, where no version counter tells of an edit."""
+        there = {p: p.grad for p in self.script_parameters() if p.grad is not None}
+        shown = {p: g for p, g in there.items() if not isinstance(g, IncompleteGradient)}
+        return {p: torch.linalg.vector_norm(_own(g)) for p, g in shown.items()}
 
-        Collective over the data ranks where each has the complete gradient: an all-gather of each gradient's sum and
-        sum of squares. Gradients that are sharded over ranks are not checked.
+    def check_edits(self) -> None:
+        """Check, after the script has edited reduced gradients, that it has done the same on every rank.
+
+        Collective over the ranks that hold the same gradients, and over all ranks where each has a part of them: an
+        all-gather of sums and sums of squares. Of a gradient of which a rank has a part, the ranks compare what scaling
+        and clamping have made of a few numbers. DTensors of FSDP2 are not checked.
 
         Raises:
-            UsageError: the model's layers are split by tensor parallelism, where a script cannot edit gradients.
+            UsageError: the strategy shards tensor slices, where a script cannot edit gradients.
             MismatchError: ranks hold different gradients; the error names a parameter.
         """
-        run = self._run
-        if self._sync.gradient_at == "slices":
+        run, place = self._run, self._sync.gradient_at
+        if not self._sync.editable:
             raise UsageError(
-                "a script cannot edit gradients of split layers",
+                "a script cannot edit gradients of split layers that are sharded, too",
                 where=f"step {run.clock + 1}",
-                why="each rank has a slice of them, so that a norm or a rank's own draw would be another one",
-                remedy="give tutti.prepare clip=…, or take --strategy mirrored",
+                why="each rank has rows of a slice of them, so that a norm or a rank's own draw would be another one",
+                remedy="give tutti.prepare clip=…, or take --strategy tensor or mirrored",
             )
-        comm = run.context.comms.replica
-        if comm.size == 1 or self._sync.gradient_at != "rank":
+        comms = run.context.comms
+        comm = comms.world if place in ("slices", "rows") else comms.replica
+        if comm.size == 1 or place == "shards":
             return
         names = {p: name for name, p in self._sync.named_trained()}
         seen = self.script_parameters()
@@ -319,9 +337,17 @@ class GradientOrigin:
                 )
 
 
+def _own(gradient: Tensor) -> Tensor:
+    """Return this rank's part of a ``DTensor``; any other tensor as it is."""
+    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part.detach()
+
+
 def _sums(gradient: Tensor | None) -> Tensor:
-    """Return a gradient's sum and sum of squares in float64, of shape (2,); zeros for None."""
-    if gradient is None:
+    """Return sum and sum of squares of a gradient, or of a part's probe, in float64, of shape (2,); zeros for None."""
+    if isinstance(gradient, PartGradient):
+        gradient = gradient.probe
+    if gradient is None or isinstance(gradient, IncompleteGradient):
         return torch.zeros(2, dtype=torch.float64)
     wide = gradient.detach().to(widest_float(gradient.device))
     return torch.stack([wide.sum(), wide.square().sum()])

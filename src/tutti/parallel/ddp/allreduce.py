@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +21,8 @@ from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.sync_config import AllReduceConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError
-from tutti.nn.incomplete_gradient import after_clearing, conceal
+from tutti.nn.incomplete_gradient import after_clearing
+from tutti.nn.partial_gradient import GradientParts
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
 from tutti.optim.learning_rate import set_learning_rates
@@ -96,6 +98,7 @@ class AllReduceSync:
     loss_normalisation: Literal["step", "worker"] = "step"
     shares_parameters: bool = False
     accumulated = False
+    editable = True
 
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
         if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":
@@ -450,8 +453,8 @@ class AllReduceSync:
         """Add the gradients of earlier reductions to the just reduced ones in ``.grad`` (gradient accumulation).
 
         Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
-        replaced by an object that raises when the script reads it, because they differ between ranks; the update uses
-        the true gradients.
+        replaced by placeholders, because they differ between ranks: norms, scaling and clamping act on the whole
+        gradient, other reads raise UsageError. The update uses the true gradients.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
@@ -462,16 +465,18 @@ class AllReduceSync:
         self._conceal()
 
     def _conceal(self) -> None:
-        """Replace gradients of tensor slices by ``IncompleteGradient``, which the script cannot read.
+        """Replace gradients of tensor slices by placeholders, of which the script can take norms, scale and clamp.
 
         A slice's gradient differs between tensor ranks, and the script might write a number computed from it into
         tensors that all ranks hold alike.
         """
         if self.gradient_at == "slices":
-            split = [(p, self._replica.specs[name].shape) for name, p in self._named]
-            there = [p for p, shape in split if p.requires_grad and p.grad is not None and tuple(p.shape) != shape]
-            self._aside = {p: p.grad for p in there if p.grad is not None}
-            conceal(there, "in slices over the ranks")
+            specs, parts = self._replica.specs, GradientParts(self._run_context.comms.axis("tensor"))
+            for name, p in self._named:
+                if p.requires_grad and p.grad is not None and tuple(p.shape) != specs[name].shape:
+                    self._aside[p] = p.grad
+                    counted = name not in self._replica.not_owned
+                    parts.conceal([p], "in slices over the ranks", partial(self._aside.get, p), counted)
 
     def _reveal(self) -> None:
         """Restore the gradients that ``_conceal`` replaced, cleared where the script has cleared them."""

@@ -28,7 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
 from tutti.errors import MismatchError, UsageError, script_line
-from tutti.nn.incomplete_gradient import RowGradient, after_clearing, clear_gradient, conceal
+from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
+from tutti.nn.partial_gradient import GradientParts
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
@@ -85,7 +86,7 @@ class FullySharded:
     ) -> None:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UsageError("the model is sharded already", remedy="build it anew for another run")
-        self._model = model
+        self._model, self._comm = model, comm
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
         self._beginning, self._meter = _Beginning(comm), _GradientMeter()
@@ -240,6 +241,17 @@ class FullySharded:
         """
         return [gathered for _, gathered in self._training]
 
+    def agree_on_call(self, text: str) -> None:
+        """Check that all shard ranks are in the same call. Collective over the shard ranks.
+
+        Args:
+            text: names the call in the error.
+
+        Raises:
+            MismatchError: the ranks are in different calls.
+        """
+        self._comm.all_gather(torch.zeros(1), text)
+
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients of this rank's rows of all trained parameters, and set every sharded ``.grad`` to None.
 
@@ -281,12 +293,15 @@ class FullySharded:
             each.parameter.grad.add_(before)
         # The script reads and edits the model's DTensors; a norm of the optimizer's tensors would cover some rows only.
         place = "in rows over the ranks, and its DTensor in the .grad of model.parameters()"
+        parts = GradientParts(self._comm)
         for each, gathered in self._training:
             if gathered.grad is not None:
-                conceal([each.parameter], place)
                 if each.local == each.spec.shape:
-                    # Not for a tensor slice: the norm of its DTensor covers this slice only.
-                    each.parameter.grad = RowGradient(each.parameter, place, gathered)
+                    own, scaled = partial(_local_gradient, gathered), partial(_mark_written, gathered)
+                    parts.conceal([each.parameter], place, own, scaled=scaled)
+                else:
+                    # Rows of a tensor slice: tensor ranks hold the others.
+                    conceal([each.parameter], place)
                 self._concealed.add(each.parameter)
 
     def pop_reached(self) -> list[bool]:
@@ -741,6 +756,17 @@ def _become(parameter: nn.Parameter, rows: nn.Parameter) -> nn.Parameter:
 
 
 @torch.no_grad()
+def _local_gradient(gathered: nn.Parameter) -> Tensor | None:
+    """Return this rank's rows of the gradient of one of the model's DTensors; None if it has none."""
+    return None if gathered.grad is None else _local(gathered.grad)
+
+
+def _mark_written(gathered: nn.Parameter) -> None:
+    """Increment the version counter of a DTensor's gradient, whose rows have been written below autograd."""
+    if gathered.grad is not None:
+        torch.autograd.graph.increment_version(gathered.grad)
+
+
 def _local(tensor: Tensor) -> Tensor:
     rows: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return rows.detach()

@@ -608,6 +608,11 @@ class ShardedSync:
             return "rank"
         return "rows" if self._config.stage == 1 else "shards"
 
+    @property
+    def editable(self) -> bool:
+        """Whether a script may edit reduced gradients: not where they are rows of tensor slices."""
+        return self._run_context.grid.tensor == 1
+
     def begin_custom_loop(self) -> None:
         """Prepare for a custom training loop, in which a script may clear ``.grad`` between a forward and its backward.
 

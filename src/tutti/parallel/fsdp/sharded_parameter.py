@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from tutti.comm.communicator import Communicator
 from tutti.comm.partition import block
 from tutti.nn.gradient_hooks import share_gradient_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
+from tutti.nn.partial_gradient import GradientParts
 from tutti.parallel.ddp.buckets import plan_buckets
 from tutti.parallel.whole_tensors import GatheredTensor, Region
 from tutti.torch_compat import chunk_cat, module_parameters, tensor_version
@@ -542,11 +544,17 @@ class ZeroSharding:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
         if self._comm.size > 1:
-            there = [(whole, r.parameter) for whole, r in zip(self._whole, self.rows, strict=True)]
-            there = [(whole, own) for whole, own in there if own.grad is not None]
-            self._aside = {own: own.grad for _, own in there if own.grad is not None}
             # Conceal the optimizer's ``.grad`` too: their norm would cover this rank's rows only.
-            conceal([p for pair in there for p in pair], "in rows over the ranks (sharded:stage=1)")
+            parts, place = GradientParts(self._comm), "in rows over the ranks (sharded:stage=1)"
+            for whole, rows in zip(self._whole, self.rows, strict=True):
+                own = rows.parameter
+                if own.grad is not None:
+                    self._aside[own] = own.grad
+                    if rows.local == rows.spec.shape:
+                        parts.conceal([whole, own], place, partial(self._aside.get, own))
+                    else:
+                        # Rows of a tensor slice: tensor ranks hold the others.
+                        conceal([whole, own], place)
 
     def _reveal(self) -> None:
         """Restore the rows' gradients that ``add_gradients`` concealed, cleared where the script has cleared them."""

@@ -58,12 +58,12 @@ _REMEDY = (
 class ShardedReads(ScriptMode):
     """Function mode that refuses what the script computes wrongly from FSDP2's sharded parameters, and explains errors.
 
-    Random draws into a ``DTensor``, and numbers read from one that is not added up over ranks, raise ``UsageError``; so
-    do errors of PyTorch about a ``DTensor`` that meets plain tensors. Rows in an optimizer's groups have the sizes of
-    the whole parameter where the script asks. The mode is active in the script's code between steps, and up to the
-    first update also in the loss function and the body of a custom training loop; longer in a script that asks there.
-    Norms, draws and other functions of such rows that mix elements raise ``UsageError``, too; elementwise writes to
-    rows are recorded.
+    Random draws into a ``DTensor`` raise ``UsageError``, and so do errors of PyTorch about a ``DTensor`` that meets
+    plain tensors. Numbers read from a ``DTensor``, such as a norm of gradients, are those of the whole tensor: the read
+    is collective over the shard ranks. Rows in an optimizer's groups have the sizes of the whole parameter where the
+    script asks. The mode is active in the script's code between steps, and up to the first update also in the loss
+    function and the body of a custom training loop; longer in a script that asks there. Norms, draws and other
+    functions of such rows that mix elements raise ``UsageError``, too; elementwise writes to rows are recorded.
 
     Args:
         distributed: whether the model has ``DTensor`` parameters (FSDP2), about which PyTorch's errors are explained.
@@ -218,8 +218,15 @@ class _ShardMode(QuietMode):
             and any(each in self._lost for each in tensors_among((first,), {}))
         ):
             _refuse_part("writes", getattr(func, "__name__", "").strip("_"))
-        if isinstance(first, DTensor) and (name := getattr(func, "__name__", "")) in _DRAWS | _FIGURES:
-            _check(name, first)
+        name = getattr(func, "__name__", "")
+        if isinstance(first, DTensor) and name in _DRAWS | _FIGURES and not _is_whole(first):
+            if name in _DRAWS:
+                _refuse_draw(name)
+            # A DTensor of a norm or a sum is not added up over the ranks by itself. All ranks read it.
+            self.asked = True
+            if (engine := self.engine()) is not None:
+                engine.agree_on_call(f"a number of a sharded tensor, read by the script ({name})")
+            return func(first.full_tensor(), *args[1:], **kwargs)
         if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
             return self._elementwise(func, args, kwargs, rows)
         if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):
@@ -228,6 +235,9 @@ class _ShardMode(QuietMode):
             result = func(*args, **kwargs)
             if isinstance(first, DTensor):
                 self._note_view(func, first, args, result)
+            elif isinstance(first, tuple | list) and name.startswith("_foreach") and name.endswith("_"):
+                # PyTorch does not increment the version counter of a DTensor here, by which edits are found.
+                torch.autograd.graph.increment_version([each for each in first if isinstance(each, DTensor)])
             return result
         except TuttiError:
             raise
@@ -342,23 +352,17 @@ def _no_engine() -> None:
     """Return None: nothing gathers parameters."""
 
 
-def _check(name: str, tensor: DTensor) -> None:
-    """Raise UsageError if a function of a ``DTensor`` gives other numbers than the whole tensor would."""
-    if all(placement.is_replicate() for placement in tensor.placements):
-        return
-    if name in _DRAWS:
-        raise UsageError(
-            f"the script draws random numbers for a parameter of which each rank has some rows ({name})",
-            where=script_line(),
-            why="each rank draws for its rows, which are not the rows of the draw for the whole parameter",
-            remedy=_REMEDY,
-        )
+def _is_whole(tensor: DTensor) -> bool:
+    """Return whether each rank has all of a ``DTensor``'s values, added up over the ranks."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _refuse_draw(name: str) -> NoReturn:
     raise UsageError(
-        f"the script reads a number of sharded tensors, of which each rank has a part ({name})",
+        f"the script draws random numbers for a parameter of which each rank has some rows ({name})",
         where=script_line(),
-        why="ranks would read other numbers: a DTensor of a norm or a sum is not added up over the ranks by itself",
-        remedy="call .full_tensor() on it on every rank first, take run.stats.grad_norm for the norm of the gradient,"
-        " or take --strategy sharded:stage=1 or mirrored",
+        why="each rank draws for its rows, which are not the rows of the draw for the whole parameter",
+        remedy=_REMEDY,
     )
 
 

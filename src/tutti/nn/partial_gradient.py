@@ -1,0 +1,185 @@
+"""Placeholders in ``.grad`` for gradients of which this rank has a part; norms and scalings act on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator
+from tutti.nn.incomplete_gradient import IncompleteGradient
+from tutti.torch_compat import tensor_version, tree_leaves, tree_map_only
+
+_NORMS = ("linalg_vector_norm", "_foreach_norm")
+_SCALING = (
+    *("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_"),
+    *("_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_zero_"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+_UNSCALE = _SCALING[-1]
+_PROBE = (1.0, -2.5, 1e-3)
+"""Elements of ``PartGradient.probe``: of both signs and several magnitudes, for clamps."""
+
+
+class GradientParts:
+    """Gradients of which each rank of a group holds a part: slices of tensor parallelism, or rows of sharding.
+
+    Gives norms of the whole gradients. The first norm of an order is computed for all gradients of this object in one
+    all-gather; further ones are read from its result until a gradient is scaled.
+
+    Args:
+        comm: the ranks that hold the parts. All of them must take the same norms, in the same order.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self._parts = comm, list[tuple[PartGradient, bool]]()
+        self._norms: dict[float, Tensor] = {}
+
+    def conceal(
+        self,
+        parameters: Sequence[nn.Parameter],
+        place: str,
+        own: Callable[[], Tensor | None],
+        counted: bool = True,
+        scaled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters.
+
+        Args:
+            parameters: the objects that stand for one parameter, such as the model's and the optimizer's.
+            place: words for the location of the complete gradient, for the error message.
+            own: returns this rank's part of the gradient, which scaling changes in place; None where there is none.
+            counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
+            scaled: called after each scaling of the part.
+        """
+        probe = torch.tensor(_PROBE, dtype=parameters[0].dtype, device=parameters[0].device)
+        for parameter in parameters:
+            made = PartGradient(parameter, place)
+            made.parts, made.own, made.place_in_parts, made.probe, made.scaled = (
+                self,
+                own,
+                len(self._parts),
+                probe,
+                scaled,
+            )
+            parameter.grad = made
+        self._parts.append((made, counted))
+
+    def norm(self, index: int, order: float) -> Tensor:
+        """Return the norm of one whole gradient. Collective in the first call of an order since the last scaling.
+
+        Args:
+            index: position of the gradient among the calls of ``conceal``.
+            order: p > 0 of the norm (Σ|gᵢ|ᵖ)^(1/p); infinity for the largest magnitude.
+
+        Returns:
+            A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits.
+        """
+        if order not in self._norms:
+            own = [(part.own(), counted) for part, counted in self._parts]
+            kinds = [g.dtype for g, _ in own if g is not None]
+            wide = torch.float64 if torch.float64 in kinds else torch.float32
+            zero = self._parts[index][0].probe.new_zeros((), dtype=wide)
+            local = [
+                torch.linalg.vector_norm(g.to(wide), order).to(zero.device)
+                if g is not None and g.numel() and counted
+                else zero
+                for g, counted in own
+            ]
+            # The norm of the parts' norms is the norm of the whole.
+            self._norms[order] = torch.linalg.vector_norm(self._gather(torch.stack(local)), order, dim=0)
+        return self._norms[order][index]
+
+    def forget(self) -> None:
+        """Forget the norms, because a gradient has been scaled."""
+        self._norms.clear()
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """All-gather a vector (n,): (ranks, n), on the device of ``mine``."""
+        comm = self._comm
+        rows = comm.gather_slices(mine.to(comm.device), "norms of gradients of which this rank has a part")
+        return rows.view(comm.size, -1).to(mine.device)
+
+    def largest(self, flag: Tensor) -> Tensor:
+        """Return the largest value of a tensor of one element over the ranks of the group. Collective."""
+        return self._gather(flag.reshape(1)).amax(0)
+
+
+class PartGradient(IncompleteGradient):
+    """Placeholder in ``.grad`` of a parameter of which this rank has a part, for ``clip_grad_norm_`` and the like.
+
+    Norms are those of the whole gradient, equal on all ranks. Scaling and clamping in place act on this rank's part,
+    and are recorded on a few numbers, ``probe``, by which ranks find that they have scaled differently. Other
+    operations on the values raise UsageError. ``GradientParts.conceal`` makes it.
+
+    Attributes:
+        parts: all gradients of this kind, of which it takes norms.
+        own: returns this rank's part of the gradient; None if there is none.
+        place_in_parts: position of the gradient in ``parts``.
+        probe: (3,), numbers that have been scaled and clamped like the gradient.
+        scaled: called after each scaling of the part.
+    """
+
+    parts: GradientParts
+    own: Callable[[], Tensor | None]
+    place_in_parts: int
+    probe: Tensor
+    scaled: Callable[[], None]
+
+    @property
+    def edited(self) -> bool:
+        """Whether the script has scaled or clamped the gradient."""
+        return bool(tensor_version(self.probe))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PartGradient)]
+        if not _acts_on_parts(name, args, kwargs) or any(each.own() is None for each in found):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if name in _NORMS:
+            listed = isinstance(args[0], list | tuple)
+            order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+            norms = [_norm_of(each, order, kwargs.get("dtype")) for each in (args[0] if listed else [args[0]])]
+            return norms if listed else norms[0]
+        # Scalings are elementwise: what they do to a part, they do to the whole.
+        whole = tree_map_only(PartGradient, lambda each: each.own(), (args, kwargs))
+        func(*whole[0], **whole[1])
+        once = {id(each.probe): each for each in found}
+        for each in once.values():
+            each.parts.forget()
+            each.scaled()
+        if name == _UNSCALE:
+            # Ranks find infinities in their own parts, and must agree on whether there is one.
+            for parts in {each.parts for each in once.values()}:
+                args[1].copy_(parts.largest(args[1]).view_as(args[1]))
+            args = (args[0], torch.zeros_like(args[1]), args[2])
+        if isinstance(args[0], list | tuple):
+            func([each.probe for each in once.values()], *args[1:], **kwargs)
+        else:
+            func(args[0].probe, *args[1:], **kwargs)
+        # In-place writes below autograd do not increment the version counter.
+        torch.autograd.graph.increment_version([each.probe for each in once.values()])
+        return args[0] if isinstance(args[0], Tensor) else None
+
+
+def _acts_on_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation on parts gives the part of its result on the whole, or is a norm of whole tensors."""
+    rest = [value for value in tree_leaves((args[1:], dict(kwargs))) if isinstance(value, Tensor)]
+    if any(isinstance(value, IncompleteGradient) or (value.dim() and value.numel() > 1) for value in rest):
+        return False
+    if name not in _NORMS:
+        return name in _SCALING
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
+    return isinstance(order, int | float) and order > 0 and len(args) < 3 and not ({"dim", "keepdim"} & kwargs.keys())
+
+
+def _norm_of(gradient: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    if isinstance(gradient, PartGradient):
+        return gradient.parts.norm(gradient.place_in_parts, order).to(dtype or gradient.dtype)
+    found: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    return found
