@@ -22,7 +22,13 @@ _ROWS, _NAME_WIDTH = 20, 45
 
 
 def make_profiler(device: torch.device) -> torch.profiler.profile:
-    """Return a ``torch.profiler.profile``, not started, of this process's CPU work and the kernels on ``device``."""
+    """Return a ``torch.profiler.profile`` that records this process's CPU operations and the kernels on ``device``.
+
+    The profiler is not started: the caller calls its ``start`` and ``stop``. Not collective; each rank makes its own.
+
+    Args:
+        device: the device of this rank; for a CPU only CPU operations are recorded.
+    """
     # Kineto, the profiler's library, prints every start and stop to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     return torch.profiler.profile(activities=profiled_activities(device), acc_events=True)
@@ -31,13 +37,14 @@ def make_profiler(device: torch.device) -> torch.profiler.profile:
 def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: Path, steps: int) -> None:
     """Write this rank's profile as ``folder/rank{N}.json``, and on rank 0 a table, ``operations.txt``. Not collective.
 
-    The JSON is a trace for ui.perfetto.dev or chrome://tracing; the table lists operators by their time.
+    The JSON is a trace for ui.perfetto.dev or chrome://tracing. The table has the milliseconds that each phase of
+    training (such as ``forward``) takes a step, and below the operators with the most time.
 
     Args:
         profiler: a stopped profiler that has recorded this rank's steps.
-        comm: communicator of all ranks.
+        comm: communicator of all ranks; only this rank's number and device are read from it.
         folder: folder of the files, created if it does not exist.
-        steps: number of recorded steps.
+        steps: number of recorded steps, by which the table divides the time of each phase.
 
     Raises:
         DiskError: a file cannot be written.
@@ -54,6 +61,8 @@ def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: 
 @contextmanager
 def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator[None]:
     """Return a context manager that replaces a function by a wrapper while its block runs.
+
+    Used by profiles and traces, to record the time that methods of a run take.
 
     Args:
         owner: a module, class or object; its attribute is restored after the block.

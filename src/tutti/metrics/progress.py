@@ -27,11 +27,16 @@ QUIET_SECONDS = 10.0
 def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
     """Return a listener that prints a run: a live display in a terminal, plain lines elsewhere or with ``NO_COLOR``.
 
-    With ``-q`` the listener prints nothing; warnings are in ``metrics.jsonl``.
+    The run calls the listener's methods at its start, after each step and evaluation, and at its end. With ``-q`` the
+    listener prints nothing; warnings are in ``metrics.jsonl``.
 
     Args:
         stream: where to print, such as standard error.
         config: the run's configuration, whose ``log_every`` is the number of steps between plain lines.
+
+    Returns:
+        A ``LiveDisplay`` if ``stream`` is a terminal that can redraw lines (``TERM`` is not ``dumb``), else a
+        ``PlainLines``; with ``-q`` a listener without effect.
     """
     if is_quiet(os.environ):
         return Listeners(())
@@ -68,13 +73,13 @@ class PlainLines:
         self._write(header.title, *(f"  {name:<{width}}  {value}" for name, value in header.derived.items()), "")
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Print a line of a step's numbers for the first, the last and every ``log_every``-th step of the run.
+        """Print a line with step, epoch, loss, metrics, speed and time, unless one was printed less than 10 s ago.
 
-        A line is also printed where the last one is 10 s old.
+        The first, the last and every ``log_every``-th step of the run are printed in any case.
 
         Args:
-            record: loss, metrics and position of the step.
-            pace: speed, elapsed and remaining time of the run.
+            record: loss, metrics, number and epoch of the step.
+            pace: samples a second, and elapsed and remaining seconds of the run.
         """
         now = time.monotonic()
         due = record.step % self._log_every == 0 or record.step in (1, self._total)
@@ -179,8 +184,8 @@ class LiveDisplay:
         """Redraw the live display with the record of one step, unless it was drawn less than 0.1 s ago.
 
         Args:
-            record: loss, metrics and position of the step.
-            pace: speed, elapsed and remaining time of the run.
+            record: loss, metrics, number and epoch of the step.
+            pace: samples a second, and elapsed and remaining seconds of the run.
         """
         self._last = record, pace
         if time.monotonic() - self._drawn >= REFRESH_SECONDS:

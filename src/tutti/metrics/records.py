@@ -49,8 +49,9 @@ _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 def make_run_directory(config: TrainConfig, task: str) -> Path:
     """Create this run's directory and return its path.
 
-    The path is ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC) with a number if that exists. Summary, metrics
-    and checkpoints of an earlier run in ``config.out`` are deleted, lest they be taken for this run's.
+    The path is ``config.out``; if that is None, ``TASK-YYYYmmdd-HHMMSS`` (time in UTC) in the folder ``config.runs``,
+    with a number behind it if this name is taken. Summary, metrics and checkpoints of an earlier run in ``config.out``
+    are deleted, lest they be taken for this run's.
 
     Args:
         config: the run's configuration, with ``out``, ``runs`` and ``overwrite``.
@@ -91,9 +92,9 @@ def find_run(config: TrainConfig, task: str) -> Path:
     """Return the directory of the run to resume: the newest with the same task and an equal configuration.
 
     Searched are the runs below ``config.runs``. Configurations are equal if their ``config_sha256`` is, which leaves
-    out options without an effect on the result; settings that ``config.change`` names may differ, too. If
-    ``config`` leaves ``workers`` unset, a run that was resumed matches too: its ``config.toml`` states the number of
-    workers that it started with.
+    out options without an effect on the result; settings that ``config.change`` names may differ, too. If ``config``
+    leaves ``workers`` unset, the number of logical workers (shares of the global batch) of a run that was resumed
+    before is not compared: resuming has written the number of its first start into its ``config.toml``.
 
     Args:
         config: configuration that the run must have, and the folder of runs (``runs``).
@@ -172,7 +173,7 @@ def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = (
 
     Args:
         path: the run directory.
-        code: the exit code.
+        code: exit code of the command that made the run, 0 for success.
         attempts: one object for each start of the run by an engine such as Slurm, with the devices of the start; set as
             the entry ``attempts``, unless empty.
 
@@ -251,6 +252,9 @@ class RunDirectory:
         Args:
             record: numbers of the step.
             pace: speed and seconds of training, and figures of one device, which the line has too.
+
+        Raises:
+            DiskError: the disk has been full for so long that ``MOST_WAITING`` (1,000) lines are buffered.
         """
         line: dict[str, Any] = {
             "group": "train",
@@ -289,6 +293,9 @@ class RunDirectory:
 
         Args:
             record: the means over all held-out samples.
+
+        Raises:
+            DiskError: the disk has been full for so long that ``MOST_WAITING`` (1,000) lines are buffered.
         """
         line: dict[str, Any] = {
             "group": "eval",
@@ -304,13 +311,20 @@ class RunDirectory:
         self._append(line)
 
     def warned(self, text: str) -> None:
-        """Append a JSON line of group ``warning`` to ``metrics.jsonl``: the text, and seconds of training so far."""
+        """Append a JSON line of group ``warning`` to ``metrics.jsonl``: the text, and seconds of training so far.
+
+        Raises:
+            DiskError: the disk has been full for so long that ``MOST_WAITING`` (1,000) lines are buffered.
+        """
         self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary``, the run's results, to ``summary.json`` in the run directory.
 
         With parameter servers their statistics are drawn as ``servers.svg``, too, if matplotlib is installed.
+
+        Raises:
+            DiskError: a file, or a buffered line of ``metrics.jsonl``, cannot be written.
         """
         self._flush()
         write_json(self.path / "summary.json", summary)
@@ -359,8 +373,8 @@ class RunDirectory:
 def config_sha256(config: TrainConfig) -> str:
     """Return the hexadecimal SHA-256 of the options that affect a run's result, such as the batch size.
 
-    ``BESIDE_THE_RESULT`` names the options left out. Options at their default are left out too, so that a new option
-    does not change the hash of an older configuration.
+    ``BESIDE_THE_RESULT`` names the options left out, such as output folders, number of devices and timeouts. Options at
+    their default are left out too, so that a new option does not change the hash of an older configuration.
 
     Args:
         config: the run's configuration.

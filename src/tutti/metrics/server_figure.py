@@ -45,11 +45,14 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
 
     Args:
         seen: number of updates by their staleness, which is the number of other updates between a worker's read of the
-            parameters and its own update.
+            parameters and its own update; at least one entry.
 
     Returns:
         A pair for each bar, by growing staleness: its label, the least staleness in the bar as text, and its number of
         updates. The last bar holds the tail above the 99 % quantile, too; its label then ends in ``+``.
+
+    Raises:
+        ValueError: ``seen`` is empty.
 
     >>> staleness_bars({0: 600, 1: 400, 2: 3, 700: 1})
     [('0', 600), ('1', 400), ('2+', 4)]

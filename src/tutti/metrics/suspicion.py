@@ -24,8 +24,9 @@ def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.
     """Return the usual peak learning rate at ``batch`` if ``rate`` is far from it; else, or without a rule, None.
 
     Usual are (1 - momentum) · batch / 256 for ``sgd`` and 0.001 · √(batch / 256) for Adam. Far is thirty times too
-    high, where a batch below 256 counts as 256. For ``sgd``, far is also ten times too low for a batch of 1024 or more:
-    a small batch's rate. A low rate of Adam is no sign of a mistake: fine-tuning uses it.
+    high, where a batch below 256 counts as 256. For ``sgd`` with a batch of 1024 or more, far is also ten times too
+    low: under a tenth of the usual rate, or of 0.1 · batch / 256 (the usual rate for momentum 0.9) if that is less.
+    Such a rate was meant for a small batch. A low rate of Adam is no sign of a mistake: fine-tuning uses it.
 
     Args:
         optimizer: ``sgd``, ``adam`` or ``adamw``; other optimizers have no rule.
@@ -70,12 +71,13 @@ def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> boo
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Return pairs of logical workers whose data have equal digests: they train on the same samples.
+    """Find logical workers that train on the same samples: pairs of workers whose data have equal digests.
 
     A logical worker is a fixed share of the global batch.
 
     Args:
-        digests: digest of each worker's data, in the order of workers; None is ignored.
+        digests: a hash of each worker's first samples, in the order of workers; None, for a worker whose samples are
+            too few or too alike to compare (``tells``), is in no pair.
 
     Returns:
         A list of pairs (first, later), indices in ``digests``; a worker is paired with the first worker of its digest
@@ -97,12 +99,13 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 
 
 def tells(samples: Sequence[str], least: int) -> bool:
-    """Return whether samples are so many and varied that a second sequence equal to them is no coincidence.
+    """Return whether a sequence of samples is long and varied enough that an equal second one is no coincidence.
 
-    True if there are at least ``least`` of them, and more than half of all are different.
+    Called before two logical workers are said to train on the same data (``equal_pairs``). True if there are at least
+    ``least`` samples, and if the number of different ones is more than half of all.
 
     Args:
-        samples: digests of the samples, in the order in which they were seen.
+        samples: a hash of each sample, in the order in which a worker has seen them.
         least: smallest number of samples that is enough.
 
     >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)

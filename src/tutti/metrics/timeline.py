@@ -49,8 +49,9 @@ Row = Sequence[TimelineSegment]
 def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
     """Split each wait for a collective into ``idle``, until the last rank has entered it, and ``communication``.
 
-    Equal calls are matched in order. If a rank of the call never waits for it (it sends and goes on), its entry is
-    unknown, and the whole wait of the other ranks counts as idle.
+    Waits of different ranks belong to one collective if they have the same name and ranks (``call``, ``ranks``) and
+    each is the n-th such wait on its rank. If a rank of the collective has no wait for it (it sends and goes on), the
+    time of its entry is unknown, and the whole wait of the other ranks counts as idle.
 
     Args:
         rows: for each rank in order its ``TimelineSegment``s, on one clock: intervals of time in one phase of training,

@@ -51,12 +51,15 @@ class TraceRecorder:
     def during(self, phase: str, call: str = "", ranks: tuple[int, ...] = ()) -> Iterator[None]:
         """Return a context manager that records the time within its block as a segment of ``phase`` on this rank.
 
-        The time of phases nested in the block is left out.
+        A nested block of another phase interrupts the segment: its time is recorded for the inner phase alone.
 
         Args:
-            phase: the phase's name, a key of ``tutti.metrics.timeline.COLOURS`` (such as ``forward``), or ``WAITING``.
-            call: name of the collective that the block waits for; empty for none.
-            ranks: the ranks that take part in that collective.
+            phase: the phase's name: ``data``, ``forward``, ``backward``, ``weight`` (gradients of weights in a
+                zero-bubble pipeline), ``exchange`` (reduction of gradients) or ``update``; or ``WAITING``, for a wait
+                in a collective.
+            call: name of the collective that the block waits for; empty for other phases.
+            ranks: the global ranks that take part in that collective; by name and ranks the waits of different ranks
+                are matched.
         """
         self._cut()
         self._open.append((phase, call, ranks))
@@ -75,9 +78,10 @@ class TraceRecorder:
         self._since = now
 
     def waits(self) -> AbstractContextManager[None]:
-        """Return a context manager that records each wait of this rank for a collective, as the phase ``WAITING``.
+        """Return a context manager that records each wait of this rank for a collective within its block.
 
-        The record has the collective and its ranks, too. Waits outside of the block are not recorded.
+        A wait is recorded as a segment of the phase ``WAITING``, with the name of the collective and its ranks. The
+        block is around the traced steps; waits outside of it are not recorded.
         """
 
         def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
@@ -90,14 +94,14 @@ class TraceRecorder:
         """Write the trace of all ranks to ``folder``, on rank 0: ``timeline.svg``, ``trace.json`` and ``shares.txt``.
 
         ``trace.json`` is for ui.perfetto.dev or chrome://tracing, ``shares.txt`` has each device's time by phase.
-        Collective: one broadcast from each rank.
+        Called by all ranks after the last traced step. Collective over all ranks: one broadcast from each of them.
 
         Args:
             folder: folder of the files, created if it does not exist.
-            step: steps taken at the end of the trace.
+            step: number of the last traced step, for the title of picture and table.
 
         Raises:
-            DiskError: rank 0 cannot write.
+            DiskError: rank 0 cannot write; raised there alone.
         """
         rows = _gathered(self._comm, self._segments, self._start)
         if self._comm.rank == 0:

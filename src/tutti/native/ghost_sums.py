@@ -24,14 +24,16 @@ def ghost_forward(
 ) -> None:  # fmt: skip
     """Compute the forward of ghost batch norm: normalise each ghost batch by its own mean and variance.
 
-    A ghost batch is a run of consecutive samples of the batch. The function uses PyTorch's operations, and writes into
-    ``y``, ``means`` and ``scales``.
+    A ghost batch is a run of consecutive samples of the batch. By channel, y = (x - mean) / √(variance + eps) · weight
+    + bias. The function uses PyTorch's operations on the CPU, and writes into ``y``, ``means`` and ``scales``.
 
     Args:
-        x: input, (samples, points, channels) if ``last``, else (samples, channels, points).
+        x: input, (samples, points, channels) if ``last``, else (samples, channels, points); points are the numbers that
+            a sample has in a channel, such as height × width.
         y: output, written; of the shape of ``x``.
-        weight, bias: (channels,), or None.
-        means, scales: (ghost batches, channels), written: means and 1/√(variance + eps).
+        weight, bias: (channels,), or None for 1 and 0.
+        means, scales: (ghost batches, channels), written: means and 1/√(variance + eps), with the biased variance;
+            float64 if ``x`` is, else float32.
         first: number of ghost batches + 1 integers: the index of each ghost batch's first sample, then the number of
             samples.
         eps: added to the variance.
@@ -59,18 +61,20 @@ def ghost_backward(
     x: Tensor, dy: Tensor, dx: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dweight: Tensor,
     dbias: Tensor, first: Sequence[int], last: bool,
 ) -> None:  # fmt: skip
-    """Compute the gradients of ghost batch norm's input, weight and bias, with PyTorch's operations.
+    """Compute the gradients of ghost batch norm's input, weight and bias, with PyTorch's operations on the CPU.
 
     A ghost batch is a run of consecutive samples that is normalised by its own mean and variance. The function writes
     into ``dx``, ``dweight`` and ``dbias``.
 
     Args:
-        x: the forward's input: (samples, points, channels) if ``last``, else (samples, channels, points).
+        x: the forward's input: (samples, points, channels) if ``last``, else (samples, channels, points); points are
+            the numbers that a sample has in a channel, such as height × width.
         dy: gradient of the output, of the shape of ``x``.
         dx: gradient of the input, written; of the shape of ``x``.
-        weight: (channels,), or None.
+        weight: (channels,), or None for 1.
         means, scales: (ghost batches, channels), means and 1/√(variance + eps), as the forward wrote them.
-        dweight, dbias: (ghost batches, channels), written: each ghost batch's part of the gradients of weight and bias.
+        dweight, dbias: (ghost batches, channels), written: each ghost batch's part of the gradients of weight and bias,
+            which the caller sums over the ghost batches.
         first: number of ghost batches + 1 integers: the index of each ghost batch's first sample, then the number of
             samples.
         last: whether channels are the last dimension.

@@ -57,7 +57,8 @@ def library(source: Path) -> ctypes.CDLL | None:
     """Load the shared library of a C++ file from the user's cache, or build it in about a second.
 
     The library is kept in the cache under a digest of source, flags and processor. A file lock lets other processes
-    that need the same library wait for the build.
+    that need the same library wait for the build. Where the cache cannot be used (see ``cache_folder``), each call
+    builds in a temporary folder.
 
     Args:
         source: path of the C++ file.

@@ -122,6 +122,8 @@ class Passes(Protocol):
     def squares(self, grads: Tensors) -> list[float]:
         """Compute the sum of squares, ‖g‖², of each tensor of a list.
 
+        Called by optimizers that scale a layer's step by the norm of its gradient, such as NovoGrad.
+
         Args:
             grads: tensors, such as gradients.
 
@@ -131,6 +133,8 @@ class Passes(Protocol):
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
         """Return (‖w‖², ‖d‖²), sums of squares, of each tensor, with d = gradient·g + decay·w.
+
+        Called by optimizers that scale a layer's step by norms, such as LARS, before the update. No tensor is written.
 
         Args:
             params: parameters (w).
@@ -142,7 +146,7 @@ class Passes(Protocol):
         """
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update momentum buffers and parameters of SGD-like optimizers in place.
+        """Update momentum buffers and parameters of SGD-like optimizers, such as LARS, in place.
 
         d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w).
 
@@ -157,6 +161,8 @@ class Passes(Protocol):
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
         """Update Adam's moments in place and return (‖w‖², ‖u‖²) of each tensor; the parameters stay.
+
+        The first half of a step of LAMB, which scales the update of a layer by both norms before ``adam_step``.
 
         h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
 
@@ -173,6 +179,8 @@ class Passes(Protocol):
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
         """Update parameters in place by Adam's moments.
+
+        The second half of a step of LAMB, after ``adam_squares``, with coefficients from the layers' norms.
 
         u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
 

@@ -90,17 +90,19 @@ class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
 def put_away(
     plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module], undo: Callable[[], None] | None = None
 ) -> None:
-    """Replace the tensors of ``plain`` that this rank does not compute with by placeholders, and free their memory.
+    """Replace the tensors of a model that this rank does not compute with by placeholders, and free their memory.
 
-    A placeholder has the tensor's shape and dtype; an operation on its values raises UsageError. Parameters keep their
-    identity, so that the script's optimizer still holds them.
+    For a model that is cut into pipeline stages, on a rank that computes some of them. A placeholder has the tensor's
+    shape and dtype; an operation that reads or writes its values raises UsageError, which says where the values are. A
+    parameter stays the same object, so that the script's optimizer still holds it; a buffer is replaced in its module.
 
     Args:
         plain: the whole model, changed in place.
-        places: words for the location of each parameter and persistent buffer, by the first of its names, for the text
-            of the error; "on another rank" for others.
-        here: the modules that compute on this rank; their tensors stay.
-        undo: called before an operation on a placeholder is refused, to restore what the script has written before.
+        places: for the error's text, where the values of a tensor are (such as "on another stage"), by the first name
+            of the parameter or persistent buffer; tensors without an entry are "on another rank".
+        here: the modules that this rank computes; their tensors stay.
+        undo: called before an operation on a parameter's placeholder is refused, to take back what the script has
+            written to other parameters; None for nothing.
     """
     own = {id(tensor) for part in here for tensor in (*part.parameters(), *part.buffers())}
     for name, parameter in plain.named_parameters():
@@ -118,10 +120,14 @@ def put_away(
 def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequence[nn.Module]) -> None:
     """Set attributes that a forward writes on modules of other ranks to placeholders, which raise UsageError when read.
 
+    For a model that is cut into pipeline stages: an attribute that a module's forward sets, such as attention weights
+    that it keeps, is set only on the rank that computes the module, and would be stale on others.
+
     Args:
         plain: the whole model, changed in place.
-        written: words for the location of each attribute, by its dotted name, for the text of the error.
-        here: the modules that compute on this rank; their attributes stay.
+        written: for the error's text, where an attribute is set (such as "on another stage"), by its dotted name in the
+            model.
+        here: the modules that this rank computes; their attributes stay.
     """
     own = {module for part in here for module in part.modules()}
     for name, place in written.items():

@@ -64,20 +64,22 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
 
 def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
-    """Return what activation checkpointing recomputes in a model: modules and runs of layers, each as a whole.
+    """Find the units of a model that activation checkpointing recomputes, each as a whole, in backward.
 
-    By a rule these are blocks (modules with submodules, such as a stack's members, if possible of at most half of the
-    parameters), and runs of √n layers of a sequence of n layers (Chen et al. 2016, arXiv 1604.06174).
+    By a rule (``Blocks``) the units are blocks: submodules with parameters and children of their own, such as the
+    members of a ``ModuleList``, or larger modules that hold at most half of the model's parameters. A sequence of 8
+    plain layers or more is cut into runs of √n layers (Chen et al. 2016, arXiv 1604.06174), each a unit.
 
     Args:
         part: the modules on this rank; their names are those of the whole model.
-        choice: the modules to recompute: a rule (``Blocks``), or a sequence of names and classes of modules, of which
-            absent ones are ignored; None for none, which gives empty ``whole`` and ``runs``.
+        choice: the modules to recompute: a rule, or a sequence of names and classes of modules, of which absent ones
+            are ignored; None for none, which gives empty ``whole`` and ``runs``.
 
     Returns:
         A ``CheckpointUnits``: ``whole``, modules to recompute; ``runs``, a dict from each sequence of layers to a list
         of tuples, each with the names of consecutive children that are recomputed together; and the options ``every``
-        (only the first of so many neighbouring runs is recomputed) and ``selective``.
+        (only the first of so many neighbouring runs is to be recomputed; ``whole`` is already thinned out) and
+        ``selective`` (save the results of expensive operators).
     """
     units = CheckpointUnits()
     if choice is None:

@@ -51,10 +51,12 @@ class KeptGraphs:
         self._seen: list[tuple[str, str, ReferenceType[_Mark]]] = []
 
     def begin(self) -> None:
-        """Begin to watch whether the script's forward hooks keep tensors with their autograd graph after the forward.
+        """Wrap the script's forward hooks on the model, to find out whether they keep tensors after the forward.
 
-        Wraps each hook that the modules have now, which in later forwards with gradients gets views of the module's
-        inputs and outputs. ``kept`` returns what has been found.
+        A hook that keeps a tensor with its autograd graph, such as features for the loss, expects a graph that goes on
+        outside of the forward's results. In later forwards with gradients each wrapped hook gets views of the module's
+        inputs and outputs in place of these; after such a forward ``kept`` tells whether a view is still alive. Hooks
+        that are registered later are not watched.
         """
         for name, module in self._model.named_modules():
             if forward_hooks(module):
@@ -67,7 +69,8 @@ class KeptGraphs:
     def kept(self, results: Iterable[Any]) -> tuple[str, str] | None:
         """Return the first forward hook that has kept a tensor with its autograd graph since the last call of ``kept``.
 
-        A tensor that is part of the graph of ``results`` does not count.
+        Called after a forward; the hooks are those that ``begin`` has wrapped. A tensor that is part of the graph of
+        ``results`` does not count.
 
         Args:
             results: results of the forward, whose graphs may stay alive; values that are no tensors are ignored.

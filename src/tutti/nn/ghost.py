@@ -82,8 +82,8 @@ class GhostBatchNorm(TakenOver):
             statistics; for an input of one ghost batch it is plain batch norm's result, too.
 
         Raises:
-            ValueError: ``input`` has another number of dimensions than the batch norm takes, or in training the whole
-                batch has a single number a channel.
+            ValueError: ``input`` has fewer than two dimensions, or in training the whole batch has a single number a
+                channel.
         """
         self._check_input_dim(input)
         points = input[0, 0].numel() if len(input) else 0
@@ -145,16 +145,21 @@ def convert_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
 def normalise(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, first: Sequence[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each ghost batch, a run of consecutive samples, by its own mean and variance.
+    """Normalise each ghost batch, a run of consecutive samples, by its own mean and biased variance.
+
+    Gradients flow to input, weight and bias. On a CPU the function runs compiled loops, or the same operations by
+    PyTorch where there is no C++ compiler; elsewhere, and under ``torch.compile``, one PyTorch batch norm for each
+    ghost batch.
 
     Args:
         input: (samples, channels, …).
-        weight, bias: (channels,), applied after normalisation; None for none.
+        weight, bias: (channels,), factor and summand of the normalised values; None for 1 and 0.
         first: index of the first sample of each ghost batch, and the number of samples, as ``ghosts`` returns.
         eps: added to the variance.
 
     Returns:
-        The normalised input in its shape, and means and 1/√(variance + eps), both (ghost batches, channels).
+        A tuple of three tensors: the normalised input in its shape; the means; and 1/√(variance + eps), both of shape
+        (ghost batches, channels) and without gradient.
     """
     last = _channels_last(input)
     if last is None or torch.compiler.is_compiling():

@@ -82,13 +82,14 @@ def _refuse(place: str, name: str) -> NoReturn:
 
 
 def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
-    """Set the ``.grad`` of each parameter to a placeholder that raises UsageError where the script reads it.
+    """Set the ``.grad`` of each parameter to a placeholder that raises UsageError where the script reads or edits it.
 
-    Hides partial gradients where this rank lacks the whole one. A script may still clear the placeholder.
+    For gradients of which this rank has only a part, or none: a norm that the script computed from that part, for
+    example, would be wrong. The script may still clear the placeholder, as ``zero_grad()`` does.
 
     Args:
         parameters: the script's parameters.
-        place: words for the location of the complete gradient, for the error.
+        place: for the error's text, where the complete gradient is, such as "in rows over the ranks".
     """
     for parameter in parameters:
         parameter.grad = IncompleteGradient(parameter, place)
@@ -133,14 +134,15 @@ def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
-    """Clear the real gradient in the way in which a script has cleared its placeholder in ``.grad``, and return it.
+    """Clear a gradient as the script has cleared the placeholder that it sees in ``.grad``, and return what is left.
 
-    None stays None and zeros stay zeros: an optimizer passes over a parameter without gradient, while momentum and
+    Called where the script was shown a placeholder (``conceal``) in place of ``gradient``, to carry a ``zero_grad()``
+    of the script over. None and zeros differ: an optimizer passes over a parameter without gradient, while momentum and
     weight decay change a parameter whose gradient is zero.
 
     Args:
         gradient: the real gradient; zeroed in place if the script has zeroed the placeholder.
-        shown: the placeholder or None that the script left in ``.grad``.
+        shown: what the script left in ``.grad``: the placeholder, or None if the script has set ``.grad`` to None.
 
     Returns:
         None if ``shown`` is None, else ``gradient``.

@@ -68,9 +68,10 @@ class TakenOver(BatchNormBase):
         return result
 
     def normalised(self, input: Tensor) -> Tensor:
-        """Normalise ``input``, (samples, channels, …), and return the same shape; subclasses implement it.
+        """Normalise ``input``, (samples, channels, …), and return the same shape; each subclass has its own statistics.
 
-        In training this batch norm's running statistics are updated, too.
+        ``forward`` calls it in place of ``torch.nn.functional.batch_norm``. In training it also updates the running
+        statistics, and normalises by those of the batch (of its ghost batches, or of all ranks' samples).
 
         Raises:
             NotImplementedError: in this base class.

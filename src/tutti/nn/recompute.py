@@ -35,8 +35,9 @@ def recomputed(
 
     Args:
         forward: forward of a module, or of some of its children, called as ``forward(module, …)``.
-        members: returns the submodules that ``forward`` runs, for the buffers to restore.
-        draws: the RNG streams of the model.
+        members: called with the module; returns the submodules that ``forward`` runs, whose buffers recomputation sets
+            back and leaves unchanged.
+        draws: the RNG streams of the model, set back for recomputation.
         selective: also save the results of expensive operators, such as matrix products, which are not computed again.
 
     Returns:

@@ -70,8 +70,8 @@ class QuietMode(TorchFunctionMode, ABC):
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle a call of a function of PyTorch under this torch function mode, and return its result.
 
-        Abstract. Subclasses call ``func(*args, **kwargs)``, check the call or change its result. While the attribute
-        ``quiet`` is True they pass the call on unchanged.
+        Abstract; called for each call of PyTorch while the mode is active. Subclasses call ``func(*args, **kwargs)``,
+        check the call or change its result. While the attribute ``quiet`` is True they pass the call on unchanged.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -201,8 +201,9 @@ def tutti_caller(mode: str) -> FrameType | None:
 def acts_by_element(func: Any) -> bool:
     """Return whether a function of PyTorch computes each element from elements at the same place, judged by its name.
 
-    Its result on a part of a tensor, such as a slice or some rows, is then that part of its result on the whole.
-    Operators count (``__add__``, ``__radd__``, ``__iadd__``), and so do functions of lists such as ``_foreach_mul_``.
+    Its result on a part of a tensor, such as a slice or some rows, is then that part of its result on the whole. Called
+    where a script computes with a part of a parameter: other functions, such as norms, are refused. Operators count
+    (``__add__``, ``__radd__``, ``__iadd__``), and so do functions of lists such as ``_foreach_mul_``.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
@@ -229,7 +230,8 @@ def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Te
 def size_of_whole(func: Any, whole: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function that returns a tensor's sizes, as if the given tensor had the shape ``whole``.
 
-    The function gets a tensor of this shape and of the given tensor's dtype, without memory, and its result is
+    Called where a script asks a slice or some rows of a parameter for their size, so that it computes as with the whole
+    one. The function gets a tensor of this shape and of the given tensor's dtype, without memory, and its result is
     returned: an int, or a ``torch.Size``.
 
     Args:

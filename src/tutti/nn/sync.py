@@ -61,15 +61,16 @@ class SyncBatchNorm(TakenOver):
     def normalised(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (samples, channels, …), by statistics over all ranks' samples; return the same shape.
 
-        In training it also updates the running statistics, equally on all ranks. Collective in training, unless there
-        is one rank: an all-gather in the forward, which blocks until every rank has called it, and an all-reduce in the
-        backward.
+        In training it also updates the running statistics, equally on all data-parallel ranks. Collective over them in
+        training, unless there is one: an all-gather in the forward, which blocks until every rank has called it, and an
+        all-reduce in the backward. In evaluation it is plain batch norm, by the running statistics.
 
         Args:
             input: this rank's samples; there may be none.
 
         Raises:
-            ValueError: all ranks together have fewer than two values a channel.
+            ValueError: ``input`` has fewer than two dimensions, or all ranks together have fewer than two values a
+                channel.
             MismatchError: ranks call different batch norms at the same time.
             PeerError: a rank is gone.
         """
@@ -206,8 +207,9 @@ def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, 
         ``model``, or its replacement where ``model`` is itself a batch norm.
 
     Raises:
-        UsageError: the model has no batch norm; or its result would depend on the number of devices (other running
-            statistics, or random draws), because a device computes all its workers as one batch.
+        UsageError: the model has no batch norm. Or the model would train differently on another number of devices,
+            because a device computes all its workers as one batch: with several workers a norm of another kind has
+            running statistics; or with more workers than ranks a layer, such as dropout, draws random numbers.
     """
     for name, module in model.named_modules():
         own = isinstance(module, NormBase) and not isinstance(module, BatchNormBase) and module.track_running_stats

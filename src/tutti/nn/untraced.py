@@ -48,6 +48,9 @@ class Untraced:
     def undo(self) -> list[str]:
         """Restore the attributes, parameters and buffers that the modules had when this snapshot was made, in place.
 
+        Called after the model's forward was traced. Attributes that were added are deleted; lists and dicts get their
+        former members back; buffers that were written in place get their former values.
+
         Returns:
             Dotted names of the attributes and tensors that had changed.
         """
@@ -104,8 +107,9 @@ class Constants:
     def changed(self) -> list[str]:
         """Return a list of the dotted names of the module attributes that have changed since this snapshot was made.
 
-        A graph that was traced then has their former values as constants. A tensor counts as changed if it is another
-        object.
+        Called before a traced graph is used again: the graph has the former values as constants. A tensor counts as
+        changed if it is another object; a list or dict also if members were added, removed or replaced. Attributes that
+        were added are not reported.
         """
         return [
             _joined(path, name)
@@ -126,7 +130,8 @@ def has_hooks(module: nn.Module) -> bool:
 def surroundings() -> tuple[Any, ...]:
     """Return the modes that change how PyTorch computes, such as ``torch.no_grad()`` and autocast, with their values.
 
-    A traced graph is valid only while all of them are equal.
+    A traced graph is valid only while all of them are equal: they are compared with those of the trace before the graph
+    is used.
 
     Returns:
         A tuple of (name, value) pairs, in one process always of the same names in the same order. Function modes,

@@ -401,13 +401,17 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def unlike_one_closure(optimizer: Optimizer) -> str | None:
-    """Return words for how ``step(closure)`` differs from ``closure()`` followed by ``step()``; None if it does not.
+    """Find out whether ``step(closure)`` does anything but call ``closure`` once and then update as ``step()`` does.
 
-    A copy of the optimizer is tried both ways on small tensors. PyTorch's optimizers but LBFGS call the closure once,
-    before the update; sharpness-aware minimisation (SAM) calls it again at other parameters. Not collective.
+    Called when a script first calls ``step(closure)`` of the optimizer, which a run makes in these two parts. A copy of
+    the optimizer is tried both ways on small tensors. PyTorch's optimizers but LBFGS call the closure once, before the
+    update; sharpness-aware minimisation (SAM) calls it again at other parameters. Not collective.
 
     Args:
         optimizer: the optimizer, which is not changed.
+
+    Returns:
+        None if both ways give the same result; else words for the difference, for an error's text.
     """
     name = type(optimizer).__name__
     if needs_closure(optimizer):

@@ -107,8 +107,9 @@ class Muon(Optimizer):
         The steps are those of ``torch.optim.AdamW`` and ``torch.optim.Muon`` (a matrix moves by its orthogonalised
         momentum).
 
-        Collective where ranks hold slices of a matrix (the attribute ``wholes`` gathers such matrices): parameter,
-        gradient and momentum are gathered from these ranks, the whole matrix is updated, and each rank keeps its slice.
+        Collective if the attribute ``wholes`` is set, over the ranks that hold slices of the matrices: parameter,
+        gradient and momentum of each matrix are all-gathered, the whole matrix is updated, and each rank keeps its
+        slice. All these ranks must then have gradients of the same matrices.
 
         Args:
             closure: called first, with gradients enabled; None for none.

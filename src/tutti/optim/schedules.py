@@ -82,11 +82,11 @@ def make_schedule(
 
 
 def cosine_decay(progress: float, final: float) -> float:
-    """Return the factor of a cosine decay: final + (1 - final) · (1 + cos(π · progress)) / 2.
+    """Return a cosine decay's factor on the initial learning rate: final + (1 - final) · (1 + cos(π · progress)) / 2.
 
     Args:
-        progress: fraction of the decay that has passed; above 1 counts as 1.
-        final: factor at the end.
+        progress: fraction of the decay that has passed, from 0; above 1 counts as 1.
+        final: factor at the end of the decay; it is 1 at the begin.
 
     >>> cosine_decay(0.0, 0.0), cosine_decay(1.0, 0.1)
     (1.0, 0.1)
@@ -95,11 +95,11 @@ def cosine_decay(progress: float, final: float) -> float:
 
 
 def linear_decay(progress: float, final: float) -> float:
-    """Return the factor of a linear decay: 1 + (final - 1) · progress.
+    """Return a linear decay's factor on the initial learning rate: 1 + (final - 1) · progress.
 
     Args:
-        progress: fraction of the decay that has passed; above 1 counts as 1.
-        final: factor at the end.
+        progress: fraction of the decay that has passed, from 0; above 1 counts as 1.
+        final: factor at the end of the decay; it is 1 at the begin.
 
     >>> linear_decay(0.5, 0.0)
     0.5
@@ -108,12 +108,12 @@ def linear_decay(progress: float, final: float) -> float:
 
 
 def polynomial_decay(progress: float, power: float, final: float) -> float:
-    """Return the factor of a polynomial decay: final + (1 - final) · (1 - progress)^power.
+    """Return a polynomial decay's factor on the initial learning rate: final + (1 - final) · (1 - progress)^power.
 
     Args:
-        progress: fraction of the decay that has passed; above 1 counts as 1.
+        progress: fraction of the decay that has passed, from 0; above 1 counts as 1.
         power: exponent; 1 is a line.
-        final: factor at the end.
+        final: factor at the end of the decay; it is 1 at the begin.
 
     >>> polynomial_decay(0.5, 2.0, 0.0)
     0.25
@@ -122,14 +122,14 @@ def polynomial_decay(progress: float, power: float, final: float) -> float:
 
 
 def stable_decay(progress: float, decay: float, final: float, root: bool) -> float:
-    """Return the factor of a warmup-stable-decay schedule after its warm-up: 1, and a fall to ``final`` at the end.
+    """Return warmup-stable-decay's factor on the initial learning rate after the warm-up: 1, then a fall to ``final``.
 
     Args:
-        progress: fraction of the run, 0 to 1.
-        decay: fraction of the run, at its end, in which the rate falls.
-        final: factor at the end.
-        root: the factor is 1 + (final - 1) · √x, with x the fraction of the decay that has passed; False: 1 + (final -
-            1) · x.
+        progress: fraction of the run that has passed, warm-up included, 0 to 1.
+        decay: fraction of the run, at its end, in which the rate falls; above 0.
+        final: factor at the end of the run.
+        root: True: while the rate falls the factor is 1 + (final - 1) · √x, with x the fraction of the decay that has
+            passed; False: 1 + (final - 1) · x.
 
     >>> stable_decay(0.5, 0.5, 0.0, False), stable_decay(0.75, 0.5, 0.0, False)
     (1.0, 0.5)
@@ -143,10 +143,11 @@ def stable_decay(progress: float, decay: float, final: float, root: bool) -> flo
 def one_cycle(step: int, total: int, rise: float, start: float, final: float) -> float:
     """Return the factor of a one-cycle schedule (``OneCycleLR``): a cosine from ``start`` to 1, another to ``final``.
 
-    The factor is 1 at step rise · total - 1. If that is 0 or below, nothing rises and ``start`` has no effect.
+    The factor multiplies the initial learning rate, which is the peak. It is 1 at step rise · total - 1. If that is 0
+    or below, nothing rises and ``start`` has no effect.
 
     Args:
-        step: steps taken.
+        step: steps taken so far, from 0.
         total: steps in the run.
         rise: fraction of the run in which the learning rate rises.
         start: factor at step 0.
@@ -173,12 +174,12 @@ def cosine_between(begin: float, end: float, progress: float) -> float:
 
 
 def stepped(step: int, milestones: tuple[int, ...], gamma: float) -> float:
-    """Return the factor of a step decay: gamma to the power of the number of milestones at or before ``step``.
+    """Return a step decay's factor on the initial learning rate: gamma ^ (number of milestones at or before ``step``).
 
     Args:
-        step: steps taken.
+        step: steps taken so far, from 0.
         milestones: steps at which the rate drops.
-        gamma: factor at each milestone.
+        gamma: factor by which the rate is multiplied at each milestone.
 
     >>> stepped(10, (5, 10, 20), 0.5)
     0.25

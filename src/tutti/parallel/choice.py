@@ -131,14 +131,16 @@ class Choice:
     def make(self, run_context: RunContext) -> tuple[ModelLayout, GradientSync]:
         """Construct the model layout and the gradient synchronisation of this strategy. Not collective.
 
-        Neither has the model yet: the layout's ``build`` and the synchronisation's ``attach`` take the model.
+        Neither has the model yet; the caller hands the model to the layout's ``build``, and its result to the
+        synchronisation's ``attach``.
 
         Args:
             run_context: communicators and settings of the run.
 
         Returns:
-            The layout, which places a replica of the model on ranks, and the synchronisation, which reduces gradients
-            over the replicas and makes the updates.
+            A pair. The layout (``ModelLayout``) places a replica of the model on one rank or several: whole, cut into
+            pipeline stages, or split over tensor ranks. The synchronisation (``GradientSync``) reduces gradients over
+            the replicas and makes the updates.
         """
         layout = _load(self.row.layout)(self.layout, run_context)
         return layout, _load(self.row.exchange)(self.exchange, run_context)
@@ -218,9 +220,11 @@ class KeepsAverage(Protocol):
     """
 
     def average(self, averaging: Averaging) -> Average:
-        """Create a moving average (EMA) of the model's weights that starts from their current values. Collective.
+        """Create a moving average (EMA) of the model's weights that starts from their current values.
 
-        A gradient synchronisation has this method if it keeps the weights, and so their average, in a place of its own.
+        A gradient synchronisation has this method if it keeps the weights, and so their average, in a place of its own,
+        such as memory that all ranks of a node share (``CentralStorageSync``). Called once on every rank, after
+        ``attach``; collective over all ranks.
 
         Args:
             averaging: decay and warm-up of the average.
@@ -232,7 +236,10 @@ class KeepsAverage(Protocol):
 
 
 def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
-    """Create the moving average (EMA) of the weights that the run asks for. Collective.
+    """Create the moving average (EMA) of the weights that the run asks for; called on all ranks.
+
+    Collective under the strategy ``central_storage``, whose ranks share one average in memory; under all other
+    strategies each rank averages the parameters that it holds, without communication.
 
     Args:
         replica: the model on this rank and what runs it, after ``exchange.attach``.

@@ -195,7 +195,9 @@ def _check_tree(choice: Choice, option: str) -> None:
 def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noisy: bool, sparse: bool = False) -> None:
     """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
-    The measurement compares gradients of parts of a batch with their sum, so both must exist at the same parameters.
+    The noise scale is estimated from the squared norms of the gradients of parts of a batch (logical workers or
+    micro-batches) and of the gradient of the whole batch. Each must exist by itself on some rank, and all must be
+    computed with the same parameters.
 
     Args:
         choice: the strategy.

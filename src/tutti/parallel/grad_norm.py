@@ -21,7 +21,7 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
         square: sum of squares of the gradients that this rank counts. Of a tensor with copies on several ranks only one
             rank counts the gradient.
         stop: whether this rank asks to stop the run.
-        step_context: the step under way.
+        step_context: the step under way, which the ranks compare by small hashes sent with the sum.
 
     Returns:
         The squared L2 norm of the replica's whole gradient, and whether any rank asks to stop; equal on all these

@@ -56,6 +56,9 @@ class LossCounter:
     def together(self, part: LossSums | None) -> LossSums | None:
         """Return this rank's loss sums of the step plus those of the current worker, without changing the rank's total.
 
+        Called before the current worker's last backward, where the sums are sent along with the gradients, and ``add``
+        has not been called for this worker yet.
+
         Args:
             part: sums of loss, count and metrics of the current logical worker (share of the global batch), not added
                 yet; None if they are not known.
@@ -97,11 +100,11 @@ class LossCounter:
 
         Args:
             sums: loss, count (samples or tokens) and metrics, summed over all ranks; with a count of 0 the loss is NaN.
-            norm: norm of the whole gradient, before clipping.
+            norm: L2 norm of the whole gradient, before clipping.
             finite: whether the whole gradient is finite.
             stop: whether any rank asks to stop.
-            spread: mean square of the gradients of the logical workers (fixed shares of the global batch), each over
-                its own samples; None where it is not measured.
+            spread: mean of the squared L2 norms of the gradients of the logical workers (fixed shares of the global
+                batch), each over its own samples, and their number; None where it is not measured.
 
         Returns:
             A ``StepStats``: ``loss``, the mean over ``count``; ``metrics``, means by name; and the arguments ``norm``

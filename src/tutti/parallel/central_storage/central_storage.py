@@ -112,10 +112,11 @@ class CentralStorageSync(AllReduceSync):
         All ranks of the node share one copy of the parameters, each of which one rank owns (updates). Each rank
         receives the summed gradients of the parameters that it owns; in a custom training loop, and where the gradients
         of logical workers (fixed shares of the global batch) are summed in a fixed order, those of all parameters.
-        Collective.
+        Collective over the data ranks; blocks until all of them call it.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: its loss scale, by which the gradients are divided, and its number, batch
+                size and settings, which the ranks compare.
 
         Returns:
             A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over the
@@ -260,9 +261,9 @@ class CentralStorageSync(AllReduceSync):
 
         Every parameter has one owner, the rank that updates it; without this call a rank receives only the gradients of
         the parameters that it owns. Called before the first step of a script's own training loop, which may read all
-        gradients. Collective: builds another reducer of gradients. From now on, what the script writes to buffers after
-        an update counts for the last logical worker (fixed share of the global batch) of this rank alone. A second call
-        changes nothing.
+        gradients. Collective over the data ranks, which allocate shared memory for another reducer of gradients. From
+        now on, what the script writes to buffers after an update counts for the last logical worker (fixed share of the
+        global batch) of this rank alone. A second call changes nothing.
         """
         super().begin_custom_loop()
         if not self._custom:
@@ -284,9 +285,10 @@ class CentralStorageSync(AllReduceSync):
         return self._host is None and self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``.
 
         All ranks of the node share one copy of the parameters; every parameter has one owner, the rank that updates it.
+        Collective over the data ranks: an all-gather of the buffers of all logical workers.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has the parameters that this rank owns and
@@ -345,7 +347,9 @@ class CentralStorageSync(AllReduceSync):
         self._fetch()
 
     def average(self, averaging: Averaging) -> ParameterAverage:
-        """Create the moving average (EMA) of the trained parameters in shared memory, once for all ranks. Collective.
+        """Create the moving average (EMA) of the trained parameters in shared memory, once for all ranks.
+
+        Collective over the data ranks, which allocate the memory together.
 
         Args:
             averaging: decay and warm-up of the average.

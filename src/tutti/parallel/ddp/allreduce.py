@@ -186,7 +186,8 @@ class AllReduceSync:
 
         Args:
             worker: index of the worker, one of those that this rank computes (``RunContext.mine``).
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way; kept for the reduction of this step's gradients, in which the ranks
+                compare its number, batch size and settings.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
@@ -209,11 +210,12 @@ class AllReduceSync:
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Complete the all-reduce of gradients and loss sums, and divide the gradients by the global count of units.
+        """Complete the all-reduce of gradients and loss sums, and divide the gradients by the global count.
 
-        Collective over the data ranks, and for the gradient norm over the pipeline stages and tensor ranks of a
-        replica. Blocks until all data ranks have sent. Afterwards every ``.grad`` is the gradient of the mean loss over
-        the global batch, without loss scale and not yet clipped.
+        The count is of samples or tokens, as the loss function reports it. Collective over the data ranks, and for the
+        gradient norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent.
+        Afterwards every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not
+        yet clipped.
 
         Args:
             step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
@@ -221,11 +223,13 @@ class AllReduceSync:
 
         Returns:
             A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over the
-            global batch; ``count`` of units (samples or tokens); ``grad_norm``, the L2 norm of the gradient;
-            ``finite``, whether all gradients are finite; and ``stop``, whether any rank asks to stop.
+            global batch; ``count``, of samples or tokens; ``grad_norm``, the L2 norm of the gradient; ``finite``,
+            whether all gradients are finite; and ``stop``, whether any rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
+                of the global batch).
         """
         self._buffers.finish()
         sums = self._reducer.finish(step_context, self._counting.take())
@@ -257,6 +261,9 @@ class AllReduceSync:
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 if a gradient was not finite; then ``skipped`` is True, and
             ``nonfinite`` has the names of parameters whose gradient is not finite (at most three from each rank).
+
+        Raises:
+            UsageError: an optimizer does not take the sparse gradients of its parameters.
         """
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
@@ -359,13 +366,13 @@ class AllReduceSync:
     def facts(self) -> dict[str, object]:
         """Return the messages and bytes that each link between data ranks has carried so far, for ``summary.json``.
 
-        Collective over the data ranks.
+        Collective over the data ranks if tutti's own all-reduce schedule (option ``algorithm`` of the strategy, such as
+        a ring) sums the gradients; the all-reduce of PyTorch's process group counts nothing.
 
         Returns:
-            A dict with ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data
-            ranks ``from`` and ``to`` (indices among the data ranks, from 0), and the numbers of ``messages`` and
-            ``bytes`` sent on this link. An empty dict where the all-reduce of the process group's backend is used,
-            which counts nothing.
+            A dict with ``algorithm``, the name of the schedule, and ``links``, a list of dicts with the data ranks
+            ``from`` and ``to`` (indices among the data ranks, from 0), and the numbers of ``messages`` and ``bytes``
+            sent on this link. An empty dict without such a schedule.
         """
         if self._scheduled is None:
             return {}
@@ -377,12 +384,13 @@ class AllReduceSync:
 
     @property
     def by_worker(self) -> bool:
-        """Whether each logical worker's gradient is a separate term of the sum over ranks.
+        """Whether the sum of gradients over ranks adds each logical worker's gradient as a term of its own.
 
         A logical worker is one of N fixed shares of the global batch. True in reproducible mode, where one fixed
         summation tree over the workers gives the same bits for any number of ranks, and where the variance of the
-        workers' gradients is measured (AdaScale). Then the all-reduce does not overlap with backward. If False,
-        autograd first accumulates the gradients of all workers that this rank computes.
+        workers' gradients is measured (AdaScale). Then the all-reduce does not overlap with backward. If False, each
+        rank's term is the sum of the gradients of all workers that it computes, which autograd accumulates in
+        ``.grad``.
         """
         return self._run_context.reproducible or self._run_context.gradient_variance
 
@@ -555,6 +563,9 @@ class AllReduceSync:
 
         Returns:
             The square root of the sum of squares over the replica, 0 where no member has a gradient.
+
+        Raises:
+            MismatchError: the ranks of the replica are in different steps.
         """
         own = set(members)
         counted = [p for name, p in self._named if p in own and name not in self._replica.not_owned]
@@ -566,8 +577,8 @@ class AllReduceSync:
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
         """Return a context in which ``optimizer_step`` steps only one of the script's several optimizers.
 
-        On exit, gradients of parameters that are split over tensor ranks are again replaced by an object that the
-        script cannot read, because they differ between ranks.
+        On exit, gradients of parameters that are split over tensor ranks, which ``apply_edits`` has put into ``.grad``
+        for the update, are replaced by an object that the script cannot read, because they differ between ranks.
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.

@@ -106,7 +106,8 @@ class Bucket:
         """Make ``flat`` the memory of this bucket of several parameters' gradients. Nothing is copied.
 
         The attributes ``flat``, ``gradients`` and ``tail`` (numbers behind the gradients), and the views of single
-        gradients, then refer to ``flat``.
+        gradients, then refer to ``flat``. Called where a reducer packs gradients into new memory, or receives their sum
+        in a tensor of its own.
 
         Args:
             flat: (elements + tail,), of the bucket's dtype.
@@ -193,7 +194,8 @@ class Tail:
 
         Args:
             tail: (13 + number of parameters,), the end of the last bucket's flat vector, written in place.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way; the digests are hashes of its number, batch size and settings, and its
+                ``stop`` is the stop flag.
             loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
         """
@@ -244,6 +246,8 @@ class Tail:
 def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
     """Return an upper bound, in bytes, of one gradient bucket's flat vector, for any partition into buckets.
 
+    The size of the memory with which tutti's own all-reduce schedules, such as a ring, are set up.
+
     The bound includes the loss sums, flags and digests that are all-reduced behind the gradients.
 
     Args:
@@ -261,14 +265,15 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     ``digests_agree`` compares the sums over the ranks with this rank's own numbers.
 
     Args:
-        step_context: facts of the step; its number, the index of the reduction within it (``call``) and the batch size
-            are hashed, and unless ``key`` is 0 also the optimizers' settings, the data's position and the script's
-            writes of parameters.
-        key: hash of the parameters' layout, from ``layout_key``; 0 for ranks of one replica.
+        step_context: facts of the step. Hashed are its number, the index of the reduction within the step (``call``)
+            and the batch size; unless ``key`` is 0 also the optimizers' settings, the position in the data (``place``)
+            and a digest of the parameters that the script has written (``written``).
+        key: hash of the model's parameters, from ``layout_key``, for data ranks, which hold equal parameters; 0 for the
+            pipeline stages and tensor ranks of one replica, which do not.
 
     Returns:
-        [a, a², b, b²] with a and b below 251: a is a hash of step number, call and writes, b of ``key``, batch size and
-        the rest.
+        [a, a², b, b²], integers with a and b below 251. a is a hash of step number, ``call`` and ``written``; b is one
+        of ``key``, batch size and all other facts.
     """
     a, b = (step_context.taken + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:

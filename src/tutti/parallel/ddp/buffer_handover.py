@@ -144,9 +144,13 @@ class BufferHandover:
     def close(self) -> None:
         """Make a shared logical worker's module buffers equal on all its ranks after a step without backward.
 
-        A logical worker is one of N fixed shares of the global batch; several ranks compute its micro-batches. Does
-        what ``finish`` does, and all data ranks must call it; does nothing where no step was begun, or ``finish`` was
-        called.
+        A logical worker is one of N fixed shares of the global batch; several ranks compute its micro-batches. Called
+        before buffers are read or the next step begins. Does what ``finish`` does: all data ranks must call it, which
+        all-gather the buffers if forwards change them; does nothing where no step was begun, or ``finish`` was called.
+
+        Raises:
+            UsageError: a buffer has changed outside the forwards, or in a forward whose changes the ranks cannot
+                follow.
         """
         if self._open:
             self.finish()

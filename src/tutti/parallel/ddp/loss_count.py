@@ -66,9 +66,10 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
-            of three reasons. The loss adds other terms to a cross-entropy that is a mean over a part of the
-            micro-batch's targets; the loss is the sum of a cross-entropy, not divided by samples or targets; or the
-            loss is a nonlinear function of means over samples, such as a root or a ratio.
+            of four reasons. The loss adds other terms to a cross-entropy that is a mean over a part of the
+            micro-batch's targets; the loss is the sum of a cross-entropy, not divided by samples or targets; the loss
+            is a nonlinear function of means over samples, such as a root or a ratio; or the loss is a mean over a
+            number of elements, or a sum divided by a number, that is not a multiple of the samples.
     """
     if not micro_batch.whole:
         check_adds_up(objective.grad_fn, micro_batch)

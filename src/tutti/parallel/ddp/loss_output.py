@@ -21,8 +21,9 @@ _MASK = (1 << 63) - 1
 def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
     """Parse what the user's loss function returned: find the tensor to call ``backward`` on, and the sums to report.
 
-    Where the micro-batch has noise σ, each sample's loss counts z ~ N(1, σ²) times in the gradient, and once in the
-    loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights z follow from the micro-batch's key.
+    Where the micro-batch has noise σ (``micro_batch.noise``, option ``--gradient-noise``), each sample's loss counts z
+    ~ N(1, σ²) times in the gradient, and once in the loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights
+    z follow from the micro-batch's key.
 
     Args:
         outcome: a scalar (mean over the micro-batch's samples, or over the targets of a cross-entropy), ``(sum,
@@ -38,7 +39,9 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         of a dummy micro-batch (one of no samples) are zero.
 
     Raises:
-        UsageError: the loss function returned something else, or no loss a sample where the micro-batch has noise.
+        UsageError: the loss function returned something else, or no loss a sample where the micro-batch has noise; or
+            the loss is a scalar of a part of the global batch, and such losses do not add up to that of the whole
+            batch, as the root of a mean does not.
     """
     if isinstance(outcome, Tensor) and not _by_sample(outcome, micro_batch):
         objective = _scalar(outcome, micro_batch)

@@ -34,7 +34,8 @@ class Reducer(Protocol):
     def listens(self) -> bool:
         """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
 
-        False for a gradient reducer (the sum of gradients over data ranks) that starts nothing during backward.
+        Read when the reducer has been made. A reducer sums gradients over the data ranks; the value is False if
+        nothing is sent during backward.
         """
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
@@ -44,7 +45,8 @@ class Reducer(Protocol):
         complete.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: small hashes of its number, batch size and settings are summed with the
+                gradients, so that ranks in different steps are found.
             loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet, as on
                 all pipeline stages but the last.
         """
@@ -67,7 +69,8 @@ class Reducer(Protocol):
         autograd accumulates the gradients of the rank's workers in ``.grad``.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: small hashes of its number, batch size and settings are summed with the
+                gradients, so that ranks in different steps are found.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
         """
@@ -78,7 +81,8 @@ class Reducer(Protocol):
         Collective over the data ranks: blocks until all of them call it.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: small hashes of its number, batch size and settings are summed with the
+                gradients, so that ranks in different steps are found.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if this rank had no samples.
 
@@ -99,14 +103,15 @@ class Reducer(Protocol):
         caller adds up the numbers of its ranks.
 
         Returns:
-            Python floats, depending on the reducer one for each parameter or a single one for all; the length is the
-            same in every step. Parameters that another rank of the replica counts in the norm add 0.
+            Python floats, depending on the reducer one for each parameter or a single one for all; one reducer returns
+            the same number of them in every step. Parameters that another rank of the replica counts in the norm add 0.
         """
 
     def scale(self, factor: float) -> None:
         """Multiply the ``.grad`` of all trained parameters, summed over the data ranks by ``finish``, in place.
 
-        Not collective.
+        Called to divide the sums by the global count of samples or tokens and by the loss scale, and to clip. Not
+        collective.
 
         Args:
             factor: the number that each element is multiplied by.
@@ -119,7 +124,8 @@ class StartedSum(Protocol):
     def wait(self) -> None:
         """Block until this all-reduce of a gradient bucket is complete.
 
-        The flat vector with which the all-reduce was started then holds the sum.
+        The flat vector with which the all-reduce was started then holds the sum over the data ranks. Called once, by
+        ``finish`` of the reducer that has started it.
         """
 
 
@@ -205,7 +211,8 @@ class OverlappedReducer:
         With one data rank nothing is sent.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: small hashes of its number, batch size and settings are summed with the
+                gradients, so that ranks in different steps are found.
             loss_sums: this rank's ``[loss, count, *metrics]``, sent with the last bucket; None holds that bucket back
                 until ``finish``.
         """
@@ -262,7 +269,8 @@ class OverlappedReducer:
         Collective over the data ranks; a single data rank leaves every ``.grad`` as it is.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: small hashes of its number, batch size and settings are summed with the
+                gradients, so that ranks in different steps are found.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if this rank had no samples.
 
@@ -395,7 +403,9 @@ class TreeReducer:
         share a worker and this rank had no samples of it, nothing is added; the first of these ranks adds zeros then.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: small hashes of its number, batch size and settings are added to the sum,
+                so that workers in different steps are found; its loss scale is taken out of a measured gradient
+                variance.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples on this rank.
         """
@@ -416,9 +426,10 @@ class TreeReducer:
                 parameter.grad = None
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum. Collective.
+        """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum.
 
         The terms are the gradients of the logical workers (fixed shares of the global batch), added in a fixed order.
+        Collective over the data ranks: an all-to-all of partial sums and an all-gather for each dtype.
 
         Args:
             step_context: the step under way, compared with that of all contributions to the sum.
@@ -610,7 +621,10 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
 
 def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
-    """Compare the settings of the script's optimizers (learning rates, momenta, …) over ranks. Collective.
+    """Compare the settings of the script's optimizers (learning rates, momenta, …) over ranks.
+
+    Collective over the ranks of ``comm``: an all-gather of digests. Called to find the setting that differs, and in
+    custom training loops before updates.
 
     Args:
         comm: the ranks to compare.

@@ -108,7 +108,8 @@ class ReplicaPart:
         copies of its buffers until ``forget``.
 
         Args:
-            micro_batch: the micro-batch; its key determines the RNG streams.
+            micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and
+                micro-batch, seeds the streams.
             before: number of earlier calls of each module, by its name, in this micro-batch on other pipeline stages;
                 None for none.
         """
@@ -124,10 +125,10 @@ class ReplicaPart:
     def forget(self) -> None:
         """Undo a dummy micro-batch after its backward: restore the modules' buffers, and set gradients to None.
 
-        A rank that has no samples of a global batch computes a dummy micro-batch, only to keep collectives aligned; all
-        of its gradients come from this one. Buffers get the values that they had before its forward; those of
-        ``SyncBatchNorm`` keep the new ones, which are the same on all ranks. With FSDP2, where a dummy micro-batch may
-        follow others and adds zero to their gradients, the gradients stay.
+        A rank that has no samples of a global batch computes a single, dummy micro-batch, only to keep collectives
+        aligned, so that no gradient of samples is lost. Buffers get the values that they had before the dummy's
+        forward; those of ``SyncBatchNorm`` keep the new ones, which are the same on all ranks. With FSDP2 the gradients
+        stay: there a dummy micro-batch may follow others, to whose gradients it adds zero.
         """
         for slot, tensor in self._kept:
             slot.put(tensor)
@@ -139,7 +140,8 @@ class ReplicaPart:
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Register ``grad_hook.gradient_ready`` as post-accumulate-grad hook of all trainable parameters on this rank.
 
-        Replaces the hook of an earlier call.
+        Called by gradient synchronisations that use gradients during backward, before the first step and after the
+        script has unfrozen parameters. Replaces the hook of an earlier call.
 
         Args:
             grad_hook: the receiver of complete gradients; autograd calls its method with the parameter.

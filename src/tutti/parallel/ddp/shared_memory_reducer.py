@@ -133,7 +133,8 @@ class SharedReducer:
         parameters only, and ``.grad`` of all others is None.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: a hash of its number, batch size and settings is compared over the ranks
+                before the sum.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if this rank had no samples.
 
@@ -236,7 +237,9 @@ def attach_shared(
     *,
     of_devices: bool = False,
 ) -> SharedReducer | None:
-    """Build a reducer that sums the data ranks' gradients in shared memory, if all ranks can share memory. Collective.
+    """Build a reducer that sums the data ranks' gradients in shared memory, if all ranks can share memory.
+
+    Collective over the data ranks, which allocate the memory together.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are reduced.

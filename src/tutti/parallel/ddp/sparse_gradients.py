@@ -73,7 +73,7 @@ class SparseReducer:
         sparse gradients.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.
             loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet.
         """
         self._armed = True
@@ -89,7 +89,8 @@ class SparseReducer:
             parameter: the parameter whose gradient backward has just completed.
 
         Raises:
-            UsageError: the gradient is sparse in more than its first dimension (``sparse_grad=True``).
+            UsageError: the gradient is sparse in more than its first dimension (as by ``torch.gather`` with
+                ``sparse_grad=True``).
         """
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
         if self._armed and parameter in self._parameters:
@@ -104,7 +105,7 @@ class SparseReducer:
         during backward instead (``listens`` is True), this call converts nothing: ``gradient_ready`` and ``finish`` do.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
 
@@ -122,7 +123,7 @@ class SparseReducer:
         has one; an additional all-reduce finds these rows. Where any rank's gradient was dense, the sum stays dense.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if this rank had no samples.
 

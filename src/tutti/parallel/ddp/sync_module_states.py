@@ -12,9 +12,9 @@ from tutti.nn.swap import buffers, describe_tensors, parameters
 
 
 def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
-    """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks. Collective.
+    """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks.
 
-    Values are not compared.
+    Values are not compared. Collective over the ranks of ``comm``: an all-gather of digests.
 
     Args:
         comm: the ranks to compare.
@@ -29,9 +29,10 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 
 
 def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
-    """Broadcast all parameters and buffers of the modules from the first rank of ``comm``, in place. Collective.
+    """Broadcast all parameters and buffers of the modules from the first rank of ``comm``, in place.
 
-    All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks this.
+    All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks this. Collective over the ranks of
+    ``comm``: one broadcast for up to 64 MiB of tensors of one dtype.
 
     Args:
         comm: the ranks; the first one sends.

@@ -38,7 +38,8 @@ class WholeLayout:
 
         Raises:
             UsageError: a module named for activation checkpointing is not in the model, or none of the model's modules
-                matches the option.
+                matches the option; or ``torch.compile`` with the run's options cannot compile for this device or for
+                this model.
         """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         return WholeRunner(plain, self._run_context)
@@ -68,6 +69,7 @@ class WholeRunner(ReplicaPart):
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient.
+            ValueError: ``micro_batches`` is empty.
         """
         model, total = self.parts[0], None
         for micro_batch in micro_batches:
@@ -91,7 +93,8 @@ class WholeRunner(ReplicaPart):
         buffers.
 
         Args:
-            micro_batch: the micro-batch; its key determines the streams.
+            micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and
+                micro-batch, seeds the streams.
         """
         self.enter(micro_batch)
 

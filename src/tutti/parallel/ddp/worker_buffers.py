@@ -83,7 +83,8 @@ class WorkerBuffers:
             step: index of the global step.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
+                share a worker, any buffer between the steps.
         """
         if self._handover is not None:
             self._handover.begin(step)
@@ -108,9 +109,13 @@ class WorkerBuffers:
         """Make a logical worker's buffers equal on all ranks that share the worker, before the update.
 
         A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
-        than workers. All data ranks must call ``finish`` then: collective over them where forwards change buffers.
-        Otherwise nothing is sent. Changes of buffers from now until the next ``enter`` count as made by the script, and
-        not by a forward.
+        than workers. Then all data ranks must call ``finish``: there is an all-gather over them in the first step, and
+        in each step if forwards change buffers. Without shared workers nothing is sent. Changes of buffers from now
+        until the next ``enter`` count as made by the script, and not by a forward.
+
+        Raises:
+            UsageError: ranks share workers and a forward has changed a buffer in a way that they cannot follow, or the
+                script has changed one since the last forward.
         """
         if self._handover is not None:
             self._handover.finish()
@@ -160,8 +165,8 @@ class WorkerBuffers:
         """Make a logical worker's buffers equal on all ranks that share the worker, after a step without backward.
 
         A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
-        than workers. All data ranks must call ``close``: collective over them where forwards change buffers. Does
-        nothing after ``finish``, and where ranks share no worker.
+        than workers. All data ranks must call ``close``: there is an all-gather over them in the first step, and in
+        each step if forwards change buffers. Does nothing after ``finish``, and where ranks share no worker.
         """
         if self._handover is not None:
             self._handover.close()
@@ -358,7 +363,7 @@ class WorkerBuffers:
         pooled in worker order in float64, or float32 on a device without it: mean of means; mean of variances plus the
         variance of the means (so that they are the moments of all workers' samples together). Other floating buffers
         are averaged; integers take the largest. Collective over the data ranks: one all-gather of all workers' buffers
-        for each dtype; for N = 1 nothing is gathered.
+        for each dtype, none for N = 1; before, a step without backward is completed as by ``close``.
 
         Returns:
             A dict from the buffers' names in the model to new tensors of the buffers' shapes and dtypes; for N = 1 the

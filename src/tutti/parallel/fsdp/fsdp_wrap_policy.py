@@ -32,7 +32,8 @@ def wrapped_modules(
         choice: names of modules or of their classes. ``("auto",)`` takes repeated blocks, which are children of one
             class in a ``ModuleList`` or ``Sequential``; in a model without such blocks the smallest modules with 2^18
             parameters or more.
-        closed: modules inside which ``("auto",)`` chooses nothing; ``closed`` modules themselves may be chosen.
+        closed: modules inside which ``("auto",)`` chooses nothing, such as a mixture of experts, whose inner blocks not
+            every rank calls; ``closed`` modules themselves may be chosen.
 
     Returns:
         The modules, in the reverse order of ``model.modules()``; an empty list if nothing fits.

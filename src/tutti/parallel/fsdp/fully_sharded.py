@@ -307,8 +307,9 @@ class FullySharded:
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
 
-        The call clears the record. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
-        The same as ``used()``. Not collective.
+        The same as ``used()``, under the name by which custom training loops call it: a loop that sets the gradients of
+        a micro-batch aside keeps these flags with them, for ``mark_reached``. The call clears the record. ``.grad``
+        does not tell: FSDP2 sets zeros for parameters that this rank did not use. Not collective.
 
         Returns:
             One bool for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute
@@ -317,7 +318,10 @@ class FullySharded:
         return self.used()
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction.
+        """Record that a backward on this rank gave parameters a gradient, for the next reduction to count them.
+
+        Called when a custom training loop puts gradients back that it had set aside, with the flags of ``pop_reached``.
+        The reduction sets ``.grad`` of parameters to None that are recorded on no rank. Not collective.
 
         Args:
             used: for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute ``trained``,

@@ -348,7 +348,7 @@ class ShardedSync:
 
         Args:
             worker: index of the logical worker among all N, from 0; one that runs on this rank.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way, of which the number is read.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
@@ -390,7 +390,8 @@ class ShardedSync:
         Raises:
             MismatchError: ranks are in different steps.
             UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
-                the step began; its forwards have not seen these values.
+                the step began; its forwards have not seen these values. Or the script has written a module buffer that
+                has a value of its own in each logical worker (share of the global batch).
         """
         if self._rows_written():
             _refuse_rows_written(step_context)
@@ -423,8 +424,10 @@ class ShardedSync:
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters (ZeRO stage 1).
 
-        Gradients are scaled so that their norm is at most the run's clipping norm, if the run has one. Called on all
-        ranks. With FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates.
+        Called on all ranks, after ``reduce_gradients``. Gradients are scaled so that their norm is at most the run's
+        clipping norm, if the run has one. Collective in ZeRO stage 1: an all-gather of the updated rows over the shard
+        ranks; with FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates, and all ranks
+        all-gather the names of the parameters concerned.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -485,7 +488,9 @@ class ShardedSync:
         """Return the sharded model's parameters as this rank holds them, and buffers merged over logical workers.
 
         Logical workers are N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are
-        pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective.
+        pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective over
+        the data ranks: an all-gather of all workers' buffers, and of the rows in ZeRO stage 1 if the script has written
+        them.
 
         Returns:
             A dict from names in the model to tensors: for a parameter that FSDP2 shards this rank's rows, as a plain
@@ -535,10 +540,10 @@ class ShardedSync:
     def load(self, saved: SavedState) -> None:
         """Restore the parameters, optimizer state and buffers of the sharded model from a checkpoint.
 
-        Each rank reads only its rows of the sharded tensors. Collective: in ZeRO stage 1 the full parameters are
-        all-gathered from the rows; with FSDP2 the next forward does so. The optimizer state of frozen parameters is
-        restored too, because the script may unfreeze them. Parameters without saved optimizer state keep the state that
-        they have.
+        Each rank reads only its rows of the sharded tensors. Collective over the shard ranks (those that hold one copy
+        of the parameters together): in ZeRO stage 1 the full parameters are all-gathered from the rows; with FSDP2 the
+        next forward does so. The optimizer state of frozen parameters is restored too, because the script may unfreeze
+        them. Parameters without saved optimizer state keep the state that they have.
 
         Args:
             saved: the checkpoint, written by a run with any strategy and any number of ranks.
@@ -714,7 +719,8 @@ class ShardedSync:
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether an FSDP2 backward on this rank gave it a gradient.
 
-        The record covers the backwards since the last call, and this call clears it. Not collective.
+        A custom training loop that sets the gradients of a micro-batch aside keeps these flags with them, for
+        ``mark_reached``. The record covers the backwards since the last call, and this call clears it. Not collective.
 
         Returns:
             One bool for each parameter in ``script_parameters()`` that is sharded, in order. Always False for
@@ -724,9 +730,11 @@ class ShardedSync:
         return [flag for engine in self._engines for flag in engine.pop_reached()]
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Record that an FSDP2 backward on this rank gave parameters a gradient, for the next gradient reduction.
+        """Record that an FSDP2 backward gave parameters a gradient here, for the next reduction to count them.
 
-        Without effect on parameters of ZeRO stage 1.
+        Called when a custom training loop puts gradients back that it had set aside, with the flags of ``pop_reached``.
+        The reduction sets ``.grad`` of parameters to None that are recorded on no rank. Without effect on parameters of
+        ZeRO stage 1. Not collective.
 
         Args:
             used: a flag for each trained parameter that is sharded, in the order of ``script_parameters()``: True

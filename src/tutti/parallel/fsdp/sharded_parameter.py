@@ -129,8 +129,9 @@ class ShardingEngine(Protocol):
         """Add parameters that the script has unfrozen to ``trained``, so that their gradients are reduced from now on.
 
         The engine shards a model's parameters by rows (ZeRO stage 1 or FSDP2); ``trained`` holds this rank's rows of
-        each parameter that is or was trainable. Called on all shard ranks (those that share one copy of the
-        parameters): FSDP2 may all-gather parameters in the call. ZeRO stage 1 does nothing.
+        each parameter that is or was trainable. Called after the script has set their ``requires_grad`` to True, on all
+        shard ranks (those that share one copy of the parameters): FSDP2 may all-gather parameters in the call. ZeRO
+        stage 1 does nothing.
 
         Args:
             names: names in the unsharded model; names of parameters that are not sharded here are ignored.
@@ -139,15 +140,17 @@ class ShardingEngine(Protocol):
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a dictionary from each parameter object of the user's model to this rank's rows of that parameter.
 
-        The engine shards the model by rows (ZeRO stage 1 or FSDP2). Both keys and values are ``nn.Parameter`` objects;
-        a value is the tensor of rows that the optimizer has as its parameter. With FSDP2 several objects of the model
-        (the DTensor and the unsharded parameter) map to the same rows.
+        Called after the script has added parameters to an optimizer, whose groups must have the rows. The engine shards
+        the model by rows (ZeRO stage 1 or FSDP2). Both keys and values are ``nn.Parameter`` objects; a value is the
+        tensor of rows that the optimizer has as its parameter. With FSDP2 several objects of the model (the DTensor and
+        the unsharded parameter) map to the same rows.
         """
 
     def used(self) -> list[bool]:
         """Return for each trained parameter whether backward on this rank has given it a gradient in this step.
 
-        The parameters are those that the engine shards by rows (ZeRO stage 1 or FSDP2). Not collective.
+        The parameters are those that the engine shards by rows (ZeRO stage 1 or FSDP2). Called once a step, before the
+        gradients are reduced; with FSDP2 the call clears the record. Not collective.
 
         Returns:
             One bool for each parameter that is or was trainable, in the order of the attribute ``trained``; False where
@@ -165,29 +168,34 @@ class ShardingEngine(Protocol):
         """
 
     def all_gather_parameters(self) -> None:
-        """Make the next forward use the values that the optimizer has written to each rank's rows. Called on all ranks.
+        """Make the next forward use the values that the optimizer has written to each rank's rows.
 
-        Each rank holds and updates some rows of every parameter. ZeRO stage 1 all-gathers the full parameters now;
-        FSDP2 marks the unsharded parameters as stale and all-gathers them in the next forward.
+        Each shard rank holds and updates some rows of every parameter; together they hold one copy. Called on all of
+        them after an update, and after a checkpoint was loaded into the rows. ZeRO stage 1 all-gathers the full
+        parameters now; FSDP2 frees the unsharded parameters and all-gathers them in the next forward.
         """
 
     def rows_written(self) -> bool:
         """Return whether the rows that this rank holds have been written since the last ``all_gather_parameters``.
 
-        If so, the full parameters that the ranks compute with are stale. Writes are found by the version counters of
-        the row tensors; a write through ``.data`` does not count. Always False with FSDP2, whose rows may share the
-        counter with the model's DTensors.
+        Called at the beginning of a step, before gradients are reduced and before the model is read, since a script may
+        write the rows in its optimizer's groups: then the full parameters that the ranks compute with are stale. Writes
+        are found by the version counters of the row tensors; a write through ``.data`` does not count. Always False
+        with FSDP2, whose rows may share the counter with the model's DTensors.
         """
 
     def clear(self) -> None:
         """Set the ``.grad`` of all parameters that the engine shards (ZeRO stage 1 or FSDP2) to None.
 
-        This holds for both objects of a parameter: this rank's rows, which the optimizer has, and the model's
-        parameter.
+        Called after an update. This holds for both objects of a parameter: this rank's rows, which the optimizer has,
+        and the model's parameter.
         """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters that the engine shards (ZeRO stage 1, FSDP2) as the model has them.
+
+        Called where gradients are shown to the script, cleared or clipped, which the script does with the model's
+        objects.
 
         Returns:
             Full parameters in ZeRO stage 1, DTensors with FSDP2: one for each parameter that is or was trainable, in
@@ -197,8 +205,9 @@ class ShardingEngine(Protocol):
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the reduced gradients of this rank's rows of the trained parameters, and set their ``.grad`` to None.
 
-        Each rank holds some rows of every parameter (ZeRO stage 1 or FSDP2). The ``.grad`` of the model's parameters is
-        None afterwards, too. Not collective.
+        Called before a further backward of a custom training loop, so that its gradients are reduced alone. Each rank
+        holds some rows of every parameter (ZeRO stage 1 or FSDP2). The ``.grad`` of the model's parameters is None
+        afterwards, too. Not collective.
 
         Returns:
             Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
@@ -208,9 +217,9 @@ class ShardingEngine(Protocol):
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        Each rank holds some rows of every parameter. Not collective. With FSDP2 the script can read the sums in the
-        ``.grad`` of the model's DTensors; in ZeRO stage 1 on several ranks reading the ``.grad`` of the model's
-        parameters raises UsageError from then on.
+        Called after each reduction of a custom training loop. Each rank holds some rows of every parameter. Not
+        collective. With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; in ZeRO stage 1 on
+        several ranks reading the ``.grad`` of the model's parameters raises UsageError from then on.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -220,7 +229,9 @@ class ShardingEngine(Protocol):
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
 
-        The record of the row-sharding engine (FSDP2) covers the backwards since the last call. Not collective.
+        Called when a custom training loop sets the gradients of a micro-batch aside, and keeps the flags with them for
+        ``mark_reached``. The record of the row-sharding engine (FSDP2) covers the backwards since the last call. Not
+        collective.
 
         Returns:
             One bool for each parameter that is or was trainable, in the order of the attribute ``trained``. ZeRO stage
@@ -228,34 +239,39 @@ class ShardingEngine(Protocol):
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Record that a backward on this rank gave parameters a gradient, for the next gradient reduction (FSDP2).
+        """Record that a backward on this rank gave parameters a gradient, for the next reduction to count them.
+
+        Called when a custom training loop puts gradients back that it had set aside, with the flags of ``pop_reached``.
+        For FSDP2; ZeRO stage 1 does nothing. Not collective.
 
         Args:
             used: for each parameter that is or was trainable, in the order of the attribute ``trained``, True to record
-                that it had a gradient; False leaves its record as it is. ZeRO stage 1 does nothing.
+                that it had a gradient; False leaves its record as it is.
         """
 
     def begin_custom_loop(self) -> None:
         """Let the script's own training loop clear ``.grad`` of FSDP2's unsharded parameters from now on.
 
-        Between a forward and its backward, FSDP2's model has unsharded parameters in place of the DTensors. After this
-        call, clearing their ``.grad`` also clears the sharded gradient. ZeRO stage 1 does nothing.
+        Called once, before the first step of the loop. Between a forward and its backward, FSDP2's model has unsharded
+        parameters in place of the DTensors. After this call, clearing their ``.grad`` also clears the sharded gradient.
+        ZeRO stage 1 does nothing.
         """
 
     def apply_clearing(self) -> None:
         """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        For FSDP2, where the script sees unsharded parameters between a forward and its backward. Their ``.grad`` are
-        placeholders, put there by ``show_gradients``. A sharded gradient becomes None or zeros, as the script has made
-        the placeholder; all placeholders are removed. ZeRO stage 1 does nothing.
+        Called before the sharded gradients are read or added to. For FSDP2, where the script sees unsharded parameters
+        between a forward and its backward. Their ``.grad`` are placeholders, put there by ``show_gradients``. A sharded
+        gradient becomes None or zeros, as the script has made the placeholder; all placeholders are removed. ZeRO stage
+        1 does nothing.
         """
 
     def show_gradients(self) -> None:
         """Put placeholders into the ``.grad`` of FSDP2's unsharded parameters whose sharded gradient is not None.
 
-        The unsharded parameters are in the model between a forward and its backward. A placeholder raises UsageError
-        when the script reads it; the script can clear it, which ``apply_clearing`` carries over to the sharded
-        gradient. ZeRO stage 1 does nothing.
+        Called after each forward and backward of a custom training loop. The unsharded parameters are in the model
+        between a forward and its backward. A placeholder raises UsageError when the script reads it; the script can
+        clear it, which ``apply_clearing`` carries over to the sharded gradient. ZeRO stage 1 does nothing.
         """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
@@ -278,6 +294,9 @@ class ShardingEngine(Protocol):
 
     def gradient_meter(self) -> Callable[[], float] | None:
         """Start to measure this rank's own gradients before backward itself reduces them (FSDP2).
+
+        Called to estimate the gradient noise scale, which needs the norms of the ranks' own gradients beside that of
+        their sum. Not collective.
 
         Returns:
             A function without arguments that returns the sum of the squares of the gradients' elements since its last
@@ -791,6 +810,9 @@ def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], 
         rows: this rank's rows of each parameter.
         saved: the checkpoint, whose group ``optim`` has entries ``"{parameter name}/{state key}"``, such as
             ``"head.weight/exp_avg"``, of the full parameter's shape or 0-d.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is damaged.
     """
     keys: dict[str, list[str]] = {}
     for entry in saved.names("optim"):

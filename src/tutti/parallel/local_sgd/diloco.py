@@ -50,9 +50,10 @@ class DiLoCoSync(LocalSGDSync):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Make parameters and an inner optimizer for each logical worker of this rank, and DiLoCo's outer parameters.
 
-        A logical worker is one of N fixed shares of the global batch. Collective: compares the model over the ranks,
-        and broadcasts data rank 0's. The outer optimizer is SGD, with the learning rate, momentum and Nesterov option
-        of the strategy ``diloco``; its parameters start at the initial weights, its momentum at zero.
+        A logical worker is one of N fixed shares of the global batch. Collective over the data ranks: compares the
+        model's names, shapes and dtypes, and broadcasts data rank 0's values. The outer optimizer is SGD, with the
+        learning rate, momentum and Nesterov option of the strategy ``diloco``; its parameters start at the initial
+        weights, its momentum at zero.
 
         Args:
             replica: the model on this rank and what runs it.
@@ -83,7 +84,8 @@ class DiLoCoSync(LocalSGDSync):
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
                 finite.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: its number decides whether the step is synchronous, and its ``lr_factor``
+                multiplies the optimizers' initial learning rates.
 
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
@@ -97,11 +99,12 @@ class DiLoCoSync(LocalSGDSync):
         return updated
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that were frozen: give each worker, and the outer optimizer, a copy of them. Collective.
+        """Train parameters that were frozen: give each worker, and the outer optimizer, a copy of them.
 
-        A worker is a logical worker, a fixed share of the global batch. DiLoCo's outer optimizer steps along the
-        workers' mean change every H steps; its copies of these parameters start at the current values with zero
-        momentum. The outer state of all other parameters stays.
+        A worker is a logical worker, a fixed share of the global batch. Collective over the data ranks, which compare
+        the model's ``requires_grad``. DiLoCo's outer optimizer steps along the workers' mean change every H steps; its
+        copies of these parameters start at the current values with zero momentum. The outer state of all other
+        parameters stays.
 
         Args:
             names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the
@@ -138,10 +141,11 @@ class DiLoCoSync(LocalSGDSync):
         return {**(super().replicated() or {}), **outer}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``.
 
         In DiLoCo each logical worker, a fixed share of the global batch, has its own parameters, inner optimizer and
-        buffers, and an outer optimizer steps along the mean change of the workers' parameters.
+        buffers, and an outer optimizer steps along the mean change of the workers' parameters. Collective over the data
+        ranks, which average the workers' parameters and buffers for the group ``model``.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers
@@ -163,9 +167,9 @@ class DiLoCoSync(LocalSGDSync):
 
         In DiLoCo each logical worker, one of N fixed shares of the global batch, gets its own parameters, inner
         optimizer state and buffers; an outer optimizer steps along the workers' mean change. With another number of
-        workers, or from another strategy's checkpoint, all workers get the merged model and the state in the group
-        ``optim``. Without outer state in the checkpoint, the outer parameters take the values of the group ``model``
-        with zero momentum.
+        workers, or from another strategy's checkpoint, all workers get the parameters of the group ``model`` (the mean
+        over the workers that were saved) and the state of the group ``optim``. Without outer state in the checkpoint,
+        the outer parameters take the values of the group ``model`` with zero momentum.
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.

@@ -81,7 +81,8 @@ class LocalSGDSync:
         """Make a copy of the trained parameters and an optimizer for each logical worker of this rank (local SGD).
 
         A logical worker is one of N fixed shares of the global batch; a rank computes one or more. Before the copies
-        are made, all ranks compare the model's names, shapes and dtypes, and take data rank 0's values. Collective.
+        are made, all ranks compare the model's names, shapes and dtypes, and take data rank 0's values. Collective over
+        the data ranks.
 
         Args:
             replica: the model on this rank and what runs it.
@@ -145,11 +146,12 @@ class LocalSGDSync:
 
         Args:
             worker: index of the logical worker, one of this rank's.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way; kept for ``end_worker``, which divides by its loss scale and multiplies
+                the initial learning rate by its ``lr_factor``.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters since the last update,
-                which would change one worker's copy only.
+            UsageError: this rank has several workers, and the script has written parameters since the last update, or a
+                buffer that has a value of its own in each worker; the write would change one worker's copy only.
         """
         self._step_context = step_context
         self._take_written(f"step {step_context.taken + 1}")
@@ -159,10 +161,10 @@ class LocalSGDSync:
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Step a logical worker's own optimizer with the clipped gradient; skip the step if the gradient is not finite.
 
-        A logical worker is one of N fixed shares of the global batch. In a synchronous step (the first ones of
-        post-local SGD) no optimizer steps here: the gradient is added to the sum over all workers. Loss sums are added
-        up for ``reduce_gradients`` in both cases. Called after the worker's last backward; all ``.grad`` are None
-        afterwards in a local step.
+        A logical worker is one of N fixed shares of the global batch. The gradient is that of the mean loss over the
+        worker's own samples or tokens. In a synchronous step (the first ones of post-local SGD) no optimizer steps
+        here: the gradient is added to the sum over all workers. Loss sums are added up for ``reduce_gradients`` in both
+        cases. Called after the worker's last backward; all ``.grad`` are None afterwards in a local step.
 
         Args:
             worker: index of the logical worker.
@@ -199,12 +201,13 @@ class LocalSGDSync:
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Sum the loss sums of all logical workers and, in every H-th step, average the workers' parameters.
 
-        A logical worker is one of N fixed shares of the global batch; local SGD averages every H steps. Collective. In
-        a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and divided by the
-        global count.
+        A logical worker is one of N fixed shares of the global batch; local SGD averages every H steps. Collective over
+        the data ranks: for each sum over workers an all-to-all and an all-gather. In a synchronous step (the first ones
+        of post-local SGD) the gradients are summed instead, and divided by the global count.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: its number decides whether the step is synchronous and whether parameters
+                are averaged, and is compared over the ranks, as its batch size is.
 
         Returns:
             A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over all
@@ -213,6 +216,8 @@ class LocalSGDSync:
 
         Raises:
             MismatchError: ranks are in different steps.
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
+                of the global batch).
         """
         self._buffers.finish()
         if (reducer := self._jointly(step_context)) is not None:
@@ -237,7 +242,8 @@ class LocalSGDSync:
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
                 finite.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way: its number decides whether the step is synchronous, and its ``lr_factor``
+                multiplies the optimizers' initial learning rates.
 
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
@@ -267,8 +273,9 @@ class LocalSGDSync:
 
         A logical worker is one of N fixed shares of the global batch, with its own parameters and buffers. Trained
         parameters are the mean of the workers' parameters. Batch-norm statistics are pooled over the workers, other
-        floating buffers averaged, and of integers the largest is taken. Collective: a summation tree over the ranks,
-        and an all-gather of the buffers. The workers' own parameters stay as they are.
+        floating buffers averaged, and of integers the largest is taken. Collective over the data ranks: the sum over
+        the workers takes an all-to-all and an all-gather for each dtype, the buffers an all-gather. The workers' own
+        parameters stay as they are.
 
         Returns:
             A dict from names of all parameters and buffers in the model to tensors, with the same bits on every rank.
@@ -301,10 +308,11 @@ class LocalSGDSync:
         return {**{name: p.data for name, p in self._named if not p.requires_grad}, **trained}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``.
 
         In local SGD each logical worker, a fixed share of the global batch, has its own parameters, optimizer and
-        buffers.
+        buffers. Collective over the data ranks, which average the workers' parameters and buffers for the group
+        ``model``.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers
@@ -329,7 +337,8 @@ class LocalSGDSync:
 
         In local SGD each logical worker is a fixed share of the global batch with a model copy of its own. Where the
         checkpoint was saved with another number of workers, or by another strategy, all workers start from the
-        checkpoint's merged model and the state in the group ``optim``.
+        parameters and buffers of the group ``model`` (merged over the workers that were saved) and the optimizer state
+        of the group ``optim``.
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.
@@ -388,10 +397,10 @@ class LocalSGDSync:
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that were frozen: give each logical worker its own copy of them (local SGD). Collective.
+        """Train parameters that were frozen: give each logical worker its own copy of them (local SGD).
 
         A logical worker is one of N fixed shares of the global batch. Also builds the optimizer of a worker that had
-        nothing to train before.
+        nothing to train before. Collective over the data ranks, which compare the model's ``requires_grad``.
 
         Args:
             names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the
