@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -132,8 +133,8 @@ def count_by_driver(environ: Mapping[str, str]) -> int | None:
     if visible is None:
         return present
     # CUDA ignores everything from the first invalid entry on; "-1" is the usual way to hide all.
-    named = visible.partition("-1")[0].split(",")
-    return min(present, sum(1 for name in named if name.strip()))
+    valid = itertools.takewhile(lambda name: name and not name.startswith("-"), map(str.strip, visible.split(",")))
+    return min(present, sum(1 for _ in valid))
 
 
 def _plugins(environ: Mapping[str, str]) -> tuple[str, ...]:

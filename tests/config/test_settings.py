@@ -114,7 +114,7 @@ def test_counting_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tutti.device._torch_version", lambda: "2.13.0+cu130")
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    visible = {None: 3, "": 0, "1": 1, "0,2": 2, "-1": 0, "0,1,2,3": 3, "1,-1,2": 1, "GPU-a,GPU-b": 2}
+    visible = {None: 3, "": 0, "1": 1, "0,2": 2, "-1": 0, "0,1,2,3": 3, "1,-1,2": 1, "GPU-1a2b,GPU-3c4d": 2}
     for value, count in visible.items():
         assert count_by_driver({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) == count
     monkeypatch.setattr("tutti.device._torch_version", lambda: "2.13.0+cpu")
