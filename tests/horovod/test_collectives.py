@@ -130,6 +130,8 @@ MISMATCHES: dict[str, Any] = {
     "root ranks": lambda rank: tutti.broadcast(torch.ones(2), rank % 2, name="x"),
     "dimension": lambda rank: tutti.allgather(torch.ones(2, 2 + rank % 2), name="x"),
     "a group": lambda rank: tutti.grouped_allreduce([torch.ones(2)] * (1 + rank % 2), name="x"),
+    "sparse shapes": lambda rank: tutti.allreduce(torch.ones(10 - 5 * (rank % 2)).to_sparse(), name="x"),
+    "sparse operations": lambda rank: tutti.allreduce(torch.eye(2).to_sparse(), ("sum", "average")[rank % 2], name="x"),
     "unnamed": lambda rank: (tutti.allgather if rank % 2 else tutti.allreduce)(torch.ones(2)),
 }
 

@@ -41,11 +41,13 @@ class CollectiveCall:
             (``UNEVEN``).
         dtypes: dtype of each tensor, such as ``float32``.
         device: device type of the tensors.
-        op: value of ``ReduceOperation``; empty for kinds that do not reduce.
+        op: value of ``ReduceOperation``; empty for kinds that do not reduce. A gather for the all-reduce of a sparse
+            tensor has the operation and factors of that.
         prescale, postscale: factors before and after the reduction.
         root: global rank of a broadcast's source; number of a process set that is removed; else -1.
         ranks: members of a process set that is added.
         unnamed: whether ``name`` was derived from the order of calls.
+        sparse_shape: shape of the sparse tensor whose indices and values are gathered; empty for dense tensors.
         extents: numbers that may differ between ranks: for an all-gather the first dimension of each tensor, for an
             all-to-all the rows for each rank.
     """
@@ -62,6 +64,7 @@ class CollectiveCall:
     root: int = -1
     ranks: tuple[int, ...] = ()
     unnamed: bool = False
+    sparse_shape: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
 
     @property
@@ -98,7 +101,7 @@ class CollectiveCall:
         """
         values = dict(zip(_FIELDS, fields, strict=True))
         values["shapes"] = tuple(tuple(shape) for shape in values["shapes"])
-        for field in ("dtypes", "ranks", "extents"):
+        for field in ("dtypes", "ranks", "sparse_shape", "extents"):
             values[field] = tuple(values[field])
         return CollectiveCall(**values)
 
@@ -112,6 +115,8 @@ class CollectiveCall:
             shown = [f"{dtype} {self._whole_shape(index)}" for index, dtype in enumerate(self.dtypes[:3])]
             more = len(self.shapes) - len(shown)
             text += " of " + ", ".join(shown) + f" and {more} more" * (more > 0) + f" on {self.device}"
+        if self.sparse_shape:
+            text += f", sparse {list(self.sparse_shape)}"
         if self.root >= 0:
             text += f" from rank {self.root}"
         for factor, value in (("prescale", self.prescale), ("postscale", self.postscale)):
@@ -156,8 +161,9 @@ def _difference(a: CollectiveCall, b: CollectiveCall) -> str:
     if a.dtypes != b.dtypes:
         one, two = _first_different(a.dtypes, b.dtypes)
         return f"Mismatched data types: One rank had type {one}, but another rank had type {two}."
-    if a.shapes != b.shapes:
-        one, two = _first_different(a.shapes, b.shapes)
+    if a.shapes != b.shapes or a.sparse_shape != b.sparse_shape:
+        sizes = (a.shapes, b.shapes) if a.shapes != b.shapes else ((a.sparse_shape,), (b.sparse_shape,))
+        one, two = _first_different(*sizes)
         return (
             f"Mismatched {kind} tensor shapes: One rank sent a tensor of shape {one}, but another rank sent a tensor "
             f"of shape {two}."

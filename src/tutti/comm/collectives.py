@@ -399,7 +399,8 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start to sum or average sparse tensors by gathering indices and values; return a function that awaits the result.
 
-    Performs one all-gather of indices and values over ``process_set``. Not differentiable.
+    Performs one all-gather of indices and values over ``process_set``, before which shapes, dtypes, operation and
+    factors of the ranks are compared. Not differentiable.
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
@@ -424,8 +425,19 @@ def sparse_allreduce_async(
         )
     tensor = tensor.detach().coalesce()
     base = name if name is not None else _session().name(_number(process_set), "sparse")
-    handle = grouped_allgather_async(
-        [tensor.indices().t().contiguous(), tensor.values()], name=f"{base}.sparse", process_set=process_set
+    rows = [tensor.indices().t().contiguous(), tensor.values()]
+    handle = _submit(
+        "allgather",
+        rows,
+        f"{base}.sparse",
+        process_set,
+        shapes=[each.shape[1:] for each in rows],
+        extents=tuple(len(each) for each in rows),
+        # The gather itself uses none of these: they are for the comparison of the ranks' calls.
+        op=op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+        sparse_shape=tuple(tensor.shape),
     )
     factor = prescale * postscale / (process_set.size() if op == AVERAGE else 1)
 

@@ -819,7 +819,7 @@ def sparse_allreduce_async(
     """Start to sum or average sparse tensors over the ranks, and return a function that waits for the result.
 
     Collective over ``process_set``; does not block; not differentiable. Performed as an all-gather of indices and
-    values.
+    values, before which shapes, dtypes and operations of the ranks are compared.
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
@@ -829,8 +829,8 @@ def sparse_allreduce_async(
 
     Returns:
         A function that blocks until the reduction is complete and returns it, sparse and coalesced; ``synchronize``
-        takes it, too. The function raises HorovodInternalError where ranks' calls differ in dtype or number of
-        dimensions, or a rank is lost. A difference in ``op`` or in the sizes of sparse dimensions is not noticed.
+        takes it, too. The function raises HorovodInternalError where ranks' calls differ in shape, dtype or
+        ``op``, or a rank is lost.
 
     Raises:
         ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
