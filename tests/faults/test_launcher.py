@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.launching import alive, launched, launching, to_terminal_group, until
+from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.failure import Failure, from_death, root_cause
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(28)]
@@ -242,15 +243,24 @@ def test_workers_that_save_on_sigterm_are_waited_for_and_75_comes_out(tmp_path: 
     assert len(list(tmp_path.glob("saved-*"))) == 3
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elastic", [None, ElasticOptions(np=3, min_np=3, max_np=3)], ids=["fixed", "elastic"])
+def test_a_second_signal_ends_at_once(tmp_path: Path, elastic: ElasticOptions | None) -> None:
     body = """
+        import subprocess
+        from tutti.launcher.elastic_driver import ElasticOptions
         def entry():
-            signal.signal(signal.SIGINT, lambda number, frame: (HERE / f"asked-{RANK()}").touch())
+            asked = []
+            def ask(number, frame):
+                (HERE / f"asked-{RANK()}").touch()
+                asked.append(number)
+            signal.signal(signal.SIGINT, ask)
+            helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             ready()
-            while True:
-                time.sleep(600)
+            # Rank 0 ends and leaves its helper behind; the others go on.
+            while RANK() or not asked:
+                time.sleep(0.02)
         """
-    with launching(tmp_path, body, grace=10_000.0) as running:
+    with launching(tmp_path, body, grace=10_000.0, elastic=elastic) as running:
         running.wait_ready(3)
         workers = running.workers()
         running.launcher.send_signal(signal.SIGINT)

@@ -23,8 +23,9 @@ from tutti.launcher import child, failure, membership
 from tutti.launcher.failure import Failure
 from tutti.launcher.forking import fork
 from tutti.launcher.host_discovery import SlotTable
+from tutti.launcher.orphans import await_end
 
-_POLL, _TELL = 0.02, 0.2
+_POLL, _TELL, _END_WITHIN = 0.02, 0.2, 5.0
 _REMOVED, _ADDED = 1, 2
 
 
@@ -93,13 +94,14 @@ class ElasticDriver:
         self._told = 0.0
         self._short_since: float | None = None
         self._stopped: signal.Signals | None = None
+        self._stopped_again = False
 
     def run(self) -> int:
         """Run the elastic job until it ends and return the job's exit code. Blocks.
 
         Starts ranks on free slots (a slot is room for one rank), forms a new group of ranks whenever ranks come or go,
-        and ends all ranks at the end. A signal is passed on to the ranks once; ranks that run on after the grace period
-        are killed. To be called in the main thread.
+        and leaves no process behind. A signal is passed on to the ranks once; ranks that run on after the grace period
+        are killed, and a second signal kills them at once. To be called in the main thread.
 
         Returns:
             A code of ``tutti.errors.ExitCode``: 0 if the ranks have succeeded; if no rank is left, the code of the
@@ -120,7 +122,8 @@ class ElasticDriver:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _frame: Any) -> None:
-        self._stopped = signal.Signals(number)
+        self._stopped_again = self._stopped is not None
+        self._stopped = self._stopped or signal.Signals(number)
 
     def _turn(self, now: float) -> int | None:
         """Do all that there is to do; return the exit code at the end of the job."""
@@ -211,10 +214,7 @@ class ElasticDriver:
                 continue
             self._read(member)
             code = os.waitstatus_to_exitcode(status)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(member.pid, signal.SIGKILL)
-            member.line.close()
-            self._alive.remove(member)
+            self._bury(member)
             if code == 0:
                 self._finished += not member.dismissed
                 continue
@@ -228,6 +228,14 @@ class ElasticDriver:
                 _say(f"{text} (process {member.number}): {what}; {len(self._alive)} go on")
             if member.generation >= 0:
                 self._interrupt(member.generation, text, member)
+
+    def _bury(self, member: _Member) -> None:
+        """Forget a rank that has ended; kill the processes that it has left behind, and reap them."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(member.pid, signal.SIGKILL)
+        await_end(-member.pid, _END_WITHIN)
+        member.line.close()
+        self._alive.remove(member)
 
     def _dismiss(self) -> None:
         """End the ranks that have not joined: the others are ending, and hold the state."""
@@ -304,25 +312,24 @@ class ElasticDriver:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def _signal(self, number: signal.Signals) -> None:
+        """Pass a signal on, and wait for the ranks' end: at most the grace period, or until another signal comes."""
         for member in self._alive:
             with suppress(ProcessLookupError):
                 os.kill(member.pid, number)
         end = time.monotonic() + self._grace
-        while self._alive and time.monotonic() < end:
+        while self._alive and time.monotonic() < end and not self._stopped_again:
             for member in list(self._alive):
                 if os.waitpid(member.pid, os.WNOHANG)[0]:
-                    self._alive.remove(member)
+                    self._bury(member)
             time.sleep(_POLL)
 
     def _end_all(self) -> None:
-        for member in self._alive:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(member.pid, signal.SIGKILL)
+        for member in list(self._alive):
             with suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(member.pid, 0)
-        self._alive = []
+            self._bury(member)
 
 
 def _be_rank(job: child.Job, line: socket.socket) -> None:

@@ -88,22 +88,22 @@ class SlotTable:
     def poll(self, now: float) -> None:
         """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
 
-        To be called often. The script is due half a second after its last call ended. A call that ends with an error or
-        prints a malformed line leaves the hosts and their slots as they were; a call that lasts longer than a minute is
-        killed, and counts as such.
+        To be called often. The script is due half a second after its last call ended. A call that cannot start, ends
+        with an error or prints a malformed line leaves the hosts and their slots as they were; a call that lasts longer
+        than a minute is killed, and counts as such.
 
         Args:
             now: seconds of a monotonic clock.
-
-        Raises:
-            OSError: the script cannot be started any more, for example because it was deleted.
         """
         if self._script is None:
             return
         if self._running is None:
             if now >= self._next:
-                self._running = _start(self._script)
-                self._next = now + _LIMIT
+                try:
+                    self._running, self._next = _start(self._script), now + _LIMIT
+                except OSError as error:
+                    self._next = now + _EVERY
+                    self._fail(UsageError("the host discovery script cannot be run", why=str(error)))
         elif self._running.poll() is not None:
             output, _ = self._running.communicate()
             code, self._running, self._next = self._running.returncode, None, now + _EVERY
@@ -166,9 +166,12 @@ class SlotTable:
                 raise UsageError(f"the host discovery script ended with code {code}")
             self._hosts, self._warned = parse_slots(output, self._default), False
         except UsageError as error:
-            if not self._warned:
-                self._warn(f"{str(error).removesuffix('.')}; the hosts that it named before still hold")
-            self._warned = True
+            self._fail(error)
+
+    def _fail(self, error: UsageError) -> None:
+        if not self._warned:
+            self._warn(f"{str(error).removesuffix('.')}; the hosts that it named before still hold")
+        self._warned = True
 
 
 def _start(script: Path) -> subprocess.Popen[str]:

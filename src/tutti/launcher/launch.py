@@ -56,7 +56,7 @@ def launch(
     Their environment has torchrun's variables, ``TUTTI_STORE`` (path of a file store that only this user can open) and
     ``TUTTI_TIMEOUT``. Rank 0 keeps the terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all
     are ended, and the first cause is printed on standard error. A signal is passed on once; ranks that run on after
-    ``grace`` seconds are killed, and, except in an elastic job, a second signal kills at once.
+    ``grace`` seconds are killed, and a second signal kills at once.
 
     Args:
         entry: called in every rank.
