@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tutti import errors
@@ -81,3 +83,14 @@ def test_fragmented_memory_of_a_device_is_advised_about() -> None:
     found, plain = errors.no_memory(OutOfMemoryError(said)), errors.no_memory(MemoryError())
     assert found is not None and "expandable_segments" in str(found.remedy)
     assert plain is not None and "expandable_segments" not in str(plain.remedy)
+
+
+@pytest.mark.parametrize("folder", ["tutti", "torch"])
+def test_a_script_in_a_folder_named_like_a_package_has_its_line(folder: str) -> None:
+    file = f"/home/me/{folder}/train.py"
+    names: dict[str, Any] = {"line": errors.script_line}
+    exec(compile("found = line()\ndef fails():\n    raise ValueError", file, "exec"), names)
+    assert names["found"] == f"{file}:1"
+    with pytest.raises(ValueError) as caught:
+        names["fails"]()
+    assert errors.script_line_of(caught.value) == f"{file}:3"

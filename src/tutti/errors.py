@@ -8,6 +8,8 @@ A message says *what* happened, *where* (rank, step), *why*, and what to *do*. E
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 import traceback
 from collections.abc import Iterable
 from enum import IntEnum
@@ -235,7 +237,7 @@ def script_line_of(error: BaseException) -> str:
         error: an exception that was raised.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
+        if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return "the script"
 
@@ -247,7 +249,12 @@ def script_line() -> str:
     ``the script`` if there is none.
     """
     for frame in reversed(traceback.extract_stack()):
-        passed = frame.filename.endswith("/contextlib.py")
-        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename and not passed:
+        if _is_users(frame.filename) and not frame.filename.endswith("/contextlib.py"):
             return f"{frame.filename}:{frame.lineno}"
     return "the script"
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a source file is outside of the packages torch and tutti; its path may have folders so named."""
+    found = [sys.modules[name].__file__ for name in ("torch", "tutti") if name in sys.modules]
+    return not file.startswith(tuple(f"{Path(each).parent}{os.sep}" for each in found if each))
