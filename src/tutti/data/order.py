@@ -188,7 +188,8 @@ class SampledOrder:
         self._whole, self._largest, self._data, self._count = whole, largest, data, len(data)
         self._first = self._copied((sampler, generator))
         self._now, self._next = self._first, 0
-        self._epoch, self._drawn, self._bounds = -1, np.empty(0, dtype=np.int64), list[int]()
+        self._epoch: int | None = None
+        self._drawn, self._bounds = np.empty(0, dtype=np.int64), list[int]()
         self._before: NDArray[np.int64] | None = None
 
     def _copied(self, state: tuple[Any, torch.Generator | None]) -> tuple[Any, torch.Generator | None]:
@@ -263,12 +264,14 @@ class SampledOrder:
         while self._next <= epoch:
             drawn = self._iterate(*self._now, self._next)
             self._next += 1
-        self._epoch = epoch
+        # None until the draw has been checked: another call is to raise again.
+        self._epoch = None
         if self._whole:
             self._bounds = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
             drawn = [number for each in drawn for number in each]
         self._drawn = self._checked(drawn, epoch)
         self._before = _repeats(self._drawn)
+        self._epoch = epoch
 
     def _iterate(self, sampler: Any, generator: torch.Generator | None, epoch: int) -> list[Any]:
         if hasattr(sampler, "set_epoch"):
