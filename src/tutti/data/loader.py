@@ -346,12 +346,13 @@ def _answer(channel: Connection[Any, Any], number: int, source: Fetches, task: T
 
 
 def _portable(error: Exception, name: str) -> Exception:
-    """Add the traceback to ``error`` as a note; return it, or a RuntimeError with its text if it cannot be pickled."""
-    error.add_note(f"In {name}:\n{''.join(traceback.format_exception(error))}")
+    """Return ``error``, or a RuntimeError with its text if it cannot be pickled, with the traceback as a note."""
+    note = f"In {name}:\n{''.join(traceback.format_exception(error))}"
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
     return error
 
 
