@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -58,31 +59,34 @@ def parse_bytes(text: str, option: str) -> int:
         The number of bytes.
 
     Raises:
-        UsageError: the text is not of this form, or the number is not positive.
+        UsageError: the text is not of this form, or states less than one byte.
 
     >>> parse_bytes("16GB", "--memory"), parse_bytes("512 MiB", "--memory")
     (16000000000, 536870912)
+    >>> parse_bytes("0.5", "--memory")
+    Traceback (most recent call last):
+    tutti.errors.UsageError: '0.5' is not an amount of memory (--memory). Write 16GB or 512MiB.
     """
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper().replace("E", "e"))
     try:
         value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     except (ValueError, KeyError):
         value = 0.0
-    if not value > 0:
+    if not 1 <= value < math.inf:
         raise UsageError(f"'{text}' is not an amount of memory", where=option, remedy="write 16GB or 512MiB")
     return int(value)
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes in the largest binary unit of which there is at least one, up to TiB.
+    """Format a number of bytes in the largest binary unit of which there is, when rounded, at least one, up to TiB.
 
     Below 100 of the unit the number has at most one decimal, else none.
 
-    >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0)
-    ('64 MiB', '1.5 KiB', '0 B')
+    >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0), format_bytes((1 << 20) - 1)
+    ('64 MiB', '1.5 KiB', '0 B', '1 MiB')
     """
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
+    while round(count) >= 1024 and len(units) > 1:
         count /= 1024
         units.pop(0)
     return f"{round(count, 1 if count < 100 else 0):g} {units[0]}"
