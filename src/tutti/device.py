@@ -38,8 +38,8 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 DEVICE_RESOURCE = "nvidia.com/gpu"
 """Kubernetes' name of an accelerator, unless the user states another."""
 
-COLLECTIVE_VARIABLES = ("NCCL_", "RCCL_", "CCL_")
-"""Prefixes of environment variables that configure a vendor's collectives."""
+COLLECTIVE_VARIABLES = ("NCCL_", "RCCL_", "CCL_", "TORCH_NCCL_")
+"""Prefixes of environment variables that configure a vendor's collectives, or PyTorch's use of them."""
 
 COLLECTIVE_DEFAULTS: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "nccl": {("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "3"},

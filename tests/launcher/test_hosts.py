@@ -66,13 +66,15 @@ def test_more_processes_than_room() -> None:
 
 def test_words_reach_another_host_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUTTI_X", "it's $HOME; `x`")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
     [process] = plan_processes([Host("far", 1)], None, "far", 29500)
     ssh = command(process, ["python", "a b.py", "$(rm)"], Path("/some dir"))
     assert ssh[:-1] == ["ssh", "-T", "-o", "BatchMode=yes", "far"]
     shown = subprocess.run(
         ["sh", "-c", ssh[-1].replace("cd '/some dir' && exec env", "printf '%s\\n'")], capture_output=True, text=True
     ).stdout.splitlines()
-    assert "TUTTI_X=it's $HOME; `x`" in shown and shown[-3:] == ["python", "a b.py", "$(rm)"]
+    assert {"TUTTI_X=it's $HOME; `x`", "TORCH_NCCL_TRACE_BUFFER_SIZE=7"} <= set(shown)
+    assert shown[-3:] == ["python", "a b.py", "$(rm)"]
 
 
 def test_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:

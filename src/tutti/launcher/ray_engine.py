@@ -124,8 +124,7 @@ class RayEngine:
         Args:
             size: number of ranks.
             words: arguments of the Python interpreter, the same for every rank.
-            environment: additional environment variables of every rank; the variables of the engine, such as ``RANK``,
-                take precedence.
+            environment: additional environment variables of every rank, which override those of the engine.
 
         Raises:
             SlotsGone: the resources are not free in time, or an actor has ended.
@@ -158,7 +157,7 @@ class RayEngine:
         for rank, planned in zip(self._ranks, plan_processes(hosts, size, address, port), strict=True):
             shown = [one for one, name in zip(visible, held, strict=True) if name == rank.node]
             joint = {name: ",".join(one[name] for one in shown if name in one) for name in shown[0]}
-            told = {**common, **planned.environment, **joint}
+            told = {**common, **planned.environment, **joint, **environment}
             started.append(rank.actor.start.remote(words, told, None if self._upload else os.getcwd()))
         self._get(started)
 
