@@ -50,14 +50,20 @@ def fail(kind):
             raise ValueError("this one")
         if kind == "own":
             raise Own("cannot", "be pickled")
+        if kind.isdecimal():
+            sys.exit(int(kind))
         os.kill(os.getpid(), signal.SIGKILL) if kind == "killed" else os._exit(0)
-    if kind != "left":
+    if kind == "75":
+        raise tutti.errors.PeerError("rank 1 has ended")
+    if kind != "200":
         tutti.barrier()
 
 for kind, error, words in (
     ("raise", ValueError, ["this one", "On rank 1 of 2", "in fail"]),
     ("own", RuntimeError, ["Own: cannot and be pickled"]),
     ("killed", tutti.errors.PeerError, ["rank"]),
+    ("200", tutti.errors.PeerError, ["ended without a result", "exit code is 200"]),
+    ("75", tutti.errors.Preempted, ["exit code 75"]),
 ):
     try:
         tutti.launch(fail, kind, devices=2, timeout=20)
@@ -96,7 +102,8 @@ def test_results_come_back_in_rank_order_from_a_script_without_a_main_guard(tmp_
 def test_the_first_error_is_raised_with_its_rank(tmp_path: Path) -> None:
     code, out, err = started("import tutti.errors\n" + FAILS, tmp_path)
     assert code == 0, err
-    assert out.split("\n")[:4] == ["raised raise", "raised own", "raised killed", "refused"], out + err
+    kinds = ("raise", "own", "killed", "200", "75")
+    assert out.splitlines() == [*(f"raised {kind}" for kind in kinds), "refused"], out + err
 
 
 def test_inside_a_rank_it_is_refused(tmp_path: Path) -> None:

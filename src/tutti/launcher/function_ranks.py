@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tutti.device import reason_not_to_fork
-from tutti.errors import PeerError, UsageError
+from tutti.errors import ExitCode, PeerError, Preempted, UsageError
 from tutti.launcher import context
+from tutti.launcher.child import SIGNALS
 from tutti.launcher.launch import launch as launch_ranks
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ def launch_function(
         Exception: the first error of a rank, with the rank and its traceback as a note; a RuntimeError with its type
             and text if it cannot be pickled.
         PeerError: a rank was killed, or ended without a result.
+        Preempted: a rank ended with exit code 75.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
 
     >>> import tutti
@@ -72,8 +74,8 @@ def launch_function(
             timeout=timeout,
             show_all=show_all,
         )
-        _raise_first(folder, devices)
-        if code >= 128:
+        _raise_first(folder, devices, code)
+        if code - 128 in SIGNALS:
             raise KeyboardInterrupt(f"stopped by signal {code - 128}")
         return [_result(folder, rank, code) for rank in range(devices)]
     finally:
@@ -134,14 +136,16 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _raise_first(folder: Path, devices: int) -> None:
-    """Raise the first error of a rank; one about a lost peer only if there is no other."""
+def _raise_first(folder: Path, devices: int, code: int) -> None:
+    """Raise the first error of a rank; one about a lost peer only if there is no other, and none was preempted."""
     found = []
     for rank in range(devices):
         path = folder / f"error-{rank}"
         if path.is_file():
             moment, error, text = pickle.loads(path.read_bytes())
             found.append((isinstance(error, PeerError), moment, rank, error, text))
+    if code == ExitCode.PREEMPTED and all(lost for lost, *_ in found):
+        raise Preempted("the job was preempted", why=f"a rank ended with exit code {code}")
     if not found:
         return
     _, _, rank, error, text = min(found, key=lambda each: each[:3])
