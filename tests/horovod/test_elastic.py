@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import tutti.horovod.torch as hvd
 from tests.horovod.test_horovod_torch import with_horovod
 from tests.worlds import Pool, RankError, run
+from tutti.errors import PeerError
 from tutti.horovod.common.elastic import HostUpdateResult
+from tutti.horovod.torch import mpi_ops
+from tutti.launcher import membership
 
 SAMPLES, BATCH = 36, 2
 
@@ -241,6 +245,22 @@ def test_resets_have_a_limit_and_a_mismatch_repeats_once() -> None:
         assert text.startswith("4 Horovod was shutdown because number of resets during elastic job exceeded limit: 3")
     for text in run(2, with_horovod, inside=always, kind="mismatch"):
         assert text.startswith("2 Mismatched ALLREDUCE tensor shapes")
+
+
+def test_ranks_that_cannot_join_again_raise_horovod_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object) -> None:
+        raise PeerError("rank 1 did not arrive")
+
+    @hvd.elastic.run
+    def fails(state: Any) -> None:
+        raise hvd.HorovodInternalError("injected")
+
+    member = SimpleNamespace(join=lambda failed, leave: leave(), check=absent)
+    monkeypatch.setattr(membership, "_membership", member)
+    monkeypatch.setattr(mpi_ops, "_join", absent)
+    nothing = dict.fromkeys(("sync", "restore", "on_hosts_updated"), lambda: None)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 did not arrive"):
+        fails(SimpleNamespace(**nothing, commits=0))
 
 
 def commits_too_early() -> None:

@@ -44,7 +44,11 @@ def test_a_function_is_called_in_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [({"min_np": 1}, "--host-discovery-script"), ({"hosts": "localhost:1,far:1"}, "-H localhost:1,far:1")],
+    [
+        ({"min_np": 1}, "--host-discovery-script"),
+        ({"hosts": "localhost:1,far:1"}, "-H localhost:1,far:1"),
+        ({"hosts": "localhost:1"}, "hosts='localhost:2'"),
+    ],
 )
 def test_a_call_that_cannot_start_the_ranks_names_the_command(given: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):

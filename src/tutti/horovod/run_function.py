@@ -32,8 +32,7 @@ def run(
         args: positional arguments of ``func``.
         kwargs: keyword arguments of ``func``.
         np: number of ranks; one if neither ``np`` nor ``num_proc`` is given.
-        hosts: hosts and slots such as ``localhost:2``. Only this machine may be named; the number of slots has no
-            effect.
+        hosts: hosts and slots such as ``localhost:2``, a slot being room for one rank; only this machine may be named.
         num_proc: another name of ``np``.
         start_timeout: seconds that ranks may wait for each other in a collective.
         settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect. The names of the
@@ -43,8 +42,8 @@ def run(
         List of what ``func`` returned in each rank, in rank order. The values must be possible to pickle.
 
     Raises:
-        UsageError: ``hosts`` is malformed or names another machine, ``settings`` ask for an elastic job, or this
-            process is a rank or has used autograd itself.
+        UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; ``settings`` ask for an
+            elastic job; or this process is a rank or has used autograd itself.
         PeerError: a rank was killed, or ended without a result.
         Exception: the first error of a rank, with the rank and its traceback as a note.
     """
@@ -55,12 +54,19 @@ def run(
             why="a rank that joins later begins with the script, not with the memory of this process",
             remedy="start the script with tutti run --horovod -np 2 --min-np 1 --max-np 4 --host-discovery-script FILE",
         )
-    others = [host.address for host in parse_hosts(hosts) if not host.local] if hosts else []
+    named = parse_hosts(hosts) if hosts else []
+    others = [host.address for host in named if not host.local]
     if others:
         raise UsageError(
             f"horovod.run(…, hosts={hosts!r}) names {others[0]}, which is not this machine",
             why="the ranks of a function call are forked from this process",
             remedy=f"start the script with tutti run --horovod -H {hosts} SCRIPT",
+        )
+    ranks, slots = np or num_proc or 1, sum(host.slots for host in named)
+    if named and ranks > slots:
+        raise UsageError(
+            f"horovod.run(…, np={ranks}, hosts={hosts!r}): {ranks} ranks need {ranks} slots, and hosts has {slots}",
+            remedy=f"write hosts='localhost:{ranks}', or np={slots}",
         )
     idle = sorted(name for name, value in settings.items() if value)
     if idle:
@@ -69,4 +75,4 @@ def run(
     from tutti.launcher.function_ranks import launch_function
 
     call = partial(func, *args, **dict(kwargs or {}))
-    return launch_function(call, devices=np or num_proc or 1, timeout=start_timeout)
+    return launch_function(call, devices=ranks, timeout=start_timeout)

@@ -124,6 +124,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     _join(comm, process_sets)
 
 
+@translated
 def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Leave the present set of ranks of an elastic job, and join the set that replaces it.
 
@@ -134,8 +135,7 @@ def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | st
         process_sets: process sets to add at once, as objects or lists of global ranks; texts and None add none.
 
     Raises:
-        PeerError: the ranks could not join each other in 21 attempts. Another error of the last attempt, a RuntimeError
-            or TimeoutError of PyTorch, is raised as it is.
+        HorovodInternalError: the ranks could not join each other in 21 attempts.
         SystemExit: there is no place for this rank, because its slot was removed.
     """
     member = current_membership()
@@ -149,7 +149,7 @@ def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | st
             return
         except (PeerError, RuntimeError, TimeoutError) as error:
             if attempt == _ATTEMPTS:
-                raise
+                raise HorovodInternalError(str(error)) from error
             log.warning("the ranks could not join each other, and try again: %s", error)
             failed = True
 
