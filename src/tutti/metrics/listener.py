@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -221,6 +222,7 @@ class Listeners:
             member.finished(summary)
 
     def close(self) -> None:
-        """Close every listener of the run's events, in order; an error of one leaves the later ones open."""
-        for member in self.members:
-            member.close()
+        """Close every listener of the run's events, in order; an error of one is raised after all are closed."""
+        with ExitStack() as later:
+            for member in reversed(self.members):
+                later.callback(member.close)
