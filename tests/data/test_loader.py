@@ -102,7 +102,6 @@ def epochs(workers: int) -> list[Any]:
     got += [plain(part.batch) for start in (3, 0) for part in reader.read(4, start)]
     loader = reader._loader
     assert loader is None or (not loader._arrived and not loader._wanted)
-    reader.close()
     return got
 
 

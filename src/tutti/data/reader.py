@@ -119,13 +119,6 @@ class BatchReader(Protocol):
             The text of each line by its label, such as ``data workers``; may be empty.
         """
 
-    def close(self) -> None:
-        """End the reader's loader processes and close its files; a second call does nothing.
-
-        A caller may leave the call out: the processes also end when the reader is freed, or at the exit of this
-        process.
-        """
-
 
 class MapReader:
     """Reads one data rank's samples of a map-style data set, in an order that is a function of (seed, epoch).
@@ -278,9 +271,3 @@ class MapReader:
         """
         workers = self._prefetch.workers
         return {"data workers": f"{workers} a device, which fetch ahead"} if workers else {}
-
-    def close(self) -> None:
-        """End the loader processes that fetch batches for this reader, if there are any; a second call does nothing."""
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None

@@ -188,9 +188,6 @@ class ReplicatedStream:
         lines = {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
         return lines | ({"data workers": f"{workers} a device, over which the data set divides"} if workers > 1 else {})
 
-    def close(self) -> None:
-        """Do nothing at the end of a run: each ``read`` of this reader ends its own loader processes."""
-
 
 class ShardedStream:
     """Reads an iterable data set that shards itself: each data rank has other samples.
@@ -311,9 +308,6 @@ class ShardedStream:
             "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
             "resume": f"on {self._contract.ranks} data ranks only",
         }
-
-    def close(self) -> None:
-        """Do nothing at the end of a run: this reader of a sharded iterable holds no loader process and no file."""
 
 
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
