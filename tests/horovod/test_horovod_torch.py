@@ -17,6 +17,7 @@ import tutti
 import tutti.horovod.torch as hvd
 from tests.worlds import run
 from tutti.comm import posted_reduction
+from tutti.horovod.torch.collective_timeline import CollectiveTimeline
 
 
 def with_horovod(inside: Any, **given: Any) -> Any:
@@ -456,6 +457,9 @@ def test_the_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
     names = [event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]]
     assert names == ["allreduce.loss"]
     assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= {event["name"] for event in events}
+    empty = CollectiveTimeline(str(tmp_path / "empty.json"), mark_cycles=False)
+    empty.close(), empty.close()
+    assert len(json.loads((tmp_path / "empty.json").read_text())) == 1
 
 
 def steady_state(shared: bool) -> list[int]:

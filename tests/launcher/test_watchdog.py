@@ -8,6 +8,8 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from tests.launching import Running, alive, launched, launching, until
 from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import UsageError
-from tutti.launcher import failure, heartbeat
+from tutti.launcher import failure, heartbeat, watchdog
 from tutti.launcher.heartbeat import Lane, Phase, ProcessHeartbeat, Seen
 from tutti.launcher.watchdog import Stall, Watch, phase_limit
 
@@ -28,6 +30,15 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Lane, Lane]]:
     monkeypatch.setattr(heartbeat, "training", Lane())
     monkeypatch.setattr(heartbeat, "saving", Lane())
     yield heartbeat.training, heartbeat.saving
+
+
+def test_without_log_and_stack_the_report_speaks_of_no_log(
+    lanes: tuple[Lane, Lane], capfd: pytest.CaptureFixture[str]
+) -> None:
+    tools: Any = SimpleNamespace(stacks=lambda pid: "")
+    watchdog._report(3, Stall(lanes[0].seen(), 10.0), tools, os.getpid(), launched=False)
+    said = capfd.readouterr().err
+    assert "tutti: rank 3 made no progress for 10 s" in said and "log" not in said
 
 
 # --- what is a stall -----------------------------------------------------------------------------------------------

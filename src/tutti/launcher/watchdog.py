@@ -310,7 +310,7 @@ def _report(rank: int, stall: Stall, tools: Dumps, parent: int, launched: bool) 
     if directory is not None:
         failure.write_failure((directory,), found)
     if not launched:
-        os.write(2, f"{failure.describe_failure(found, log or Path())}\n".encode())
+        os.write(2, f"{failure.describe_failure(found, log)}\n".encode())
 
 
 def _log(rank: int) -> Path | None:

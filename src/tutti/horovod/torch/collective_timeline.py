@@ -52,11 +52,12 @@ class CollectiveTimeline:
     def close(self) -> None:
         """Complete the JSON text of the trace and close its file; events that are recorded later are dropped.
 
-        To be called once: a second call raises ValueError, because the file is closed.
+        A second call does nothing.
         """
         with self._lock:
-            self._file.write("\n]\n")
-            self._file.close()
+            if not self._file.closed:
+                self._file.write("\n]\n")
+                self._file.close()
 
     def _write(self, **event: Any) -> None:
         self._file.write(",\n" + json.dumps(event))
