@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import permutations
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from tutti.parallel.parameter_server.request_handlers import Request, SyncHandler
-from tutti.parallel.parameter_server.server_barrier import ServerBarrier
-from tutti.parallel.parameter_server.server_wire import PULL, REFUSED, MessageHeader
+from tutti.parallel.ddp.buckets import DIGESTS, METRICS
+from tutti.parallel.parameter_server.request_handlers import NONE, Answer, Request, SyncHandler
+from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier
+from tutti.parallel.parameter_server.server_wire import APPLY, LATE, OK, PULL, PUSH, REFUSED, SUM, MessageHeader
 
 
 def pushed(leaf: int) -> list[torch.Tensor]:
@@ -71,6 +73,30 @@ def test_another_server_decides_who_is_in() -> None:
 
 
 def test_a_request_of_an_asynchronous_server_is_refused_and_changes_nothing() -> None:
-    handler = SyncHandler(SimpleNamespace(pieces=[]), ServerBarrier(2), {0: 0, 1: 1}, 0)  # type: ignore[arg-type]
+    handler = SyncHandler(SimpleNamespace(pieces=[]), ServerBarrier(2), {0: 0, 1: 1}, 0, 2)  # type: ignore[arg-type]
     answer = handler.handle(Request(MessageHeader(PULL, 0, 1, 1, 0, 0, 1, 0, 0), [], []))
     assert answer is not None and answer.status == REFUSED and handler.version == 0
+
+
+def test_ranks_wait_for_one_that_has_not_asked_yet_before_its_results_are_dropped() -> None:
+    shard: Any = SimpleNamespace(pieces=[], views=lambda vectors: [], update=lambda *settings: None)
+    handler = SyncHandler(shard, ServerBarrier(3, backup=1), {0: 0, 1: 1, 2: 2}, 0, 3)
+
+    def ask(kind: int, rank: int, step: int, *extras: float) -> Answer | None:
+        return handler.handle(Request(MessageHeader(kind, 0, 1, 1, rank, rank, 1, step, 0), extras, []))
+
+    def push(rank: int, step: int) -> int | None:
+        answer = ask(PUSH, rank, step, *[0.0] * (DIGESTS + 3 + METRICS))
+        return answer and answer.status
+
+    def sums(rank: int, step: int) -> Answer | None:
+        return ask(SUM, rank, step, 0.0, 1.0, NONE, NONE, NONE)
+
+    for step in range(MOST_BEHIND):
+        assert push(0, step) == push(1, step) == OK
+        assert sums(0, step) and sums(1, step)
+        assert ask(APPLY, 0, step, 1.0, 0.0) and ask(APPLY, 1, step, 1.0, 0.0)
+    assert push(0, MOST_BEHIND) == push(1, MOST_BEHIND) == OK and sums(0, MOST_BEHIND) is None
+    late = sums(2, 0) if push(2, 0) == LATE else None
+    assert late is not None and late.extras
+    assert push(2, 1) == LATE and sums(2, 1) and sums(0, MOST_BEHIND)

@@ -156,13 +156,17 @@ class SyncHandler:
         leaf: for each logical worker (share of the global batch) the index, among the gradients that the server sums,
             of the gradient that is pushed for this worker.
         parameters: number of trained tensors of the model, on all servers.
+        ranks: number of data ranks, each of which asks for the sum of every step.
 
     Attributes:
         version: number of updates made.
     """
 
-    def __init__(self, shard: ParameterShard, rounds: ServerBarrier, leaf: Mapping[int, int], parameters: int) -> None:
+    def __init__(
+        self, shard: ParameterShard, rounds: ServerBarrier, leaf: Mapping[int, int], parameters: int, ranks: int
+    ) -> None:
         self._shard, self._rounds, self._leaf, self._parameters = shard, rounds, leaf, parameters
+        self._ranks = ranks
         self._indices = [piece.tensor for piece in shard.pieces]
         self._at: dict[int, int] = {}
         self._result: list[float] | None = None
@@ -210,6 +214,8 @@ class SyncHandler:
         parameter, for each contribution whether it counts].
         """
         clock = request.header.clock
+        # A rank that has not asked yet is in the first step.
+        self._at = self._at or dict.fromkeys(range(self._ranks), clock)
         self._at[request.header.client] = clock
         if clock - min(self._at.values()) >= MOST_BEHIND:
             return None

@@ -280,7 +280,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         leaf = {w: w if leaves == self._run_context.workers else r for r, mine in rows for w in mine}
 
         def make_handler(shard: ParameterShard) -> SyncHandler:
-            return SyncHandler(shard, ServerBarrier(leaves, backup), leaf, count)
+            return SyncHandler(shard, ServerBarrier(leaves, backup), leaf, count, comm.size)
 
         def extras(settings: int) -> Mapping[int, int]:
             return sync_floats(leaves, count, settings, variance)
