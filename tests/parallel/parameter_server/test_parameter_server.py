@@ -282,22 +282,40 @@ def overflowing(strategy: str) -> tuple[list[bool], Any, tuple[str, ...]]:
     return skipped, all(bool(t.isfinite().all()) for n, t in run.state().items() if "running" not in n), names
 
 
-def changed(strategy: str) -> dict[str, Any]:
-    """SGD whose momentum and weight decay are the default 0 until the script changes them."""
+def changed(strategy: str, name: str) -> dict[str, Any]:
+    """Settings that a script changes: from the default 0, and in a list."""
     net = model().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    made = {"SGD": {"lr": 0.05}, "NAdam": {"lr": 0.01, "betas": [0.0, 0.9]}}
+    optimizer = getattr(torch.optim, name)(net.parameters(), **made[name])
     run = tutti.prepare(net, optimizer, samples(72), loss, strategy=strategy, workers=2, batch_size=24)
     for epoch in range(3):
-        optimizer.param_groups[0].update(momentum=0.4 * epoch, weight_decay=0.1 * epoch)
+        momentum = {"momentum": 0.4 * epoch} if name == "SGD" else {"betas": [0.4 * epoch, 0.9]}
+        optimizer.param_groups[0].update(momentum, weight_decay=0.1 * epoch)
         for batch in run.epoch(epoch):
             run.step(batch)
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-def test_settings_that_a_script_changes_from_0_reach_the_servers() -> None:
-    [alone] = worlds.run(1, changed, strategy="single")
-    for found in worlds.run(2, changed, strategy="parameter_server"):
+@pytest.mark.parametrize("name", ["SGD", "NAdam"])
+def test_settings_that_a_script_changes_from_0_reach_the_servers(name: str) -> None:
+    [alone] = worlds.run(1, changed, strategy="single", name=name)
+    for found in worlds.run(2, changed, strategy="parameter_server", name=name):
         assert largest_difference(found, alone) < 1e-12
+
+
+def switched() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    run = tutti.prepare(net, optimizer, samples(72), loss, strategy="parameter_server", workers=2, batch_size=24)
+    batches = iter(run.epoch(0))
+    run.step(next(batches))
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(UsageError, match=r"nesterov .* from False to True \(.*test_parameter_server"):
+        run.step(next(batches))
+
+
+def test_an_option_that_servers_do_not_follow_is_refused_when_it_changes() -> None:
+    worlds.run(2, switched)
 
 
 @pytest.mark.parametrize("mode", ["mode=sync,servers=2", "mode=async"])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tutti.comm import shared_memory as segments
 from tutti.comm.random_keys import mix
 from tutti.config.sync_config import ParameterServerConfig
-from tutti.errors import PeerError, UsageError
+from tutti.errors import PeerError, UsageError, script_line
 from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
@@ -83,6 +83,7 @@ class ServerSession:
             trained,
         )
         self._handle, self.keys = handle, hyperparameters.keys(handle)
+        self._unsent = hyperparameters.unsent(handle, self.keys)
         parameters = [p for _, p in trained]
         if isinstance(handle, SeveralOptimizers):
             raise UsageError(
@@ -272,7 +273,19 @@ class ServerSession:
         Returns:
             A flat list of the values of all hyperparameters that the servers' optimizers follow (learning rate, weight
             decay, betas, …), of all parameter groups, in the order of the attribute ``keys``.
+
+        Raises:
+            UsageError: the script has changed an option that the servers do not follow, such as ``nesterov``.
         """
+        now = hyperparameters.unsent(self._handle, self.keys)
+        for (group, name), before in self._unsent.items():
+            if now.get((group, name), before) != before:
+                raise UsageError(
+                    f"{name} of parameter group {group} was changed from {before} to {now[group, name]}",
+                    where=script_line(),
+                    why="parameter servers follow changes of numbers such as lr, betas and weight_decay alone",
+                    remedy=f"give the optimizer its {name} before tutti.prepare, or take --strategy mirrored",
+                )
         set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
 
