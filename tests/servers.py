@@ -106,9 +106,14 @@ class Served:
 
 @contextmanager
 def served(
-    clients: int = 3, bound: int | None = None, lease: float = math.inf, snapshot: int = 10, elements: int = 30
+    clients: int = 3,
+    bound: int | None = None,
+    lease: float = math.inf,
+    snapshot: int = 10,
+    elements: int = 30,
+    begin: Callable[[], object] = lambda: None,
 ) -> Iterator[Served]:
-    """A server that makes an update of every push, each client one worker."""
+    """A server that makes an update of every push, each client one worker; ``begin`` is called first in its process."""
     parameters = [nn.Parameter(torch.zeros(elements, dtype=torch.float64)), nn.Parameter(torch.zeros(2, 3).double())]
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
     handle = torch.optim.SGD(parameters, lr=1.0)
@@ -122,6 +127,7 @@ def served(
     initial = torch.zeros(shared_out.size, dtype=torch.uint8)
 
     def make() -> tuple[ParameterShard, RequestHandler]:
+        begin()
         torch.set_num_threads(1)
         shard = ParameterShard(
             shared_out, 0, named, initial, lambda n: torch.optim.SGD([p for _, p in n], 1.0), handle, chosen

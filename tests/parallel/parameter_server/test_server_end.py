@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tutti
 from tests import worlds
+from tests.launching import until
 from tests.parallel.mixers import prepared
+from tests.servers import served
 from tutti.launcher import context
 from tutti.parallel.parameter_server import server_wire
 from tutti.parallel.parameter_server.server_session import ServerSession
@@ -54,3 +59,24 @@ def outlive(strategy: str) -> tuple[bool, bool]:
 def test_servers_answer_other_ranks_after_their_own_rank_has_dropped_the_run() -> None:
     for strategy in ("parameter_server:servers=2", "parameter_server:servers=2,mode=async"):
         assert worlds.run(3, outlive, strategy=strategy) == [(True, False)] * 3
+
+
+def retired_early(folder: str) -> None:
+    """A server's rank drops it before it answers requests."""
+    go = Path(folder) / "go"
+
+    def begin() -> None:
+        while not go.exists():
+            time.sleep(0.01)
+
+    with served(begin=begin) as one:
+        pid = one.pid()
+        one.host._collected()
+        status = Path(f"/proc/{pid}/status")
+        until(lambda: int(re.findall(r"ShdPnd:\s*(\w+)", status.read_text())[0], 16) & 1 << signal.SIGTERM - 1)
+        go.touch()
+        until(lambda: not is_alive(pid))
+
+
+def test_a_server_that_is_told_to_end_while_it_starts_ends(tmp_path: Path) -> None:
+    worlds.run(1, retired_early, folder=str(tmp_path))

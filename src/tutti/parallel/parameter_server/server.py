@@ -134,6 +134,7 @@ class Server:
         batch) is tried again after every message, and every 100 ms.
         """
         signal.signal(RETIRE, self._retire)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (RETIRE,))
         poller = zmq.Poller()
         for each in (self._socket, self._authenticator.socket, self._monitor):
             poller.register(each, zmq.POLLIN)

@@ -30,7 +30,7 @@ _POLL_MS = 50
 _MOST_STARTS = 10
 _ENDING = 5.0
 RETIRE = signal.SIGTERM
-"""Signal that asks a server process to end once no rank is connected."""
+"""Signal that asks a server process to end once no rank is connected; blocked until the server has a handler."""
 _OPEN: weakref.WeakSet[ServerSupervisor] = weakref.WeakSet()
 
 
@@ -154,7 +154,8 @@ def _alone(parent: int, keep: Collection[int]) -> None:
     die_with_parent(parent=parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Servers inherit this mask: a signal that comes before a server has its handler waits.
+    signal.pthread_sigmask(signal.SIG_SETMASK, (RETIRE,))
     # No inherited object is ever finalized here: only the rank may.
     gc.freeze()
     low = 3
@@ -204,6 +205,7 @@ def _start(number: int, serve: Callable[[], None], tell: int) -> int:
         code = 1
         try:
             die_with_parent(parent=guard)
+            signal.signal(RETIRE, signal.SIG_DFL)
             skip_graph_capture_checks()
             serve()
             code = 0
