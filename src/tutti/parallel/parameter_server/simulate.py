@@ -60,10 +60,12 @@ def simulate(
 
     >>> [(event.worker, event.staleness) for event in simulate([1, 1, 2], 2) if event.pushes]
     [(0, 0), (1, 1), (0, 1), (1, 1), (2, 4), (2, 0)]
+    >>> simulate([1, 1, 2], 0)
+    []
     """
     core, now = StalenessTracker(len(seconds), bound, now=lambda: 0.0), 0.0
     done, seen = [0] * len(seconds), [0] * len(seconds)
-    ready, computing = set(range(len(seconds))), list[tuple[float, int]]()
+    ready, computing = set(range(len(seconds) if steps > 0 else 0)), list[tuple[float, int]]()
     events: list[Event] = []
     core.hear(0, 0)
     while ready or computing:
