@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,9 +143,20 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
     Raises:
         CheckpointError: a file differs from the checkpoint's manifest.
     """
-    spec, names = replica.specs[name], saved.names(group)
-    found = next((n for n in (name, *spec.tied) if n in names), name)
-    return _part(saved, group, found, spec, local)
+    spec = replica.specs[name]
+    return _part(saved, group, stored_name(saved.names(group), name, spec), spec, local)
+
+
+def stored_name(names: Collection[str], name: str, spec: ShardSpec, prefix: str = "") -> str:
+    """Return the name under which a checkpoint has a tensor: its own or a tied one; its own where there is neither.
+
+    Args:
+        names: names of the checkpoint's tensors.
+        name: the tensor's name in the model.
+        spec: gives the names that are tied to it.
+        prefix: beginning of the checkpoint's names of such tensors, before the name in the model.
+    """
+    return prefix + next((n for n in (name, *spec.tied) if prefix + n in names), name)
 
 
 def _part(saved: SavedState, group: str, name: str, spec: ShardSpec, local: Sequence[int]) -> Tensor:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import OPTIMIZERS, largest_difference, train
+from tests.contract.test_state import saver
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
 from tutti.parallel.local_sgd.diloco import outer_step
@@ -164,3 +167,46 @@ def without_targets() -> list[float]:
 def test_a_mean_over_no_targets_is_nan() -> None:
     for losses in worlds.run(2, without_targets):
         assert losses == [pytest.approx(float("nan"), nan_ok=True)] * 2
+
+
+class Tied(nn.Module):
+    """One weight under two names, of which the first to be assigned is the one that checkpoints have."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        head, table = nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)
+        table.weight = head.weight
+        for name, layer in sorted({"head": head, "table": table}.items(), key=lambda pair: pair[0] != first):
+            setattr(self, name, layer)
+
+
+def likelihood(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model.head(model.table(tokens)), tokens)
+
+
+def resumed(strategies: tuple[str, str], names: tuple[str, str], folder: str) -> str:
+    """Three steps, a checkpoint, and three steps of another run that resumes it."""
+    digest = ""
+    for epoch, (strategy, name) in enumerate(zip(strategies, names, strict=True)):
+        run = tutti.prepare(
+            Tied(name), "adam", torch.arange(12) % 5, likelihood, strategy=strategy, workers=2, batch_size=4, seed=0
+        )
+        keeper = saver(run, folder, [])
+        keeper.restore()
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        keeper.save({})
+        keeper.wait()
+        digest = run.weights_sha256()
+    return digest
+
+
+@pytest.mark.parametrize("before", ["mirrored", "diloco:period=2"])
+def test_a_tied_weight_is_resumed_under_any_of_its_names(before: str, tmp_path: Path) -> None:
+    strategies = before, "diloco:period=2"
+    found = [
+        worlds.run(1, resumed, strategies=strategies, names=("head", name), folder=str(tmp_path / name))
+        for name in ("head", "table")
+    ]
+    assert found[0] == found[1]

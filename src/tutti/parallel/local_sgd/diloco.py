@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tutti.checkpoint.state_shards import mine_of
+from tutti.checkpoint.state_shards import mine_of, read_local, stored_name
 from tutti.config.sync_config import DiLoCoConfig
 from tutti.parallel.local_sgd.local_sgd import LocalSGDSync
 from tutti.torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_
@@ -180,11 +180,12 @@ class DiLoCoSync(LocalSGDSync):
         super().load(saved)
         names = saved.names("workers")
         for (name, _), outer, velocity in zip(self._trained, self._outer, self._velocities, strict=True):
-            if _MOMENTUM + name in names:
-                outer.copy_(saved.get("workers", _PARAMETER + name))
-                velocity.copy_(saved.get("workers", _MOMENTUM + name))
+            spec = self._replica.specs[name]
+            if (momentum := stored_name(names, name, spec, _MOMENTUM)) in names:
+                outer.copy_(saved.get("workers", stored_name(names, name, spec, _PARAMETER)))
+                velocity.copy_(saved.get("workers", momentum))
             else:
-                outer.copy_(saved.get("model", name))
+                outer.copy_(read_local(saved, "model", name, self._replica, outer.shape))
                 velocity.zero_()
 
     def _write(self, means: Sequence[Tensor]) -> None:

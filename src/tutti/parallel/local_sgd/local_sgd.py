@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors
+from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors, read_local, stored_name
 from tutti.comm.tree_sum import TreeSum
 from tutti.config.sync_config import LocalSGDConfig
 from tutti.errors import UsageError
@@ -346,19 +346,26 @@ class LocalSGDSync:
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
         """
-        names, workers = saved.names("workers"), self._run_context.workers
-        first = self._trained[0][0] if self._trained else ""
-        same = f"{workers - 1}/parameter/{first}" in names and f"{workers}/parameter/{first}" not in names
+        names, workers, specs = saved.names("workers"), self._run_context.workers, self._replica.specs
+
+        def stored(worker: int, name: str) -> str:
+            return stored_name(names, name, specs[name], f"{worker}/parameter/")
+
+        first = [name for name, _ in self._trained[:1]]
+        same = any(stored(workers - 1, name) in names and stored(workers, name) not in names for name in first)
         self._equal = not same
         for name, parameter in self._named:
             if not parameter.requires_grad:
-                parameter.data.copy_(saved.get("model", name))
+                parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         for worker, copies in self._copies.items():
             for (name, _), copy in zip(self._trained, copies, strict=True):
-                copy.copy_(saved.get("workers", f"{worker}/parameter/{name}") if same else saved.get("model", name))
+                if same:
+                    copy.copy_(saved.get("workers", stored(worker, name)))
+                else:
+                    copy.copy_(read_local(saved, "model", name, self._replica, copy.shape))
             if worker in self._of:
                 group, prefix = ("workers", f"{worker}/optimizer/") if same else ("optim", "")
-                load_optimizer(self._of[worker], self._trained, saved, group, prefix)
+                load_optimizer(self._of[worker], self._trained, saved, group, prefix, specs)
         self._buffers.load(saved)
         self._note()
 
