@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.contract.test_state import saver
 from tutti import parallel
 from tutti.errors import UsageError
+from tutti.parallel.parameter_server.server_session import ServerSession
 
 
 def prepare(strategy: str, optimizer: Any = "sgd:lr=0.05", workers: int = 4, **options: Any) -> tutti.Run:
@@ -335,6 +337,19 @@ def saved_and_on(strategy: str, folder: str, until: int) -> tuple[int, str, floa
     keeper.save({})
     keeper.wait()
     return resumed, run.weights_sha256(), run.evaluate(run.feed.source).loss
+
+
+def too_large(strategy: str, folder: str) -> str:
+    run = prepare(strategy, OPTIMIZERS["adam"], seed=0)
+    with patch.object(ServerSession, "_most", lambda session: 0), pytest.raises(UsageError) as caught:
+        saver(run, folder, []).restore()
+    return str(caught.value)
+
+
+def test_a_state_that_is_too_large_for_a_server_is_refused_on_every_rank(tmp_path: Path) -> None:
+    worlds.run(1, saved_and_on, strategy="single", folder=str(tmp_path), until=2)
+    for text in worlds.run(2, too_large, strategy="parameter_server", folder=str(tmp_path)):
+        assert text.startswith("the optimizer's saved state is too large for a parameter server")
 
 
 def test_what_was_trained_asynchronously_is_continued_by_others(tmp_path: Path) -> None:

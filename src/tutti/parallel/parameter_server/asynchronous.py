@@ -410,7 +410,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
-            UsageError: on rank 0 alone, the saved optimizer state is larger than a server accepts.
+            UsageError: the saved optimizer state is larger than a server accepts.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))

@@ -331,7 +331,7 @@ class ServerSession:
     def restore(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
         """Load parameters and the optimizer state of a checkpoint into the parameter servers.
 
-        Collective over the data ranks: rank 0 sends, then a barrier.
+        Collective over the data ranks: rank 0 sends, then broadcasts whether it could.
 
         Args:
             saved: the checkpoint, whose group ``optim`` is read.
@@ -343,8 +343,9 @@ class ServerSession:
             A list with, for each server in order, the number of updates that the server has made so far.
 
         Raises:
-            UsageError: on rank 0 alone, the saved optimizer state is larger than a server accepts.
+            UsageError: on every rank, the saved optimizer state is larger than a server accepts.
         """
+        fits = True
         if self.comm.rank == 0:
             known = {other: name for name, spec in specs.items() for other in spec.tied}
             states = {}
@@ -353,10 +354,14 @@ class ServerSession:
                 states[f"{known.get(owner, owner)}/{entry}"] = saved.get("optim", key)
             servers = range(self._config.servers)
             blobs = [cut_for_server(self.plan, m, self._trained, dict(values), states) for m in servers]
-            if max(map(len, blobs)) > self._most():
-                raise UsageError("the optimizer's saved state is too large for a parameter server")
-            self.ask(server_wire.LOAD, "loading the servers' state", blobs=blobs)
-        self.barrier("the servers have loaded their state")
+            if fits := max(map(len, blobs)) <= self._most():
+                self.ask(server_wire.LOAD, "loading the servers' state", blobs=blobs)
+        if not self.comm.broadcast_json(fits, 0, "whether the servers have loaded their state"):
+            raise UsageError(
+                "the optimizer's saved state is too large for a parameter server",
+                why="a server takes sixteen times the bytes of the parameters",
+                remedy="take more servers, or --strategy mirrored",
+            )
         return [reply.header.seen for reply in self.ask(server_wire.HELLO, "meeting the parameter servers")]
 
     def optimizer_state(self) -> dict[str, Tensor]:
