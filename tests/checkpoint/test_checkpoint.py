@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoint.checkpoints import FACTS, contents, pieces, same, save
+from tutti.checkpoint.checkpoint_reader import CheckpointReader
 from tutti.checkpoint.dtypes import DTYPES
 from tutti.checkpoint.folder import newest_checkpoint, prune
 from tutti.checkpoint.manifest import Manifest
@@ -130,12 +131,15 @@ def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
 
 
 def test_chosen_names_and_groups(tmp_path: Path) -> None:
-    reader = TensorReader(save(tmp_path, 5))
+    manifest = save(tmp_path, 5)
+    reader = TensorReader(manifest)
     assert [name for name, _ in reader.read("model", ["scale", "rows"])] == ["scale", "rows"]
     assert list(reader.read("wire")) == []
     with pytest.raises(CheckpointError, match=r"no model tensor 'head\.weight'") as caught:
         list(reader.read("model", ["head.weight"]))
     assert caught.value.exit_code == 4
+    with pytest.raises(CheckpointError, match=r"no model tensor 'head\.weight'"):
+        CheckpointReader(manifest).shape("model", "head.weight")
     with pytest.raises(CheckpointError, match=r"does not lie within shape \[7, 4\]"):
         reader.read_slice("model", "rows", (5, 0), (3, 4))
 

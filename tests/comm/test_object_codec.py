@@ -67,3 +67,9 @@ class Own:
 def test_other_types_are_refused_by_name(value: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         encode_object(value)
+
+
+@pytest.mark.parametrize("data", [b"", b"?", encode_object([1, 2])[:-10]])
+def test_bytes_that_are_no_value_are_refused(data: bytes) -> None:
+    with pytest.raises(UsageError, match="is unknown"):
+        decode_object(data)

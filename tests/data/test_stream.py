@@ -256,6 +256,9 @@ def test_an_own_stream_goes_on_with_as_many_ranks_only() -> None:
     own.load(Position(0, 1), own.state())
     with pytest.raises(CheckpointError, match="had 2 data ranks and now has 3"):
         other.load(Position(0, 1), own.state())
+    for foreign in (None, {"next": 8}):
+        with pytest.raises(CheckpointError, match="read its data in another way"):
+            own.load(Position(0, 1), foreign)
 
 
 def test_which_data_are_a_stream() -> None:

@@ -63,9 +63,9 @@ class CheckpointReader:
             name: the tensor's name within the group.
 
         Raises:
-            KeyError: the checkpoint has no such tensor.
+            CheckpointError: no such tensor.
         """
-        return self._manifest.tensors[group][name].shape
+        return self._reader.record(group, name).shape
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read a region of one tensor of the checkpoint, and no other bytes where its files allow it.

@@ -102,7 +102,7 @@ class TensorReader:
         """
         tensors = self._manifest.tensors.get(group, {})
         for name in tensors if names is None else names:
-            shape = self._record(group, name).shape
+            shape = self.record(group, name).shape
             yield name, self.read_slice(group, name, (0,) * len(shape), shape)
 
     def read_slice(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -122,7 +122,7 @@ class TensorReader:
         """
         from tutti.checkpoint.dtypes import tensor_from_bytes
 
-        return tensor_from_bytes(self.numbers(group, name, offset, shape), self._record(group, name).dtype)
+        return tensor_from_bytes(self.numbers(group, name, offset, shape), self.record(group, name).dtype)
 
     def numbers(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Return a rectangular region of one tensor of a checkpoint as an array of unsigned integers.
@@ -140,7 +140,7 @@ class TensorReader:
         Raises:
             CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.
         """
-        record = self._record(group, name)
+        record = self.record(group, name)
         try:
             wanted = SliceRecord(name, record.dtype, record.shape, tuple(offset), tuple(shape))
         except ValueError as error:
@@ -171,7 +171,16 @@ class TensorReader:
             self._begins[key] = _check(self._manifest.path, file, descriptor, size)
         return self._begins[key]
 
-    def _record(self, group: str, name: str) -> TensorRecord:
+    def record(self, group: str, name: str) -> TensorRecord:
+        """Return dtype, shape and files of one tensor of a checkpoint, from its manifest.
+
+        Args:
+            group: kind of state, such as ``model``.
+            name: the tensor's name within the group.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
         tensors = self._manifest.tensors.get(group, {})
         if name not in tensors:
             raise CheckpointError(

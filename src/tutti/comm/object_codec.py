@@ -22,6 +22,7 @@ _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z", torch.Size: b"S"}
+_CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 
@@ -172,8 +173,8 @@ class _Decoder:
         if tag in (b"d", b"O"):
             pairs = ((self.value(), self.value()) for _ in range(self._length()))
             return OrderedDict(pairs) if tag == b"O" else dict(pairs)
-        if tag in b"NTF":
-            return {b"N": None, b"T": True, b"F": False}[tag]
+        if tag in _CONSTANTS:
+            return _CONSTANTS[tag]
         if tag == b"i":
             return int(bytes(self._text()))
         if tag == b"f":

@@ -289,7 +289,13 @@ class ShardedStream:
         Raises:
             CheckpointError: the number of data ranks has changed, or ``state`` does not state it.
         """
-        saved = state["streams"] if isinstance(state, Mapping) else None
+        saved = state.get("streams") if isinstance(state, Mapping) else None
+        if not isinstance(saved, int):
+            raise CheckpointError(
+                "the saved run read its data in another way",
+                why="this run's data set shards itself, so that each rank continues a stream of its own",
+                remedy="give the data set that the saved run had",
+            )
         if saved != self._contract.ranks:
             raise CheckpointError(
                 f"the run had {saved} data ranks and now has {self._contract.ranks}",

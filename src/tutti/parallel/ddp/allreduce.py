@@ -333,8 +333,7 @@ class AllReduceSync:
                 logical worker, a fixed share of the global batch).
 
         Raises:
-            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest;
-                KeyError where this rank has a slice of the missing parameter.
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
