@@ -138,7 +138,7 @@ class Server:
         poller = zmq.Poller()
         for each in (self._socket, self._authenticator.socket, self._monitor):
             poller.register(each, zmq.POLLIN)
-        while not self._retiring or self._connections > 0:
+        while True:
             for socket, _ in poller.poll(_PATIENCE if self._waiting else _IDLE):
                 if socket is self._socket:
                     self._receive()
@@ -149,6 +149,9 @@ class Server:
                     self._authenticator.answer()
             for client, (address, request) in list(self._waiting.items()):
                 self._try(client, address, request)
+            # After a poll: the signal may have waited since before the first connection.
+            if self._retiring and self._connections <= 0:
+                return
 
     def _retire(self, number: int, frame: Any) -> None:
         self._retiring = True
