@@ -230,8 +230,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def script_line_of(error: BaseException) -> str:
     """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
 
-    The place is the innermost frame of the traceback whose file is in no folder ``torch`` or ``tutti``; ``the script``
-    if there is none.
+    The place is the innermost frame of the traceback whose file is outside of the packages torch and tutti; ``the
+    script`` if there is none.
 
     Args:
         error: an exception that was raised.
@@ -245,8 +245,8 @@ def script_line_of(error: BaseException) -> str:
 def script_line() -> str:
     """Return the place in the user's code that is being run now, as ``FILE:LINE``, for messages.
 
-    The place is the innermost stack frame whose file is in no folder ``torch`` or ``tutti``, and not ``contextlib.py``;
-    ``the script`` if there is none.
+    The place is the innermost stack frame whose file is outside of the packages torch and tutti, and not
+    ``contextlib.py``; ``the script`` if there is none.
     """
     for frame in reversed(traceback.extract_stack()):
         if _is_users(frame.filename) and not frame.filename.endswith("/contextlib.py"):

@@ -45,6 +45,7 @@ def run(
         UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; ``settings`` ask for an
             elastic job; or this process is a rank or has used autograd itself.
         PeerError: a rank was killed, or ended without a result.
+        Preempted: a rank ended with exit code 75.
         Exception: the first error of a rank, with the rank and its traceback as a note.
     """
     elastic = [name for name in _ELASTIC if settings.get(name) is not None]

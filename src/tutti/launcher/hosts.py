@@ -183,8 +183,8 @@ def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the environment variables that a launcher passes on to ranks on other nodes.
 
     These are the variables of tutti (``TUTTI_…``), of Gloo (``GLOO_…``) and of vendors' collectives (``NCCL_…``,
-    ``RCCL_…``, ``CCL_…``), variables that limit the visible devices, such as ``CUDA_VISIBLE_DEVICES``, ``PYTHONPATH``
-    and ``OMP_NUM_THREADS``.
+    ``TORCH_NCCL_…``, ``RCCL_…``, ``CCL_…``), variables that limit the visible devices, such as
+    ``CUDA_VISIBLE_DEVICES``, ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
 
     Args:
         environ: environment variables of the launcher.

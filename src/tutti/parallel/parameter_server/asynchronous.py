@@ -211,6 +211,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Raises:
             PeerError: a server does not reply in time, or has ended.
+            UsageError: the script has changed an option of the optimizer that servers do not follow.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):

@@ -315,7 +315,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             ``nonfinite`` has the names of parameters whose gradient is not finite.
 
         Raises:
-            UsageError: the script has written parameters since its backward.
+            UsageError: the script has written parameters since its backward, or changed an option of the optimizer that
+                servers do not follow, such as ``nesterov``.
         """
         self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)

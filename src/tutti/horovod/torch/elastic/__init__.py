@@ -31,11 +31,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         A function with the arguments and result of ``func``.
 
     Raises:
-        HorovodInternalError: from the decorated function: a rank has ended and the job is not elastic; there were more
-            resets (failed collectives and changes of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a
-            collective differ, and have differed since the same commit before. After a failed collective the state is
-            that of the last commit.
-        PeerError: from the decorated function, in an elastic job: the ranks could not join each other in 21 attempts.
+        HorovodInternalError: from the decorated function: a rank has ended and the job is not elastic; the ranks of an
+            elastic job could not join each other in 21 attempts; there were more resets (failed collectives and changes
+            of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a collective differ, and have differed since
+            the same commit before. After a failed collective the state is that of the last commit.
     """
     return run_fn(func, _reset, _hear)
 
