@@ -13,6 +13,7 @@ from tests.forkserver import Process
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.cli.launch_flags import hosts_as_engine, node_of_job
 from tutti.cli.run_command import end_options
+from tutti.cli.submit_command import submitted
 from tutti.errors import UsageError
 from tutti.launcher.node_engine import NodePart, read_node_part
 
@@ -35,6 +36,25 @@ def test_a_host_file(tmp_path: Path) -> None:
 def test_refused_hosts(words: list[str]) -> None:
     with pytest.raises(UsageError):
         hosts_as_engine(["train", "linear", *words])
+
+
+def test_hosts_and_a_host_file_of_run() -> None:
+    with pytest.raises(UsageError, match="-H, --hostfile and --on contradict"):
+        hosts_as_engine(["run", "-H", "a:2", "--hostfile", os.devnull, "--", "script.py"])
+
+
+@pytest.mark.parametrize("end", [["--"], []])
+@pytest.mark.parametrize("asked", ["--dry-run", "--help", "-h"])
+def test_a_script_has_flags_of_the_same_names(end: list[str], asked: str) -> None:
+    """Only words before the script make a command ask and not run: ranks start, and Slurm gets the job."""
+    script = [*end, "train.py", asked]
+    nodes = ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "h:1234", "--nproc-per-node", "2"]
+    started = node_of_job(end_options(["run", *nodes, *script]), {})
+    assert started == (NodePart(2, 0, 2, "h", 1234), ["run", "--", "train.py", asked])
+    sent = submitted(end_options(["run", "-np", "4", "--on", "slurm:nodes=2", *script]), {})
+    assert sent == ["submit", "--start", "slurm:nodes=2", "--", "run", "-np", "4", "--", "train.py", asked]
+    asks = end_options(["run", "--help", "-np", "4", "--on", "slurm:nodes=2", *script])
+    assert submitted(asks, {}) == asks
 
 
 def test_the_variables_of_torchrun_are_read() -> None:

@@ -15,6 +15,7 @@ from tutti.process_context import joined
 
 _HOSTS = ("-H", "--hosts")
 _FILE = "--hostfile"
+_HELP = ("--help", "-h")
 _DEVICES = ("--devices", "-np", "--num-proc")
 
 
@@ -57,9 +58,14 @@ def only_asks(words: list[str]) -> bool:
     """Return whether a command line trains nothing: it has ``--help``, ``-h``, ``--print-config`` or ``--dry-run``.
 
     Args:
-        words: the words of the command line.
+        words: the words of the command line; words after ``--`` are the script's and do not count.
     """
-    return not {"--help", "-h", "--print-config", "--dry-run"}.isdisjoint(words)
+    return _has(words, *_HELP, "--print-config", "--dry-run")
+
+
+def _has(words: list[str], *flags: str) -> bool:
+    """Return whether one of the flags stands before ``--``."""
+    return not {*flags}.isdisjoint(words[: words.index("--")] if "--" in words else words)
 
 
 def hosts_as_engine(words: list[str]) -> list[str]:
@@ -86,7 +92,7 @@ def hosts_as_engine(words: list[str]) -> list[str]:
     taken, rest = take_flags(words, (_FILE,) if words[0] == "run" else (*_HOSTS, _FILE))
     if not taken:
         return words
-    if len(taken) > 1 or "--on" in take_flags(rest, ("--on",))[0]:
+    if len(taken) > 1 or take_flags(rest, (*_HOSTS, "--on"))[0]:
         raise UsageError("-H, --hostfile and --on contradict each other", remedy="give one of them")
     name, value = next(iter(taken.items()))
     text = parse_host_file(Path(value)) if name == _FILE else value
@@ -117,7 +123,7 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
         return None
     flags, rest = take_flags(words, OF_NODE)
     if only_asks(words):
-        if flags and not {"--help", "-h"} & {*words}:
+        if flags and not _has(words, *_HELP):
             raise UsageError(
                 f"{next(iter(flags))} cannot be combined with --dry-run and --print-config",
                 why="they start no ranks on any node",

@@ -7,7 +7,6 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from tutti.errors import UsageError
-from tutti.launcher.hosts import parse_host_file
 
 _RENAMED = {
     "--min-num-proc": "--min-np",
@@ -18,10 +17,11 @@ _RENAMED = {
     "--output-filename": "--logs",
     "--num-proc": "-np",
     "--host": "-H",
+    "-hostfile": "--hostfile",
 }
 _KEPT = frozenset(
     (
-        *("-np", "-H", "--hosts", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"),
+        *("-np", "-H", "--hosts", "--hostfile", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"),
         *("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit", "--elastic-timeout"),
     )
 )
@@ -107,9 +107,7 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
 
         if flag in _REFUSED:
             raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
-        if flag == "--hostfile" or flag == "-hostfile":
-            made += ["-H", parse_host_file(Path(taken()))]
-        elif flag == "--blacklist-cooldown-range":
+        if flag == "--blacklist-cooldown-range":
             made += [flag, taken(), *rest[:1]]
             del rest[:1]
         elif flag in _RENAMED or flag in _KEPT:
@@ -131,9 +129,9 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
         rest = rest[1:]
     if rest and Path(rest[0]).name in ("python", "python3"):
         rest = rest[1:]
-    if "-H" in made and variables:
+    if variables and (hosts := next((flag for flag in made if flag in ("-H", "--hosts", "--hostfile")), None)):
         raise UsageError(
-            f"{', '.join(variables)} cannot be given as a flag with -H", remedy="set the variable on every host"
+            f"{', '.join(variables)} cannot be given as a flag with {hosts}", remedy="set the variable on every host"
         )
     if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and "--elastic-timeout" not in made:
         made += ["--elastic-timeout", seconds]
