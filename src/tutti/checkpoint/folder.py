@@ -104,6 +104,7 @@ def prune(
     keep_best: int = 0,
     score: Score | None = None,
     verified: set[Path] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """Delete checkpoints that are no longer needed and leftovers of unfinished saves. Rank 0 only, never during a save.
 
@@ -118,6 +119,7 @@ def prune(
         score: maps the ``facts`` of a manifest (the run's state beside its tensors, as JSON) to a score, higher is
             better; None for a checkpoint without one.
         verified: paths of checkpoints already verified, which are not read again; updated in place.
+        progress: called after every mebibyte that is read.
 
     Returns:
         The error texts of damaged checkpoints.
@@ -130,9 +132,9 @@ def prune(
         raise ValueError("keep_last must be 1 or more, and keep_best needs a score")
     manifests, broken = _scan(folder)
     known = set() if verified is None else verified
-    keep = _first(keep_last, manifests, known, broken)
+    keep = _first(keep_last, manifests, known, broken, progress)
     if score is not None:
-        keep |= _first(keep_best, ranked(manifests, score), known, broken)
+        keep |= _first(keep_best, ranked(manifests, score), known, broken, progress)
     try:
         for manifest in reversed(manifests):
             if manifest.path not in keep:
@@ -154,7 +156,9 @@ def _trusted(manifests: Iterable[Manifest], broken: list[str]) -> tuple[Manifest
     return None, broken
 
 
-def _first(count: int, manifests: Iterable[Manifest], known: set[Path], broken: list[str]) -> set[Path]:
+def _first(
+    count: int, manifests: Iterable[Manifest], known: set[Path], broken: list[str], progress: Callable[[], object]
+) -> set[Path]:
     """Return the paths of the first ``count`` checkpoints of different steps that verify, and of damaged ones before.
 
     Args:
@@ -162,6 +166,7 @@ def _first(count: int, manifests: Iterable[Manifest], known: set[Path], broken: 
         manifests: in order of preference.
         known: paths already verified; updated in place.
         broken: error texts; appended to.
+        progress: called after every mebibyte that is read.
     """
     found: set[Path] = set()
     steps: set[int] = set()
@@ -171,15 +176,15 @@ def _first(count: int, manifests: Iterable[Manifest], known: set[Path], broken: 
         if manifest.step in steps:
             continue
         found.add(manifest.path)
-        if manifest.path in known or _verifies(manifest, broken):
+        if manifest.path in known or _verifies(manifest, broken, progress):
             steps.add(manifest.step)
             known.add(manifest.path)
     return found
 
 
-def _verifies(manifest: Manifest, broken: list[str]) -> bool:
+def _verifies(manifest: Manifest, broken: list[str], progress: Callable[[], object] = lambda: None) -> bool:
     try:
-        verify(manifest.path)
+        verify(manifest.path, progress)
     except CheckpointError as error:
         broken.append(str(error))
         return False

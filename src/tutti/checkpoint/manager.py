@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -26,13 +27,14 @@ from tutti.checkpoint.write import WritableSlice, abandon, begin, commit, step_n
 from tutti.comm.communicator import Communicator
 from tutti.config.best import Best
 from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError
-from tutti.launcher import heartbeat
+from tutti.launcher import heartbeat, watchdog
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
 
 log = logging.getLogger("tutti.checkpoints")
 
 _POLL = 0.005
+_MOST_BETWEEN_NOTES = 1.0
 # Seconds: a network file system may show a file of another node with a delay.
 _APPEARS = 5.0
 _NOTHING = json.dumps({"records": []})
@@ -106,7 +108,7 @@ class CheckpointManager:
         Raises:
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
             DiskError: too many consecutive saves have failed, or rank 0 cannot write to the folder.
-            PeerError: the previous save has not finished within three times the job's timeout.
+            PeerError: the store, on rank 0's host, does not answer.
             CheckpointError: some ranks cannot see rank 0's folder; the text names them.
         """
         if self.best is not None and evaluated is not None:
@@ -156,20 +158,24 @@ class CheckpointManager:
 
         Raises:
             DiskError: ``most_failures`` consecutive saves have failed.
-            PeerError: the save has not finished within three times the job's timeout.
+            PeerError: the store, on rank 0's host, does not answer within the job's timeout.
         """
         if self._thread is None:
             return
-        # The saving thread has a heartbeat of its own.
+        # The saving thread has a heartbeat of its own, by which the watchdog limits its writes.
         with heartbeat.training.during(Phase.IDLE):
-            self._thread.join(3 * self._world.timeout)
-        if self._thread.is_alive():
-            raise PeerError(
-                "a save did not finish",
-                where=f"step {self.saved_step}",
-                why="rank 0's host does not answer",
-                remedy="look at rank 0's log and at the network between the hosts, then --resume",
-            )
+            seen = heartbeat.saving.seen()
+            self._thread.join(self._world.timeout)
+            while self._thread.is_alive():
+                before, seen = seen, heartbeat.saving.seen()
+                if seen == before and seen.phase == Phase.WAITING:
+                    raise PeerError(
+                        "a save did not finish",
+                        where=f"step {self.saved_step}",
+                        why="rank 0's host does not answer",
+                        remedy="look at rank 0's log and at the network between the hosts, then --resume",
+                    )
+                self._thread.join(self._world.timeout)
         self._thread = None
         if not self._outcome:
             self._failures = 0
@@ -212,27 +218,28 @@ class CheckpointManager:
                     store.set(f"{key}/open", json.dumps([str(opened), ""]))
                 except TuttiError as error:
                     store.set(f"{key}/open", json.dumps(["", str(error)]))
-            temporary, refused = json.loads(self._await(f"{key}/open"))
+            temporary, refused = json.loads(self._await(key, "open"))
             if refused:
                 self._outcome = refused
                 return
-            store.set(f"{key}/{identity.rank}", json.dumps(self._write_parts(Path(temporary), groups)))
+            store.set(f"{key}/{identity.rank}", json.dumps(self._write_parts(Path(temporary), key, groups)))
             self._written.set()
             if identity.rank == 0:
                 store.set(f"{key}/done", self._finish(Path(temporary), key, step, facts))
-            self._outcome = self._await(f"{key}/done")
+            self._outcome = self._await(key, "done")
         except Exception as error:
             self._outcome = str(error) or type(error).__name__
         finally:
             self._written.set()
             heartbeat.saving.enter(Phase.IDLE)
 
-    def _write_parts(self, temporary: Path, groups: Mapping[str, list[WritableSlice]]) -> dict[str, Any]:
+    def _write_parts(self, temporary: Path, key: str, groups: Mapping[str, list[WritableSlice]]) -> dict[str, Any]:
+        progress = self._progress(key)
         try:
             records = [
                 record.as_json()
                 for group, slices in groups.items()
-                for record in write_part(temporary, group, self._world.identity.rank, slices, heartbeat.saving.beat)
+                for record in write_part(temporary, group, self._world.identity.rank, slices, progress)
             ]
         except TuttiError as error:
             return {"error": str(error)}
@@ -240,9 +247,9 @@ class CheckpointManager:
 
     def _finish(self, temporary: Path, key: str, step: int, facts: Mapping[str, Any]) -> str:
         """Commit the checkpoint on rank 0 once all ranks have reported; return the error's text, empty on success."""
-        answers = [json.loads(self._await(f"{key}/{rank}", rank)) for rank in range(self._world.identity.size)]
-        errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         try:
+            answers = [json.loads(self._await(key, f"{rank}", rank)) for rank in range(self._world.identity.size)]
+            errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
             if errors:
                 abandon(temporary)
                 return "; ".join(errors)
@@ -250,32 +257,61 @@ class CheckpointManager:
             commit(temporary, records, step=step, config_sha256=facts["config_sha256"], facts=facts)
             self._verified.add(self.folder / step_name(step))
             score = None if self.best is None else self.best.score
-            prune(self.folder, keep_last=self._keep, keep_best=int(bool(score)), score=score, verified=self._verified)
+            prune(
+                self.folder,
+                keep_last=self._keep,
+                keep_best=int(bool(score)),
+                score=score,
+                verified=self._verified,
+                progress=self._progress(key),
+            )
         except TuttiError as error:
             return str(error)
         return ""
 
-    def _await(self, key: str, rank: int = 0) -> str:
-        """Return the value that another rank's thread stores under ``key``; an empty report where that rank is lost.
+    def _limit(self) -> float:
+        """Return the seconds without progress of any rank after which a save fails: those that the watchdog grants."""
+        return max(self._world.timeout, watchdog.save_limit())
+
+    def _progress(self, key: str) -> Callable[[], None]:
+        """Return a function that records progress of a save for the watchdog, and now and then in the store for all."""
+        pause, last = min(_MOST_BETWEEN_NOTES, self._limit() / 4), -math.inf
+
+        def record() -> None:
+            nonlocal last
+            heartbeat.saving.beat()
+            if time.monotonic() - last >= pause:
+                with heartbeat.saving.during(Phase.WAITING):
+                    self._world.store.add(f"{key}/progress", 1)
+                last = time.monotonic()
+
+        return record
+
+    def _await(self, key: str, part: str, rank: int = 0) -> str:
+        """Return the value that another rank's thread stores under ``key/part``; an empty report of a lost rank.
 
         Polls, because a blocking wait would hold the store's connection. An empty report loses nothing: strategies that
-        tolerate lost ranks let rank 0 write the whole state. Raises PeerError after the timeout.
+        tolerate lost ranks let rank 0 write the whole state. Raises PeerError once no rank has made progress for the
+        limit.
         """
-        end = time.monotonic() + self._world.timeout
-        store, comm = self._world.store, self._comm
+        end, noted = -math.inf, -1
+        store, comm, limit = self._world.store, self._comm, self._limit()
         with heartbeat.saving.during(Phase.WAITING):
-            while not store.check([key]):
+            while not store.check([f"{key}/{part}"]):
                 if rank in comm.lost_ranks():
                     return _NOTHING
                 if time.monotonic() > end:
-                    raise PeerError(
-                        f"a save did not finish within {self._world.timeout:g} s",
-                        where=key,
-                        remedy="look for a rank whose disk is slow or that has ended, or raise --timeout",
-                    )
+                    before, noted = noted, store.add(f"{key}/progress", 0)
+                    if noted == before:
+                        raise PeerError(
+                            f"a save made no progress for {limit:g} s",
+                            where=f"rank {self._world.identity.rank}, which waits for rank {rank}",
+                            remedy="look for a rank whose disk is slow or that has ended, or raise --save-timeout",
+                        )
+                    end = time.monotonic() + limit
                 heartbeat.saving.beat()
                 time.sleep(_POLL)
-        return bytes(store.get(key)).decode()
+        return bytes(store.get(f"{key}/{part}")).decode()
 
     def newest(self) -> Manifest | None:
         """Return the manifest of the newest intact checkpoint of the run, on every rank; None where there is none.

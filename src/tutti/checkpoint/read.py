@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Without O_NONBLOCK, opening a named pipe would wait for a writer."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_CHUNK = 2**20
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -54,11 +55,12 @@ def load_manifest(path: Path) -> Manifest:
     return Manifest.decode(data, path)
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Path, progress: Callable[[], object] = lambda: None) -> Manifest:
     """Read every byte of a checkpoint, compare the files' hashes with its manifest, and return the manifest.
 
     Args:
         path: the checkpoint's directory.
+        progress: called after every mebibyte.
 
     Returns:
         A ``Manifest``: ``path``, ``step``, ``facts`` (the run's other state as JSON), and records of files and tensors.
@@ -72,7 +74,11 @@ def verify(path: Path) -> Manifest:
         with _opened(path, file.group, file.name) as (descriptor, size):
             _check(path, file, descriptor, size)
             with os.fdopen(os.dup(descriptor), "rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
+                digest = hashlib.sha256()
+                while chunk := stream.read(_CHUNK):
+                    digest.update(chunk)
+                    progress()
+                if digest.hexdigest() != file.sha256:
                     raise _broken(path, f"{file.group}/{file.name}", "its content does not have the recorded SHA-256")
     return manifest
 

@@ -179,6 +179,7 @@ class Watch:
 
 _guard: tuple[int, int] | None = None
 _tools: Dumps | None = None
+_limits = WatchdogLimits()
 
 
 def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False) -> None:
@@ -195,7 +196,9 @@ def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False)
     Raises:
         OSError: the process cannot be forked.
     """
-    global _guard, _tools
+    global _guard, _tools, _limits
+    if _guard is None:
+        _limits = limits
     if _guard is not None or limits.never or not hasattr(os, "fork"):
         return
     memory = memoryview(mmap.mmap(-1, heartbeat.SIZE))
@@ -208,6 +211,11 @@ def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False)
         _run(rank, limits, _tools, parent, bound, launched)
     _guard = pid, parent
     atexit.register(stop_watchdog)
+
+
+def save_limit() -> float:
+    """Return the seconds for which a save of this rank may make no progress; infinite where the limit is off."""
+    return phase_limit(_limits, Phase.SAVE)
 
 
 def stop_watchdog() -> None:
