@@ -297,14 +297,40 @@ def test_objects() -> None:
     assert run(3, objects) == [expected] * 3
 
 
-def sparse() -> list[list[float]]:
+def sparse(dtype: torch.dtype) -> list[Any]:
+    """Sums and averages, and for each whether it is that of the dense tensors, of the same dtype."""
     rows = torch.tensor([[0, tutti.rank() + 1]])
-    mine = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (4, 2))
-    return tutti.allreduce(mine, "average").to_dense()[:, 0].tolist()
+    mine = torch.sparse_coo_tensor(rows, torch.full((2, 2), 5, dtype=dtype), (4, 2))
+    found: list[Any] = []
+    for op, factors in (("average", {}), ("sum", {"prescale": 0.5}), ("average", {"prescale": 0.3, "postscale": 1.5})):
+        reduced, dense = (tutti.allreduce(tensor, op, **factors) for tensor in (mine, mine.to_dense()))
+        same = reduced.dtype == dense.dtype and reduced.is_coalesced() and torch.equal(reduced.to_dense(), dense)
+        found.append((reduced.to_dense()[:, 0].tolist(), same))
+    return found
 
 
-def test_sparse_tensors() -> None:
-    assert run(2, sparse) == [[1.0, 0.5, 0.5, 0.0]] * 2
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [
+        (torch.float32, [[5, 2.5, 2.5, 0], [5, 2.5, 2.5, 0], [2.25, 1.125, 1.125, 0]]),
+        (torch.int64, [[5, 2, 2, 0], [4, 2, 2, 0], [1, 0, 0, 0]]),
+    ],
+)
+def test_sparse_tensors(dtype: torch.dtype, sums: list[list[float]]) -> None:
+    assert run(2, sparse, dtype=dtype) == [[(total, True) for total in sums]] * 2
+
+
+def sparse_refused() -> list[str]:
+    mine = torch.eye(2).to_sparse()
+    calls = (tutti.allreduce_async, tutti.allgather, lambda it: tutti.broadcast(it, 0), tutti.alltoall)
+    said = [refused(call, mine) for call in (lambda it: tutti.grouped_allreduce([torch.ones(2), it]), *calls)]
+    assert tutti.allreduce(torch.ones(1), "sum").tolist() == [2.0], "the engine has failed"
+    return [*said, refused(tutti.allreduce, mine.to_sparse_csr())]
+
+
+def test_sparse_tensors_elsewhere_are_refused() -> None:
+    for said in run(2, sparse_refused):
+        assert all(text.startswith("UsageError: a tensor of layout sparse_") and "to_dense()" in text for text in said)
 
 
 def switches() -> dict[str, int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tutti.comm.collective_call import CollectiveCall, ReduceOperation
 from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, default_session
+from tutti.comm.collective_execution import finish_reduction, scale
 from tutti.comm.object_codec import decode_object, encode_object
 from tutti.errors import UsageError
 from tutti.launcher import context
@@ -150,6 +151,7 @@ def _submit(
 ) -> CollectiveHandle:
     """Describe a collective of ``inputs`` and hand it to the engine."""
     number, session = _number(process_set), _session()
+    _refuse_sparse(kind, inputs, name)
     devices = {device.type for device in {tensor.device for tensor in inputs}}
     if len(devices) > 1:
         raise UsageError(
@@ -183,6 +185,17 @@ def _submit(
         **given,
     )
     return session.submit(CollectiveHandle(call, session, inputs, outputs, convert))
+
+
+def _refuse_sparse(kind: str, tensors: Sequence[Tensor], name: str | None) -> None:
+    """Raise UsageError for tensors that are not dense, at which the engine would fail with all later collectives."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} cannot be given to this collective",
+                where=_where(kind, name),
+                remedy="use allreduce or sparse_allreduce_async for sparse COO tensors, or to_dense()",
+            )
 
 
 def _without_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -400,7 +413,8 @@ def sparse_allreduce_async(
     """Start to sum or average sparse tensors by gathering indices and values; return a function that awaits the result.
 
     Performs one all-gather of indices and values over ``process_set``, before which shapes, dtypes, operation and
-    factors of the ranks are compared. Not differentiable.
+    factors of the ranks are compared. Not differentiable. Numbers are those of ``allreduce`` of the dense tensors, with
+    those of integers truncated.
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
@@ -425,7 +439,7 @@ def sparse_allreduce_async(
         )
     tensor = tensor.detach().coalesce()
     base = name if name is not None else _session().name(_number(process_set), "sparse")
-    rows = [tensor.indices().t().contiguous(), tensor.values()]
+    rows = [tensor.indices().t().contiguous(), scale(tensor.values(), prescale)]
     handle = _submit(
         "allgather",
         rows,
@@ -439,12 +453,13 @@ def sparse_allreduce_async(
         postscale=float(postscale),
         sparse_shape=tuple(tensor.shape),
     )
-    factor = prescale * postscale / (process_set.size() if op == AVERAGE else 1)
+    reduction = CollectiveCall("allreduce", base, op=op, postscale=float(postscale))
 
     def wait() -> Tensor:
         indices, values = handle.wait()
-        values = values * factor if factor != 1.0 else values
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+        values = finish_reduction(total.values(), reduction, process_set.size())
+        return torch.sparse_coo_tensor(total.indices(), values, tensor.shape, check_invariants=False, is_coalesced=True)
 
     return wait
 
@@ -587,6 +602,7 @@ def grouped_broadcast_async(
             remedy="give the global rank of a member",
         )
     tensors = list(tensors)
+    _refuse_sparse("broadcast", tensors, name)
     outputs = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
     convert = (lambda _: tensors) if in_place else None
     return _submit("broadcast", tensors, name, process_set, outputs=outputs, convert=convert, root=int(root))
@@ -706,6 +722,7 @@ def alltoall_async(
     def convert(result: list[Any]) -> tuple[Tensor, Tensor]:
         return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
 
+    _refuse_sparse("alltoall", [tensor], name)
     sent = tensor[: sum(rows)]
     return _submit("alltoall", [sent], name, process_set, shapes=[tensor.shape[1:]], extents=rows, convert=convert)
 
