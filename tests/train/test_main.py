@@ -21,7 +21,7 @@ EVERY = {"eval_every": "none", "checkpoint_every": "none"}
 PLANS: list[tuple[dict[str, Any], int | None, TrainPlan, int | None]] = [
     # options, samples in an epoch, plan, steps
     ({"epochs": 2}, 20, TrainPlan(6), 6),
-    ({"epochs": 0.1}, 20, TrainPlan(0), 0),
+    ({"epochs": 0.33}, 20, TrainPlan(1), 1),
     ({"epochs": 2, "eval_every": "0.1ep", "checkpoint_every": "1ep"}, 20, TrainPlan(6, 1, 3), 6),
     ({"steps": 5, "eval_every": "2st"}, None, TrainPlan(5, 2), 5),
     ({"epochs": 2, "eval_every": "1ep"}, None, TrainPlan(Duration(2, "ep"), Duration(1, "ep")), None),
@@ -38,6 +38,11 @@ def test_plans(options: dict[str, Any], dataset: int | None, plan: TrainPlan, st
 def test_parts_of_an_epoch_that_nobody_knows_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"0.5ep of a stream of unknown length cannot be counted"):
         _plan(TrainConfig(**(EVERY | options)), Epochs(BatchContract(None, 8, 4)))
+
+
+def test_a_part_of_an_epoch_without_a_step_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^0\.1 epochs .* train nothing .* --steps 1, or at least 0\.33 epochs"):
+        _plan(TrainConfig(epochs=0.1), Epochs(BatchContract(20, 8, 4)))
 
 
 class Heard(Listeners):

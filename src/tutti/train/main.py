@@ -215,7 +215,10 @@ def _windows(
 
 
 def _plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
-    """Return the plan of lengths and intervals, and the total of steps (None for a stream of unknown length)."""
+    """Return the plan of lengths and intervals, and the total of steps (None for a stream of unknown length).
+
+    Raises UsageError for epochs that round to no step.
+    """
     dataset = epochs.first.dataset
 
     def count(duration: Duration, option: str) -> Length:
@@ -238,7 +241,15 @@ def _plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
     evaluate, save = (duration and count(duration, "how often") for duration in every)
     adaptive = config.lr_rule.adaptive
     if dataset is not None or config.regime_batch or adaptive:
-        total = _steps(config, epochs)(length)
+        steps_of = _steps(config, epochs)
+        total = steps_of(length)
+        if not total:
+            least = 1 / steps_of(Duration(1, "ep"))
+            raise UsageError(
+                f"{length.value:g} epochs are less than half a step, so that the run would train nothing",
+                where="--epochs or --duration",
+                remedy=f"give --steps 1, or at least {least:.2g} epochs",
+            )
         return TrainPlan(total, evaluate, save), total
     steps = None if length.unit == "ep" else epochs.steps(length)
     return TrainPlan(count(length, "how long"), evaluate, save), steps
