@@ -164,8 +164,12 @@ def quantity(value: float) -> str:
 
     >>> quantity(240648192.0), quantity(28.0), quantity(0.0)
     ('241 M', '28', '0')
+    >>> quantity(999.4), quantity(999.6), quantity(999999), quantity(1.2344e15)
+    ('999', '1 k', '1 M', '1,234 T')
     """
+    rounded = float(f"{value:.3g}")
     for size, prefix in _PREFIXES:
-        if abs(value) >= size:
-            return f"{value / size:.3g} {prefix}" if abs(value) < 999.5 * size else f"{value / size:,.0f} {prefix}"
-    return f"{value:.3g}"
+        if abs(rounded) >= size:
+            text = f"{rounded / size:.3g}" if abs(rounded) < 1000 * size else f"{value / size:,.0f}"
+            return f"{text} {prefix}"
+    return f"{rounded:.3g}"
