@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tutti.chaos.damage import find_checkpoint
 from tutti.chaos.following import Follower, Resume, checkpoints, unfinished
 from tutti.config.train_config import TrainConfig
 from tutti.metrics.listener import Pace
@@ -64,9 +65,10 @@ def test_half_a_line_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_complete_ones_the_newest_first(tmp_path: Path) -> None:
-    for name in ("step-00000010", "step-00000020", "step-00000030.tmp-0", "step-00000020.old"):
+    for name in ("step-00000010", "step-100000000", "step-99999999", "step-00000030.tmp-0", "step-99999999.old"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").touch()
     (tmp_path / "checkpoints" / "step-00000040").mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000020", "step-00000010"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-100000000", "step-99999999", "step-00000010"]
+    assert find_checkpoint(tmp_path).name == find_checkpoint(tmp_path / "checkpoints").name == "step-100000000"
     assert [path.name for path in unfinished(tmp_path)] == ["step-00000030.tmp-0"]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tutti.chaos.following import checkpoints, complete_in
 from tutti.errors import CheckpointError, DiskError
 
 
@@ -98,9 +99,10 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is no manifest at any of these places.
     """
-    for pattern in ("manifest.json", "step-????????/manifest.json", "checkpoints/step-????????/manifest.json"):
-        if found := sorted(path.glob(pattern)):
-            return found[-1].parent
+    if (path / "manifest.json").exists():
+        return path
+    if found := complete_in(path) or checkpoints(path):
+        return found[0]
     raise CheckpointError(
         "there is no checkpoint", where=str(path), remedy="give a run directory or a checkpoint in it"
     )
@@ -152,7 +154,7 @@ def flip_any(path: Path, dice: random.Random) -> str:
 @contextmanager
 def _copies(path: Path) -> Iterator[tuple[Path, Path | None]]:
     """Copy a checkpoint and one of another step of the same run (None if there is none); remove both at the end."""
-    others = [step.parent for step in path.parent.glob("step-????????/manifest.json") if step.parent != path]
+    others = [step for step in reversed(complete_in(path.parent)) if step != path]
     try:
         with tempfile.TemporaryDirectory(prefix="tutti-chaos-") as folder:
             copy = Path(shutil.copytree(path, Path(folder) / path.name))

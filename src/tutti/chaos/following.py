@@ -105,7 +105,26 @@ def checkpoints(directory: Path) -> list[Path]:
     Returns:
         Paths ``checkpoints/step-NNNNNNNN`` in it, newest first; empty if there are none.
     """
-    return sorted((path.parent for path in directory.glob("checkpoints/step-????????/manifest.json")), reverse=True)
+    return complete_in(directory / "checkpoints")
+
+
+def complete_in(folder: Path) -> list[Path]:
+    """Return the directories ``step-NNNNNNNN`` in a folder that have a manifest, those of later steps first.
+
+    Args:
+        folder: a run's ``checkpoints``; without it there are none.
+    """
+    found = (path.parent for path in folder.glob("step-*/manifest.json"))
+    return sorted((path for path in found if path.name[5:].isdecimal()), key=saved_step, reverse=True)
+
+
+def saved_step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its directory, which has eight digits or more.
+
+    >>> saved_step(Path("checkpoints/step-00000120"))
+    120
+    """
+    return int(checkpoint.name[5:])
 
 
 def unfinished(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from tutti.chaos.command import Running, Started
 from tutti.chaos.damage import files, flip_any
 from tutti.chaos.fault_outcome import FaultOutcome
 from tutti.chaos.faults import LAUNCHER, Fault
-from tutti.chaos.following import Follower, checkpoints, unfinished
+from tutti.chaos.following import Follower, checkpoints, saved_step, unfinished
 from tutti.chaos.processes import Crew, StoppedProcess, alive, crew, frozen, send
 from tutti.errors import FINISHED, UsageError
 
@@ -95,7 +95,7 @@ class Play:
         self._resumes = 0
         self._newest: Path | None = None
         # The newest checkpoint at the time when the disk was last full.
-        self._full: Path | None = None
+        self._full: int | None = None
         self._spoilt: set[tuple[Path, int]] = set()
         self.follower = Follower(run.directory)
         self.outcomes: list[FaultOutcome] = []
@@ -154,13 +154,17 @@ class Play:
         outcome.broken += self._left_behind()
         if self._fault.kind == "fill":
             outcome.broken += [f"{path.name} was left" for path in unfinished(self._run.directory)]
-            if self._newest and checkpoints(self._run.directory)[:1] < [self._newest]:
+            if self._newest and self._saved() < saved_step(self._newest):
                 outcome.broken.append("the old checkpoint is gone")
         if not isinstance(self._run, Started):
             return False
         outcome.resumed = True
         self._run.resume(self._dice.choice(self._rules.devices) if self._rules.devices else None)
         return True
+
+    def _saved(self) -> int:
+        """Return the step of the newest checkpoint; -1 if there is none."""
+        return max(map(saved_step, checkpoints(self._run.directory)), default=-1)
 
     def _left_behind(self) -> list[str]:
         """Wait up to ``LEFT_BEHIND`` seconds; return one sentence for each rank that outlives the run."""
@@ -177,7 +181,7 @@ class Play:
         found = checkpoints(self._run.directory)
         self._fault, self._newest = fault, next(iter(found), None)
         self._resumes = len(self.follower.resumes)
-        since_full = None if self._full is None else sum(path > self._full for path in found)
+        since_full = None if self._full is None else sum(saved_step(path) > self._full for path in found)
         most = self._rules.most_lost(fault, since_full)
         outcome = FaultOutcome(str(fault), fault.kind, self.follower.step, most_lost=most)
         self.outcomes.append(outcome)
@@ -250,7 +254,7 @@ class Play:
     def _let_go(self) -> None:
         if self._hold:
             if isinstance(self._hold, Ballast):
-                self._full = next(iter(checkpoints(self._run.directory)), self._run.directory)
+                self._full = self._saved()
             self._hold.release()
             self._hold = None
 
