@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint.checkpoints import contents, save
+from tutti.checkpoint.checkpoint_reader import WeightsReader
 from tutti.checkpoint.dtypes import DTYPES, tensor_from_bytes
 from tutti.checkpoint.export import export_weights
 from tutti.checkpoint.fingerprint import weights_sha256
@@ -221,6 +222,14 @@ def test_what_is_no_safetensors_file(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(CheckpointError, match="no safetensors file"):
         PlainFile(tmp_path / "x")
+
+
+def test_a_tensor_that_the_weights_lack(exported: Path) -> None:
+    reader = WeightsReader(PlainFile(exported), {})
+    assert reader.shape("model", "rows") == (7, 4)
+    for asked in (reader.get, reader.shape):
+        with pytest.raises(CheckpointError, match=r"no tensor 'row'\. Did you mean 'rows'\?"):
+            asked("model", "row")
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.checkpoint.read import TensorReader
 from tutti.checkpoint.weights import Weights
 from tutti.comm.communicator import Communicator
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, did_you_mean
 from tutti.types import ReplicaRunner, ShardSpec
 
 _MOST_LISTED = 8
@@ -126,8 +126,7 @@ class WeightsReader:
             From the file a tensor on the CPU in the file's dtype; from ``kept`` the tensor itself.
 
         Raises:
-            StopIteration: neither ``kept`` nor the file has the tensor.
-            CheckpointError: the tensor cannot be read.
+            CheckpointError: neither ``kept`` nor the file has the tensor, or the tensor cannot be read.
         """
         if name in self._kept:
             return self._kept[name]
@@ -142,7 +141,7 @@ class WeightsReader:
             name: the tensor's name in the model; the file may have a tied name instead.
 
         Raises:
-            StopIteration: neither ``kept`` nor the file has the tensor.
+            CheckpointError: neither ``kept`` nor the file has the tensor; the message names the nearest.
         """
         if name in self._kept:
             return tuple(self._kept[name].shape)
@@ -151,7 +150,10 @@ class WeightsReader:
     def _found(self, name: str) -> str:
         """Return the name under which the file has this tensor; a tied tensor may be stored under any of its names."""
         tied = self._specs[name].tied if name in self._specs else ()
-        return next(n for n in (name, *tied) if n in self._weights.records)
+        for known in (name, *tied):
+            if known in self._weights.records:
+                return known
+        raise CheckpointError(f"the weights have no tensor {name!r}", remedy=did_you_mean(name, self._weights.records))
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read one whole tensor, as ``get`` does, and return a region of it.
