@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tutti.compare import convergence_table, verdict
 from tutti.compare.ladder import Ladder
 from tutti.compare.verdict import RungResult, RunOutcome
 from tutti.config.metric_direction import Metric
+from tutti.launcher.encoding import strict_json
 
 LOSS = Metric("loss", higher=False)
 
@@ -100,5 +102,6 @@ def test_a_run_that_ends_without_a_number_is_not_ranked(ladder: Ladder) -> None:
         said = verdict.verdict(ladder, found, metric)
         assert said[0] == "'d' ended without a number in 1 of 2 runs, and is not compared."
         assert "'d'" not in "".join(said[1:])
-        assert verdict.as_json(ladder, found, metric)["rungs"][3]["runs"][1]["held_out"] is None
+        written = json.loads(strict_json(verdict.as_json(ladder, found, metric)))
+        assert written["rungs"][3]["runs"][1]["held_out"] is written["rungs"][3]["runs"][1]["curve"][1][1] is None
         assert "–" in convergence_table.plain_table(ladder, found, metric).splitlines()[-1]

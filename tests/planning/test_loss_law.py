@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tutti.cli import loss_law_command
 from tutti.cli.app import main
 from tutti.errors import UsageError
-from tutti.planning.loss_law import LossLaw, fit_loss, larger_run_spread, loss_band, loss_regions
+from tutti.planning.loss_law import FittedLoss, LossLaw, fit_loss, larger_run_spread, loss_band, loss_regions
 
 TRUE = LossLaw(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
 SIZES, DATA = (axis.ravel() for axis in np.meshgrid(np.geomspace(5e7, 1e10, 6), np.geomspace(5e8, 2e11, 6)))
@@ -41,6 +42,23 @@ def test_intervals_and_bands_hold_the_truth_of_noisy_runs() -> None:
     assert low <= 0.3 <= high and 0.002 < high - low < 0.3
     below, above = loss_band(fitted, larger_run_spread(fitted, np.ones(12), data, loss), np.ones(1), np.array([4e7]))
     assert below[0] <= true.loss(np.ones(1), np.array([4e7]))[0] <= above[0]
+
+
+def test_too_few_runs_for_their_draws_have_no_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law = LossLaw(0.5, 0.0, 0.0, 20.0, 0.3)
+    lost = FittedLoss(law, (law, law, LossLaw(0.5, 0.0, 0.0, np.inf, 200.0)))
+    monkeypatch.setattr(loss_law_command, "fit_loss", lambda *given: lost)
+    words = write_runs(tmp_path, 6)
+    assert main([*words, "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text, parse_constant=pytest.fail)
+    assert found["constants"]["data_factor"] == {"value": 20.0, "low": None, "high": None}
+    assert found["constants"]["irreducible"]["low"] == 0.5 and found["held_out"][0]["band"] == [None, None]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "nan" not in said and "none: the runs are too few" in said and "0 of 0 within" in said
 
 
 def test_spread_of_larger_runs_is_their_error_where_they_miss_the_law_by_more() -> None:

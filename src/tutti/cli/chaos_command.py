@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import signal
 import sys
 import tempfile
@@ -264,7 +263,8 @@ def corrupt(
         damages = damage_copies(checkpoint, flips=flips, truncate=truncate, drop=drop, seed=seed)
     missed = [where for each in damages for where in each.missed]
     if as_json:
-        print(json.dumps({"survived": not missed, "damages": [dataclasses.asdict(each) for each in damages]}, indent=2))
+        report = {"survived": not missed, "damages": [dataclasses.asdict(each) for each in damages]}
+        print(json_text(report, sys.stdout))
     else:
         print_table(
             ("damage", "tried", "detected"), [(each.name, str(each.tried), str(each.detected)) for each in damages]

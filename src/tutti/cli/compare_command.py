@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -21,7 +20,7 @@ from tutti.compare.live import Board
 from tutti.config.metric_direction import Metric, higher_is_better
 from tutti.config.settings import WholeNumber, flag_table
 from tutti.errors import DiskError, ExitCode, UsageError
-from tutti.launcher.encoding import json_text
+from tutti.launcher.encoding import json_text, strict_json
 from tutti.tasks import user
 from tutti.tasks.task_registry import judged_by
 
@@ -194,7 +193,7 @@ def _write(
         text = convergence_table.markdown(chosen, found, list(result["verdict"]), command, metric)
         (folder / "table.md").write_text(text, encoding="utf-8")
         (folder / "runs.csv").write_text(convergence_table.as_csv(chosen, found), encoding="utf-8")
-        (folder / "compare.json").write_text(json.dumps({"command": command, **result}, indent=1) + "\n", "utf-8")
+        (folder / "compare.json").write_text(strict_json({"command": command, **result}, indent=1) + "\n", "utf-8")
         if figure.available() and found:
             figure.draw_curves(chosen, found, metric, command, folder / "curves.svg")
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -103,17 +104,19 @@ def _held_out(evidence: Sequence[LossEvidence], size: Any, data: Any, loss: Any)
 def _show(found: dict[str, Any], fitted: FittedLoss, regions: Sequence[str]) -> None:
     print(f"{found['law']}, fitted to {found['runs']} runs; intervals of 90 % over {len(fitted.draws)} draws of runs")
     rows = [
-        (_CONSTANTS[name], f"{each['value']:.5g}", f"{each['low']:.5g} to {each['high']:.5g}")
+        (_CONSTANTS[name], f"{each['value']:.5g}", _band([each["low"], each["high"]]))
         for name, each in found["constants"].items()
     ]
     print_table(("constant", "value", "interval"), rows)
+    checked = found["held_out"]
+    bands = [[each["low"], each["high"]] for each in found["constants"].values()]
+    if not np.isfinite(bands + [each["band"] for each in checked if isinstance(each, dict)]).all():
+        print("none: the runs are too few for their draws to determine the law; give more, of further sizes")
     counts = Counter(regions)
     print("regions: " + ", ".join(f"{name} {counts[name]}" for name in ("small data", "power law", "irreducible")))
-    if isinstance(found["held_out"], str):
-        print(found["held_out"])
+    if isinstance(checked, str):
+        print(checked)
         return
-    checked = found["held_out"]
-    inside = sum(each["band"][0] <= each["loss"] <= each["band"][1] for each in checked)
     print_table(
         ("largest runs, predicted from the others", "loss", "predicted", "90 % band"),
         [
@@ -121,8 +124,12 @@ def _show(found: dict[str, Any], fitted: FittedLoss, regions: Sequence[str]) -> 
             for each in checked
         ],
     )
-    print(f"{inside} of {len(checked)} within the band; twice the data: loss {found['loss_at_twice_the_data']:.5g}")
+    bounded = [each for each in checked if math.isfinite(each["band"][0])]
+    inside = sum(each["band"][0] <= each["loss"] <= each["band"][1] for each in bounded)
+    print(f"{inside} of {len(bounded)} within the band; twice the data: loss {found['loss_at_twice_the_data']:.5g}")
 
 
 def _band(band: Sequence[float]) -> str:
+    if not math.isfinite(band[0]):
+        return "none"
     return f"{band[0]:.5g} to {band[1]:.5g}"

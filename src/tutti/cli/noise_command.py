@@ -248,15 +248,15 @@ def _ends(low: float, high: float) -> str:
 
 
 def _plain(found: CriticalBatch, tuned: Sequence[TunedBatch]) -> dict[str, Any]:
-    """Return a critical batch for JSON; an end that the data do not bound is null."""
+    """Return a critical batch for JSON; an end that the data do not bound is infinite, which becomes null."""
 
-    def band(value: NoiseBand | None) -> dict[str, float | None] | None:
-        return None if value is None else {name: _finite(end) for name, end in value._asdict().items()}
+    def band(value: NoiseBand | None) -> dict[str, float] | None:
+        return None if value is None else value._asdict()
 
     recipe, fit = found.recipe, found.branches
     return {
         "critical_batch": found.critical_batch,
-        "band": [_finite(end) for end in found.band],
+        "band": found.band,
         "basis": found.basis,
         "ways": [way.as_json() for way in found.ways],
         "noise": band(found.noise),
@@ -275,7 +275,7 @@ def _plain(found: CriticalBatch, tuned: Sequence[TunedBatch]) -> dict[str, Any]:
                 "batch": each.batch,
                 "rate": each.rate,
                 "edge": each.edge,
-                "grid": [[r, _finite(s)] for r, s in each.tuned],
+                "grid": each.tuned,
             }
             for each in tuned
         ],
@@ -283,7 +283,3 @@ def _plain(found: CriticalBatch, tuned: Sequence[TunedBatch]) -> dict[str, Any]:
         "target": None if recipe is None else {"metric": recipe.metric, "value": recipe.value},
         "batches": [{"batch": b, "samples": samples, "runs": count} for b, samples, count in found.batches],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from tutti.config.optimizer_config import check_optimizer
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.host_memory import format_bytes
-from tutti.launcher.encoding import json_text
+from tutti.launcher.encoding import json_text, strict_json
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.task_or_script import TaskOrScript
 
@@ -260,7 +259,7 @@ def _draw(times: StepTimes, title: str, path: Path) -> None:
     from tutti.metrics.timeline import chrome, timeline_svg
 
     rows = times.rows()
-    text = json.dumps(chrome(rows)) if path.suffix == ".json" else timeline_svg(rows, title)
+    text = strict_json(chrome(rows)) if path.suffix == ".json" else timeline_svg(rows, title)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

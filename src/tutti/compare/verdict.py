@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tutti.compare.ladder import Ladder, Rung
@@ -386,7 +386,7 @@ def _without_numbers(ladder: Ladder, rows: Mapping[str, RungResult]) -> tuple[li
 
 
 def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> dict[str, Any]:
-    """Return the content of ``compare.json``; non-finite values are null.
+    """Return the content of ``compare.json``, in which non-finite values become null.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -413,7 +413,7 @@ def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> d
                 "cause": rung.cause,
                 "changes": dict(rung.changes),
                 "baselines": [other.name for other in baselines(ladder, rung)],
-                "runs": [_plain(outcome) for outcome in rows[rung.name].outcomes] if rung.name in rows else [],
+                "runs": [asdict(outcome) for outcome in rows[rung.name].outcomes] if rung.name in rows else [],
             }
             for rung in ladder.rungs
         ],
@@ -431,11 +431,6 @@ def _drop(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> flo
     if first is None or naive is None or metric.gain(naive.mean, first.mean) <= 0:
         return None
     return metric.gain(naive.mean, first.mean)
-
-
-def _plain(outcome: RunOutcome) -> dict[str, Any]:
-    values = {name: getattr(outcome, name) for name in outcome.__dataclass_fields__}
-    return {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
 
 
 def is_fraction(rows: Mapping[str, RungResult], metric: Metric) -> bool:

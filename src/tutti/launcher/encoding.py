@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import io
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -78,16 +79,38 @@ def speaks_unicode(stream: TextIO) -> bool:
         return True
 
 
+def strict_json(value: Any, **options: Any) -> str:
+    """Return a value as JSON text; NaN and infinities, for which JSON has no token, become null.
+
+    Args:
+        value: a value that ``json.dumps`` accepts; keys of dicts become strings.
+        options: further arguments of ``json.dumps``, such as ``indent``.
+
+    >>> strict_json({"a": float("nan"), 3: [float("-inf"), (0.5,)]})
+    '{"a": null, "3": [null, [0.5]]}'
+    """
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def json_text(value: Mapping[str, Any], stream: TextIO) -> str:
     """Return a value as JSON text with an indentation of two spaces, in characters that a stream can encode.
 
-    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding. Nothing is written.
+    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding; NaN and infinities become null.
+    Nothing is written.
 
     Args:
         value: a value that ``json.dumps`` accepts.
         stream: text stream for which the text is meant; only its encoding is used.
     """
-    return json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(stream))
+    return strict_json(value, indent=2, ensure_ascii=not speaks_unicode(stream))
 
 
 def toml_text(text: str, stream: TextIO) -> str:

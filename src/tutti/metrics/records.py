@@ -27,6 +27,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.device import device_names, toolkit_versions
 from tutti.distribution import VERSION
 from tutti.errors import DiskError, UsageError
+from tutti.launcher.encoding import strict_json
 from tutti.metrics import server_figure
 from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
 from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records
@@ -502,15 +503,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
-    """Return ``value`` for strict JSON: NaN and infinities become null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return _finite(value) if isinstance(value, float) else value
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object to a file, which is replaced atomically; NaN and infinities become null.
 
@@ -521,12 +513,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     Raises:
         DiskError: the file cannot be written.
     """
-    _write(
-        path,
-        (json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode(
-            errors="surrogateescape"
-        ),
-    )
+    _write(path, (strict_json(value, indent=2, ensure_ascii=False) + "\n").encode(errors="surrogateescape"))
 
 
 def _write(path: Path, data: bytes) -> None:

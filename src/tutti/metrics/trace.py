@@ -6,7 +6,6 @@ run.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from tutti.comm.communicator import Communicator
 from tutti.comm.stall import Call, StallInspector
 from tutti.errors import DiskError
+from tutti.launcher.encoding import strict_json
 from tutti.metrics import timeline
 from tutti.metrics.profile import named_as
 from tutti.metrics.timeline import WAITING, TimelineSegment
@@ -120,7 +120,7 @@ def _write(folder: Path, rows: list[list[TimelineSegment]], title: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.svg").write_text(timeline.timeline_svg(rows, title), encoding="utf-8")
-        (folder / "trace.json").write_text(json.dumps(timeline.chrome(rows)), encoding="utf-8")
+        (folder / "trace.json").write_text(strict_json(timeline.chrome(rows)), encoding="utf-8")
         (folder / TABLE).write_text(f"{title}\n{timeline.table(rows)}", encoding="utf-8")
     except OSError as error:
         raise DiskError("cannot write the trace", where=str(folder), why=error.strerror) from error

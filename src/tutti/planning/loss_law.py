@@ -77,9 +77,10 @@ class FittedLoss:
                 ``data_exponent`` (β).
 
         Returns:
-            The two quantiles, as Python floats; (0, 0) for A and α where all runs have one model size.
+            The two quantiles, as Python floats; (0, 0) for A and α where all runs have one model size. Both are NaN
+            where constants of draws overflow, because drawn runs are too few to determine the law.
         """
-        low, high = np.quantile([getattr(draw, name) for draw in self.draws], [0.05, 0.95])
+        low, high = _quantiles(np.array([getattr(draw, name) for draw in self.draws]))
         return float(low), float(high)
 
 
@@ -127,12 +128,21 @@ def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array)
         parameters, data: (runs,) number of parameters N and samples or tokens D of the further runs.
 
     Returns:
-        A pair of arrays of shape (runs,): low and high end of the band of each run.
+        A pair of arrays of shape (runs,): low and high end of the band of each run; both NaN where drawn runs are too
+        few to determine the law.
     """
     generator = np.random.default_rng(1)
-    drawn = np.stack([draw.loss(parameters, data) for draw in fitted.draws for _ in range(8)])
-    low, high = np.quantile(drawn * np.exp(spread * generator.standard_normal(drawn.shape)), [0.05, 0.95], axis=0)
-    return low, high
+    with np.errstate(invalid="ignore"):
+        drawn = np.stack([draw.loss(parameters, data) for draw in fitted.draws for _ in range(8)])
+    return _quantiles(drawn * np.exp(spread * generator.standard_normal(drawn.shape)))
+
+
+def _quantiles(drawn: Array) -> tuple[Array, Array]:
+    """Return the 5 % and 95 % quantile over the first dimension; NaN for both where one of the two is not finite."""
+    with np.errstate(invalid="ignore"):
+        low, high = np.quantile(drawn, [0.05, 0.95], axis=0)
+    known = np.isfinite(low) & np.isfinite(high)
+    return np.where(known, low, np.nan), np.where(known, high, np.nan)
 
 
 def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.errors import DiskError, UsageError
+from tutti.launcher.encoding import strict_json
 from tutti.train.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -162,11 +162,13 @@ class JsonLinesLogger(MetricLogger):
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Append one JSON line ``{"step": …, name: value, …}`` to the metric logger's file, and flush it.
 
+        NaN and infinities become null.
+
         Args:
             values: values of a training step or evaluation by name, such as ``train/loss``.
             step: steps of the run so far.
         """
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(strict_json({"step": step, **values}) + "\n")
         self._file.flush()
 
     def close(self, failed: bool) -> None:
