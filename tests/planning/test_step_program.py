@@ -18,6 +18,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import check_buildable
 from tutti.planning.step_facts import TensorFacts, gradient_vectors, local_sgd_collectives
+from tutti.planning.step_prediction import step_shares
 from tutti.planning.step_program import StepAction, StepProgram, collective_totals, evaluate_program
 
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving", "hierarchical", "central")
@@ -25,6 +26,13 @@ ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving", "hierarchical", 
 
 def seconds(value: float) -> np.ndarray:
     return np.full(3, value)
+
+
+def test_a_step_of_no_time_computes_alone() -> None:
+    program = StepProgram(devices=1)
+    program.add(StepAction(0, "forward", seconds(0)))
+    times = evaluate_program(program, 3)
+    assert step_shares(times, np.ones(3), pipeline=False) == {"compute": 1, "communication": 0, "idling": 0}
 
 
 def test_links_overlap_computing_and_devices_wait_for_messages() -> None:

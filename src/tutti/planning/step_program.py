@@ -220,7 +220,9 @@ class StepTimes:
             parts["compute"] += computed
             parts["communication"] += sum(end - start for start, end in both) - computed
         whole = total * self.program.devices
-        found = {name: value / whole for name, value in parts.items()} if whole else {"compute": 1.0}
+        found = (
+            {name: value / whole for name, value in parts.items()} if whole else {"compute": 1.0, "communication": 0.0}
+        )
         return {**found, "idling": max(0.0, 1 - sum(found.values()))}
 
     @property
