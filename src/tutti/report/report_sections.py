@@ -534,12 +534,12 @@ def number_text(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a duration in ms (below 1 s), s (below 600 s), min (below 2 h) or h.
+    """Format a duration in ms (below 1 s, rounded to three digits), s (below 600 s), min (below 2 h) or h.
 
-    >>> seconds_text(0.0123), seconds_text(6.23), seconds_text(750), seconds_text(9000)
-    ('12.3 ms', '6.23 s', '12.5 min', '2.5 h')
+    >>> seconds_text(0.0123), seconds_text(0.9996), seconds_text(6.23), seconds_text(750), seconds_text(9000)
+    ('12.3 ms', '1 s', '6.23 s', '12.5 min', '2.5 h')
     """
-    if abs(seconds) < 1:
+    if abs(seconds) < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if abs(seconds) < 600:
         return f"{seconds:.3g} s"
