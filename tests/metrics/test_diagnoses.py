@@ -181,6 +181,23 @@ def test_a_schedule_that_steps_once_a_micro_batch(make: Callable[[Any], LRSchedu
     assert names(4, partial(scheduled, make, False)) == [], "one worker a rank: once a global batch"
 
 
+def two_optimizers() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    first, second = (torch.optim.SGD(part.parameters(), 0.01) for part in net)
+    run = tutti.prepare(net, [first, second], rows(), mean, workers=WORKERS, batch_size=BATCH)
+    scheduler = cosine(second)
+    for batch in run.microbatches(0):
+        run.backward(mean(net, batch))
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+
+
+def test_a_schedule_of_one_of_several_optimizers_that_steps_once_a_micro_batch() -> None:
+    assert names(1, two_optimizers) == ["fast-schedule"]
+
+
 def total(net: Any, batch: Any) -> Any:
     return net(batch).square().sum()
 

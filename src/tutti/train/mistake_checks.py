@@ -31,6 +31,7 @@ from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
 from tutti.nn.written_tensors import parameters_unwritten
+from tutti.optim.several import members_of
 from tutti.python_compat import live_objects
 from tutti.torch_compat import is_compiled
 from tutti.train.metric_objects import metric_objects
@@ -393,8 +394,13 @@ class Checks:
                 self.diagnoses.report("far-rate", finding, self._run.clock + 1)
 
     def _schedules(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
-        """Return a function that reports schedulers of ``optimizer`` with more than one step since this call."""
-        found = [item for item in live_objects(LRScheduler) if getattr(item, "optimizer", None) is optimizer]
+        """Return a function that reports schedulers of the optimizers with more than one step since this call."""
+        members = members_of(optimizer)
+        found = [
+            item
+            for item in live_objects(LRScheduler)
+            if any(getattr(item, "optimizer", None) is member for member in members)
+        ]
         before = [getattr(scheduler, "last_epoch", 0) for scheduler in found]
 
         def look() -> None:
