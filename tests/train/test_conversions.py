@@ -50,6 +50,10 @@ def off_the_device(net: nn.Module) -> None:
     net.cpu()
 
 
+def shared_memory(net: nn.Module) -> None:
+    net.share_memory()
+
+
 def trained(strategy: str, convert: Callable[[nn.Module], None]) -> Any:
     """Convert the model after two steps: updates made, and what the run says or the loss that it ends with."""
     torch.manual_seed(0)
@@ -86,6 +90,15 @@ def test_another_dtype_is_refused_before_the_next_update(strategy: str) -> None:
             assert updates == 2 and "after tutti.prepare" in said and "test_conversions.py:" in said, said
             assert "float32 on cpu" in said and "run.state()" in said
     worlds.forget(2)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "mirrored"])
+def test_sharing_the_memory_of_a_part_is_refused(strategy: str) -> None:
+    for updates, said in worlds.run(2, trained, strategy=strategy, convert=shared_memory):
+        if strategy == "mirrored":
+            assert (updates, said) == (4, "")
+        else:
+            assert updates == 2 and "memory of this process to shared memory" in said, said
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "sharded"])

@@ -97,7 +97,10 @@ class ModelConversions:
                 )
 
     def _change(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> str | None:
-        """Return text of a change of dtype or device of any tensor, by empty tensors that stand for them; or None."""
+        """Return text of a change of dtype, device or memory of any tensor, by empty tensors that stand for them.
+
+        None where nothing changes.
+        """
         seen = set()
         with TorchFunctionDisabled(), torch.no_grad():
             for tensor in chain(module.parameters(), module.buffers()):
@@ -107,8 +110,11 @@ class ModelConversions:
                     continue
                 seen.add((tensor.dtype, device))
                 small = torch.empty(0, dtype=tensor.dtype, device=device)
-                if _place(small) != (now := _place(function(small))):
+                shared, result = small.is_shared(), function(small)
+                if _place(small) != (now := _place(result)):
                     return f"{_place(small)} to {now}"
+                if self._in_parts and result.is_shared() != shared:
+                    return "memory of this process to shared memory"
         return None
 
 
