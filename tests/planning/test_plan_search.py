@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.planning.test_step_prediction import TASK, costs
 from tutti.comm.collective_schedules import LinkCost
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, best_by_devices, device_plans
 from tutti.planning.machine_costs import StepCosts, open_machine
+from tutti.planning.memory_plan import model_facts
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
 from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
 from tutti.planning.planned_run import PlannedRun
@@ -147,3 +149,11 @@ def test_options_that_a_strategy_leaves_open_are_searched(tmp_path: Path) -> Non
     alone = {step.strategy for step in plan_choices((1,), (64,), STRATEGIES, ("none",))}
     assert alone == {"mirrored"}
     assert not list(plan_choices((8,), (4,), ("mirrored",), ("none",)))
+
+
+def test_memory_does_not_depend_on_the_strategy_that_was_sized_before(own: str) -> None:
+    wrapped = PlannedRun(strategy="sharded:stage=3,units=2", devices="4")
+    shared = TaskSizes(own, wrapped)
+    assert shared.memory(replace(wrapped, strategy="mirrored")).unit == 0
+    found = shared.memory(wrapped)
+    assert (found.unit, found.rest) == (4 * 71 * 41, 4 * (5 * 70 + 42)) and found == model_facts(own, wrapped)

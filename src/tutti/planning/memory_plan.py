@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -102,23 +102,34 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
     dataset = None if isinstance(data, Stream) else len(data)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(task, config)
-        units = fsdp_wrap_policy.wrapped_modules(model, config.choice.exchange.wrap_policy)
-        inside = {id(p) for unit in units for p in unit.parameters()}
-        whole = sum(p.nbytes for p in model.parameters())
-        rest = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
         found = Facts(
             sum(p.numel() for p in model.parameters()),
-            whole,
+            sum(p.nbytes for p in model.parameters()),
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
             _words(config.optimizer_choice.options),
             sum(b.nbytes for b in model.buffers()),
-            max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0),
-            rest,
+            *wrapped_bytes(model, config.choice.exchange.wrap_policy),
             _largest(config, dataset),
             None,
             dataset,
         )
     return replace(found, activations=_activations(task, config, found.samples))
+
+
+def wrapped_bytes(model: nn.Module, policy: Sequence[str]) -> tuple[int, int]:
+    """Return bytes of parameters: of the largest FSDP-wrapped module, and outside of all FSDP-wrapped modules.
+
+    Args:
+        model: the model before any split, also on fake tensors.
+        policy: names of the modules to wrap or of their classes, or ``("auto",)``.
+
+    Raises:
+        UsageError: ``policy`` does not fit the model.
+    """
+    units = fsdp_wrap_policy.wrapped_modules(model, policy)
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    largest = max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0)
+    return largest, sum(p.nbytes for p in model.parameters() if id(p) not in inside)
 
 
 def plan_memory(found: Facts, config: PlannedRun) -> Memory:

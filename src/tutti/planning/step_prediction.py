@@ -29,6 +29,7 @@ from tutti.planning.memory_plan import (
     model_of,
     plan_memory,
     resolve_task,
+    wrapped_bytes,
 )
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.planned_run import PlannedRun
@@ -137,6 +138,7 @@ class TaskSizes:
         self._slices: dict[int, dict[str, tuple[int, ...]]] = {}
         self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
         self._memory: dict[str, Facts] = {}
+        self._wrapped: dict[tuple[str, ...], tuple[int, int]] = {}
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
     def step(self, config: PlannedRun) -> StepFacts:
@@ -184,21 +186,27 @@ class TaskSizes:
     def memory(self, config: PlannedRun) -> Facts:
         """Return the bytes of the task's parameters, buffers, optimizer state and activations before any split.
 
-        Computed once for each choice of activation checkpointing.
+        Computed once for each choice of activation checkpointing, and the bytes of FSDP-wrapped modules once for each
+        wrap policy.
 
         Args:
-            config: configuration of a run, whose activation checkpointing decides about the activations.
+            config: configuration of a run, whose activation checkpointing decides about the activations, and whose
+                strategy about the FSDP-wrapped modules.
 
         Returns:
             A ``Facts``, whose attributes are sizes of the whole model: number of ``parameters``; bytes of all and of
             trainable parameters, ``whole`` and ``trained``; state elements of the optimizer for each trainable element,
-            ``words``; bytes of ``buffers``; number of ``samples`` in the largest forward, and bytes of its
-            ``activations``.
+            ``words``; bytes of ``buffers``; of parameters in the largest FSDP-wrapped module and outside of all,
+            ``unit`` and ``rest``; number of ``samples`` in the largest forward, and bytes of its ``activations``.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
             self._memory[choice] = model_facts(self._task, config)
-        return self._memory[choice]
+        policy = config.choice.exchange.wrap_policy
+        if policy not in self._wrapped:
+            self._wrapped[policy] = wrapped_bytes(self._model, policy)
+        unit, rest = self._wrapped[policy]
+        return replace(self._memory[choice], unit=unit, rest=rest)
 
     def device_bytes(self, config: PlannedRun) -> float:
         """Return the predicted bytes that training the task takes on the device that holds most.
