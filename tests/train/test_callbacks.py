@@ -202,3 +202,25 @@ def test_misuse_is_refused() -> None:
         tutti.EarlyStopping(patience=0)
     with pytest.raises(UsageError, match="no 'accuracy'"):
         prepared([tutti.EarlyStopping("accuracy")]).evaluate((INPUTS, TARGETS))
+
+
+def left(ranks: str) -> Any:
+    """Leave both loops in their third step, step on a batch of the script's own, and save nothing."""
+    recording = Recording(ranks)
+    run = prepared([recording], workers=2)
+    for epoch in run.epochs(3):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            if run.clock == 3:
+                break
+        break
+    seen, events = run.samples, list(recording.events)
+    own = 10
+    run.step((INPUTS[:own], TARGETS[:own]))
+    return seen, run.samples, events, recording.events[len(events) :]
+
+
+def test_a_break_leaves_no_event_out_and_no_batch_behind() -> None:
+    begun = [("begin", 0), ("epoch", 0), ("step", 1, True), ("step", 2, True)]
+    # Each rank brings ten samples.
+    assert worlds.run(2, left, ranks="all") == [(18, 38, begun, [("step", 3, True), ("end", 3)])] * 2

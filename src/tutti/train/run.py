@@ -202,6 +202,7 @@ class Run:
         self._resumed: Position | None = None
         self._stepping = self._stop = self._warm = False
         self._step_told = self._epoch_told = True
+        self._left_step = self._left_training = False
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
         self._trainability = TrainabilityWatch(
             replica, sync, optimizers, self.average, hooks.originals.values(), run_context.grid.shard > 1
@@ -307,6 +308,7 @@ class Run:
             UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
+        self._end_left()
         self._trainability.check_replaced()
         self.hooks.check_tree()
         start = self._start(number) if start is None else start
@@ -321,6 +323,11 @@ class Run:
             self._drawn, taken = part, self.taken
             try:
                 yield shown(part.batch)
+            except GeneratorExit:
+                # A break, or an exception of one rank alone: what is collective waits for a call of all ranks.
+                if self._drawn is part:
+                    self._drawn, self._left_step = None, True
+                raise
             finally:
                 # Also after an exception or a break in the caller's loop: the step is over.
                 heartbeat.training.enter(Phase.IDLE)
@@ -349,6 +356,19 @@ class Run:
         if not self._step_told:
             self._step_told = True
             self.callbacks.call("on_step_end", self)
+
+    def _end_left(self) -> None:
+        """Call ``on_step_end`` and ``on_train_end`` where a ``break`` out of a loop has left them out.
+
+        Collective over all ranks if there are such callbacks. Called before each collective call of the script: Python
+        swallows exceptions in the end of a generator, and does not tell it a ``break`` from an exception.
+        """
+        step, self._left_step = self._left_step, False
+        training, self._left_training = self._left_training, False
+        if step:
+            self.end_step()
+        if training:
+            self.callbacks.call("on_train_end", self)
 
     def end_epoch(self, number: int) -> None:
         """Call ``on_epoch_end`` of the run's callbacks if the epoch's last batch has been consumed.
@@ -404,6 +424,7 @@ class Run:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
+        self._end_left()
         if self.loss_fn is None:
             raise UsageError("run.step needs a loss function", remedy="give tutti.prepare a loss_fn")
         if self._closure is not None:
@@ -748,8 +769,8 @@ class Run:
         """Return the numbers of the epochs that are left of ``number`` epochs, for a loop over them.
 
         The loop ends early when a callback stops the run. If there are callbacks, ``on_train_begin`` is called before
-        the first epoch and ``on_train_end`` after the last, which is collective; a ``break`` out of the loop leaves the
-        latter out.
+        the first epoch and ``on_train_end`` after the last, which is collective; after a ``break`` out of the loop the
+        latter is called before the run's next collective call, such as ``evaluate`` or ``save``.
 
         Args:
             number: number of epochs of the whole run.
@@ -763,10 +784,16 @@ class Run:
         return self._until_stopped(left) if self.callbacks.own else left
 
     def _until_stopped(self, epochs: Iterable[int]) -> Iterator[int]:
+        self._end_left()
         self.callbacks.begin(self)
         for epoch in epochs:
             if not self.callbacks.ended():
-                yield epoch
+                try:
+                    yield epoch
+                except GeneratorExit:
+                    self._left_training = True
+                    raise
+        self._end_left()
         self.callbacks.call("on_train_end", self)
 
     # --- evaluation, profiling, state ------------------------------------------------------------------------------
@@ -1017,6 +1044,7 @@ class Run:
                 "a run cannot be saved in the middle of a global batch",
                 remedy="save where run.stepped is true after optimizer.step(), or after run.microbatches() has ended",
             )
+        self._end_left()
         self._trainability.check_replaced()
         self.hooks.check_tree()
         saver = run_state.saver(self, Path(folder), keep)
@@ -1048,6 +1076,7 @@ class Run:
                 the checkpoint has another number of workers, and ``tutti.prepare`` was not given ``workers`` (if it
                 was, there is only a warning).
         """
+        self._end_left()
         named = NamedChanges.parse(change)
         named.check({key for group in self.optimizer_settings for key in group}, "change")
         if "lr" in named.names and self.schedulers.facts():
@@ -1062,7 +1091,7 @@ class Run:
     def together(self, call: str) -> None:
         """Check that all ranks make the same call after the same step, before the call's own collectives.
 
-        Collective over all ranks.
+        Collective over all ranks. Calls the events of callbacks that a ``break`` out of a loop has left out.
 
         Args:
             call: description of the call about to be made, such as ``predictions for 100 samples``; compared over ranks
@@ -1071,6 +1100,7 @@ class Run:
         Raises:
             MismatchError: calls or step numbers differ between ranks.
         """
+        self._end_left()
         self.context.comms.world.agree(
             [f"{call} after step {self.clock}"],
             "the call under way",
