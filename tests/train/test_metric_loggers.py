@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,52 @@ def test_wandb_writes_without_a_network(tmp_path: Path) -> None:
     files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 1 and identity is not None and identity in files[0].name
     assert b"train/loss" in files[0].read_bytes() and b"eval/loss" in files[0].read_bytes()
+
+
+class Ends(tutti.JsonLinesLogger):
+    """Notes how it is closed."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.ends: list[bool] = []
+
+    def close(self, failed: bool) -> None:
+        super().close(failed)
+        self.ends.append(failed)
+
+
+def test_evaluations_before_and_after_training_and_nan_are_written(tmp_path: Path) -> None:
+    logger = Ends(tmp_path / "run.jsonl")
+    run = prepared([logger])
+    run.evaluate((INPUTS, TARGETS))
+    for epoch in run.epochs(1):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    assert logger.ends == [False]
+    found = run.evaluate((INPUTS, TARGETS), loss=lambda net, batch: (net(batch[0]).sum() * 0, 0, {"part": 0}))
+    assert math.isnan(found.loss) and math.isnan(found.metrics["part"])
+    assert logger.ends == [False, False]
+    for epoch in run.epochs(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        assert logger.ends == [False, False]
+    assert logger.ends == [False] * 3
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in logger.path.read_text("utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
+    assert lines[0]["eval/loss"] > 0 and lines[5] == {"step": 4, "eval/loss": None, "eval/part": None}
+
+
+@pytest.mark.parametrize("how", ["break", "exception", "refused"])
+def test_a_run_that_a_break_ends_is_no_failure(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = Ends(tmp_path / "run.jsonl")
+    run = prepared([logger])
+    for epoch in run.epochs(3):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            break
+        break
+    if how == "exception":
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    logger.failed = how == "refused"
+    logger._exit()
+    assert logger.ends == [how != "break"]

@@ -168,7 +168,7 @@ class WeightsReader:
             A view of the region, in the dtype and on the device of the tensor.
 
         Raises:
-            StopIteration: neither the constructor's ``kept`` nor the file has the tensor.
+            CheckpointError: neither the constructor's ``kept`` nor the file has the tensor.
             CheckpointError: the tensor cannot be read.
         """
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))

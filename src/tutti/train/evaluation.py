@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -114,8 +115,9 @@ def evaluate_samples(
             there = comm.alive_ranks
             names, table = _totals(run, held_out, chosen)
     value, count, *sums = table.sum(dim=0).tolist()
-    metrics = {n: s / count for n, s in zip(names, sums, strict=True)}
-    return Evaluation(value / count, metrics, held_out.samples, averaged)
+    # As 0 / 0 of a tensor: nothing was counted, such as where a mask leaves every sample out.
+    loss_value, *means = (total / count if count else math.nan for total in (value, *sums))
+    return Evaluation(loss_value, dict(zip(names, means, strict=True)), held_out.samples, averaged)
 
 
 def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:

@@ -41,6 +41,7 @@ from tutti.train.batch_size_schedule import model_warnings, plan_warnings, witho
 from tutti.train.evaluation import BLOCK, in_blocks
 from tutti.train.header import derived, run_identity, title
 from tutti.train.loop import Length, Means, TrainPlan, train_loop
+from tutti.train.metric_loggers import MetricLogger
 from tutti.train.preemption import stop_on_signals
 from tutti.train.prepare import prepare_run
 from tutti.train.run import Run
@@ -121,7 +122,14 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             watch = _watch(config, chosen, restored, warnings)
             worth = partial(measured_throughput, chosen, config, world, run, listeners.warned)
             first = worth if world.identity.rank == 0 else None
-            result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first, watch)
+            try:
+                result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first, watch)
+            except Exception:
+                # The command tells of it by an exit code, without an uncaught exception that loggers could see at exit.
+                for each in run.callbacks.own:
+                    if isinstance(each, MetricLogger):
+                        each.failed = True
+                raise
         declared = {"directions": dict(chosen.directions)} if chosen.directions else {}
         times = {"started": clock.started, "ended": round(time.time(), 6)}
         changes = {"changes": run.changes} if run.changes else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,14 +25,21 @@ class MetricLogger(ABC):
 
     Subclasses implement ``open``, ``write`` and ``close``. Written are ``train/…`` after each step and ``eval/…`` after
     each evaluation. A logger whose run at the service was saved in a checkpoint continues that run. A run that ends
-    without ``on_train_end``, such as by an exception, is closed as failed when the process exits.
+    without ``on_train_end``, such as by a ``break``, is closed when the process exits: as failed if an exception ends
+    the process. ``run.evaluate`` before and after training is written, too; after training each call continues the run
+    and closes it again.
+
+    Attributes:
+        identity: name or id of the run at the service; None where the service has none, or before ``open``.
+        failed: whether an exception has ended ``tutti train``, which reports it without a traceback.
     """
 
     ranks = "first"
 
     def __init__(self) -> None:
         self.identity: str | None = None
-        self._open = False
+        self.failed = False
+        self._open = self._ended = False
 
     @abstractmethod
     def open(self) -> str | None:
@@ -40,7 +48,7 @@ class MetricLogger(ABC):
         This object is a callback that writes metrics on rank 0; subclasses implement the method. ``self.identity`` is
         the name of the run to continue, from a checkpoint; None for a new run.
 
-        Called once on rank 0, before the first step.
+        Called on rank 0 before the first step or evaluation, and again for those after ``close``.
 
         Returns:
             The name under which a resumed run continues, which becomes ``self.identity``; None for none.
@@ -64,20 +72,28 @@ class MetricLogger(ABC):
         Subclasses implement the method; it is called on rank 0 alone.
 
         Args:
-            failed: whether training ended without ``on_train_end``, such as by an exception.
+            failed: whether an exception has ended training.
         """
 
     def on_train_begin(self, run: Run) -> None:
         """Call ``open`` when training begins, and store the run name that it returns in ``self.identity``.
 
-        If the process exits before ``on_train_end``, the logger is closed as failed.
+        Does nothing where an evaluation has opened the logger before.
 
         Args:
             run: the training run that begins.
         """
-        self.identity = self.open()
-        self._open = True
-        atexit.register(self._close, True)
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._open:
+            self.identity = self.open()
+            self._open = True
+            atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        # Python sets it where an exception ends the process; a break out of the loop is no failure.
+        self._close(self.failed or getattr(sys, "last_value", None) is not None)
 
     def on_step_end(self, run: Run) -> None:
         """Write ``train/loss``, ``train/{metric}``, ``train/grad_norm`` and ``train/lr`` of the last training step.
@@ -93,6 +109,8 @@ class MetricLogger(ABC):
         groups = [group for optimizer in run.gradient_sync.optimizers for group in optimizer.param_groups]
         values = {"loss": run.stats.loss, **run.stats.metrics, "grad_norm": run.stats.grad_norm}
         values |= {"lr": float(groups[0]["lr"])} if groups else {}
+        self._begin()
+        self._ended = False
         self.write({f"train/{n}": float(v) for n, v in values.items() if v is not None}, run.clock)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
@@ -102,7 +120,10 @@ class MetricLogger(ABC):
             run: the training run, whose step is logged.
             evaluation: loss and metrics of the evaluation on held-out samples.
         """
+        self._begin()
         self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
+        if self._ended:
+            self._close(False)
 
     def on_train_end(self, run: Run) -> None:
         """Call ``close(failed=False)`` when training ends, so that the metric logger closes its file or ends its run.
@@ -110,6 +131,7 @@ class MetricLogger(ABC):
         Args:
             run: the training run that has ended.
         """
+        self._ended = True
         self._close(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,12 +148,16 @@ class MetricLogger(ABC):
         Args:
             state: the result of ``state_dict``: a dict with one key, ``{"identity": the name as a str, or None}``.
         """
-        self.identity = None if state["identity"] is None else str(state["identity"])
+        identity = None if state["identity"] is None else str(state["identity"])
+        if identity != self.identity:
+            # An evaluation before the load has opened another run.
+            self._close(False)
+        self.identity = identity
 
     def _close(self, failed: bool) -> None:
         if self._open:
             self._open = False
-            atexit.unregister(self._close)
+            atexit.unregister(self._exit)
             self.close(failed)
 
 
@@ -236,8 +262,7 @@ class WandbLogger(MetricLogger):
         """Finish the run of Weights & Biases, at the end of training or when the process exits.
 
         Args:
-            failed: whether training ended without ``on_train_end``, such as by an exception; sets the run's exit code
-                to 1, else 0.
+            failed: whether an exception has ended training; sets the run's exit code to 1, else 0.
         """
         self._run.finish(exit_code=int(failed))
 
@@ -292,8 +317,7 @@ class MLflowLogger(MetricLogger):
         """End the run of MLflow, at the end of training or when the process exits.
 
         Args:
-            failed: whether training ended without ``on_train_end``, such as by an exception; sets the run's status to
-                FAILED, else FINISHED.
+            failed: whether an exception has ended training; sets the run's status to FAILED, else FINISHED.
         """
         self._client.set_terminated(self.identity, status="FAILED" if failed else "FINISHED")
 
