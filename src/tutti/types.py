@@ -1137,6 +1137,18 @@ class CustomLoopSync(GradientSync, Protocol):
             A context manager that yields nothing.
         """
 
+    def clip_gradients(self, norm: float) -> float:
+        """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
+
+        Does nothing in a run without such a norm. Not collective.
+
+        Args:
+            norm: L2 norm of these gradients of the whole model, equal on all ranks.
+
+        Returns:
+            The norm afterwards.
+        """
+
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether the script's optimizer object itself updates full parameters on this rank.
 

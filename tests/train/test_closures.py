@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
-from tutti.errors import UsageError
+from tutti.errors import NonFiniteError, UsageError
 from tutti.optim.mixing import unlike_one_closure
 
 DATA = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -104,3 +104,78 @@ def test_a_trial_tells_how_a_step_uses_its_closure() -> None:
 
     assert of(Signs) is None and of(torch.optim.AdamW) is None
     assert "as often as" in str(of(torch.optim.LBFGS)) and "calls it 2 times" in str(of(Perturbed))
+
+
+def lbfgs(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=lr, max_iter=3)
+
+
+KINDS = (torch.optim.SGD, lbfgs, SharpnessAware)
+CLIP = 0.05
+
+
+def step_by_step(strategy: str | None, kind: Any, bad: Sequence[int], **options: Any) -> list[Any]:
+    """Train by closures; of each step what it was skipped for, and the weights. Without a strategy in plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = kind(model.parameters(), lr=0.1)
+    run: Any = strategy and tutti.prepare(
+        model, optimizer, DATA, strategy=strategy, batch_size=4, shuffle=False, clip=CLIP, **options
+    )
+    found, calls = [], 0
+    for number, batch in enumerate(run.microbatches(0) if run else DATA.split(4)):
+
+        def closure(batch: Tensor = batch) -> Any:
+            nonlocal calls
+            optimizer.zero_grad()
+            loss = model(batch).square().mean() * (float("nan") if calls in bad else 10)
+            calls += 1
+            if run:
+                run.backward(loss)
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            return loss
+
+        if run or number not in bad:
+            optimizer.step(closure)
+        state = run.state() if run else model.state_dict()
+        found.append((run and (run.updates, run.updated.nonfinite[:1]), [t.tolist() for t in state.values()]))
+    return found
+
+
+def all_kinds(strategies: Sequence[str]) -> list[list[Any]]:
+    return [step_by_step(strategy, kind, ()) for strategy in strategies for kind in KINDS]
+
+
+def test_every_evaluation_of_a_closure_gives_the_clipped_gradient() -> None:
+    want = [step_by_step(None, kind, ()) for kind in KINDS]
+    [found] = worlds.run(1, all_kinds, strategies=("mirrored", "central_storage", "sharded"))
+    for rank in ([found[:3]], [found[3:6]], [found[6:]], worlds.run(2, all_kinds, strategies=("mirrored",))):
+        for got in rank:
+            for steps, plain in zip(got, want, strict=True):
+                assert [told for told, _ in steps] == [(number, ()) for number in (1, 2, 3)]
+                for (_, weights), (_, reference) in zip(steps, plain, strict=True):
+                    pairs = zip(weights, reference, strict=True)
+                    assert all(torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-10) for a, b in pairs)
+
+
+def skipped(kind: Any) -> tuple[list[Any], str]:
+    found = step_by_step("mirrored", kind, (0,))
+    try:
+        step_by_step("mirrored", kind, (0, 1), max_nonfinite=2)
+    except NonFiniteError as error:
+        return found, str(error)
+    return found, ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closure_of_a_gradient_that_is_not_finite_is_skipped(kind: Any) -> None:
+    for found, said in worlds.run(2, skipped, kind=kind):
+        assert [told for told, _ in found] == [(0, ("0.weight",)), (1, ()), (2, ())]
+        assert "2 steps in a row had a NaN" in said, said
+
+
+def test_weights_that_a_later_evaluation_ruins_end_the_run() -> None:
+    with pytest.raises(worlds.RankError, match="SharpnessAware has written NaN or infinity into the parameters"):
+        worlds.run(1, step_by_step, strategy="mirrored", kind=SharpnessAware, bad=(1,))

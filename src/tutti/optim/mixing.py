@@ -400,6 +400,17 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)
 
 
+def calls_closure_once(optimizer: Optimizer) -> bool:
+    """Return whether ``step(closure)`` is known to call the closure once, before the update.
+
+    True for PyTorch's and tutti's optimizers but LBFGS; False for classes of a script, which are not tried here.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    return is_known(type(optimizer)) and not needs_closure(optimizer)
+
+
 def unlike_one_closure(optimizer: Optimizer) -> str | None:
     """Find out whether ``step(closure)`` does anything but call ``closure`` once and then update as ``step()`` does.
 
@@ -414,10 +425,10 @@ def unlike_one_closure(optimizer: Optimizer) -> str | None:
         None if both ways give the same result; else words for the difference, for an error's text.
     """
     name = type(optimizer).__name__
+    if calls_closure_once(optimizer):
+        return None
     if needs_closure(optimizer):
         return f"{name} asks for the loss as often as it needs it"
-    if is_known(type(optimizer)):
-        return None
     # A rank whose rows are all empty tries the class with its defaults.
     groups = _groups(optimizer) or [_Group({}, ((7, 5),))]
     trial = _trial(groups, 1, (0,))

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.errors import MismatchError, UsageError, script_line
+from tutti.errors import MismatchError, NonFiniteError, UsageError, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
-from tutti.optim.mixing import unlike_one_closure
+from tutti.optim.mixing import calls_closure_once, unlike_one_closure
 from tutti.parallel import Choice, check_custom_loop
 from tutti.parallel.ddp.reducers import agree_on_settings
+from tutti.parallel.normalisation import is_finite
+from tutti.torch_compat import tensor_version
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
@@ -34,6 +36,18 @@ if TYPE_CHECKING:
     from tutti.train.run import Run
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
+
+
+class _NothingWritten(Exception):
+    """Ends an optimizer's step before it has written parameters, because the gradient is not finite.
+
+    Args:
+        loss: what the closure returned.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 @dataclass
@@ -634,8 +648,10 @@ class CustomLoop:
         """Update the parameters where the script calls ``optimizer.step(closure)`` in a custom loop over micro-batches.
 
         The optimizer's own step calls the closure, each time with a reduction of the gradients over ranks, which is
-        collective (LBFGS calls it several times). Where each rank updates a part of the parameters, the closure is
-        called once, before the update.
+        collective (LBFGS calls it several times). The optimizer gets the mean gradient over the global batch, clipped
+        as the run clips. Where each rank updates a part of the parameters, and for optimizers that call it once, the
+        closure is called before the update. If the gradient of the first evaluation is not finite, the update is
+        skipped.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``.
@@ -649,6 +665,8 @@ class CustomLoop:
         Raises:
             UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates
                 parts of the parameters and the optimizer needs more than one call of the closure.
+            NonFiniteError: the gradient of a later evaluation was not finite, and the optimizer has written it into
+                the parameters.
         """
         run, micro_batch = self._run, self._micro_batch
         if micro_batch is None or not self._inside:
@@ -675,17 +693,63 @@ class CustomLoop:
             stats = self._latest
             return loss if stats is None or not isinstance(loss, Tensor) else torch.full_like(loss, stats.loss)
 
-        if not self._sync.steps_whole(self.optimizers[index]):
+        optimizer = self.optimizers[index]
+        whole = self._sync.steps_whole(optimizer)
+        if not whole:
             self._check_closure(index)
+        if not whole or calls_closure_once(optimizer):
             loss = evaluated()
             self.step(index)
             return loss
+        return self._step_whole(index, evaluated, plain)
+
+    def _step_whole(self, index: int, evaluated: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
+        """Let an optimizer evaluate the closure as often as it asks, each time with the reduced and clipped gradient.
+
+        Args:
+            index: index of the optimizer among those passed to ``tutti.prepare``.
+            evaluated: calls the closure, reduces the gradients, and returns the mean loss over the global batch.
+            plain: the optimizer's own step, which takes a closure and returns its loss.
+
+        Returns:
+            The loss, as ``plain`` returns it.
+        """
+        run, sync, members = self._run, self._sync, self._origin.members(index)
+        before = [tensor_version(parameter) for parameter in members]
+        found: list[StepStats] = []
+
+        def handed() -> Any:
+            loss = evaluated()
+            edited = bool(self._origin.edited(members))
+            sync.apply_edits()
+            stats = self._stats_for(members, edited)
+            found.append(stats)
+            if stats.finite:
+                sync.clip_gradients(stats.grad_norm)
+            elif len(found) == 1 and before == [tensor_version(parameter) for parameter in members]:
+                raise _NothingWritten(loss)
+            return loss
+
         self.stepped = True
-        with run._open_gate():
-            loss = plain(evaluated)
-        stats = self._stats_for(self._origin.members(index), False)
+        updated = UpdateResult(1)
+        with run._open_gate(), sync.stepping(index, members):
+            try:
+                loss = plain(handed)
+            except _NothingWritten as skipped:
+                loss = skipped.loss
+                updated = run.gradient_sync.optimizer_step(found[0], run._step_context_now)
+        if not (updated.skipped or all(stats.finite for stats in found) or all(map(is_finite, members))):
+            raise NonFiniteError(
+                f"{type(self.optimizers[index]).__name__} has written NaN or infinity into the parameters",
+                where=f"step {run.clock + 1}, {script_line()}",
+                why="the gradient was not finite in a later evaluation of the closure, where a step can no longer be"
+                " skipped",
+                remedy="restore a checkpoint; lower the learning rate, clip the gradient (clip=1), or check the data",
+            )
+        # The loss and gradient before the update, as the optimizer returns them.
+        run.stats = self._latest = stats = found[0] if found else self._stats_for(members, False)
         self._bodies.note("step", index)
-        self._after(stats, UpdateResult(1), index)
+        self._after(stats, updated, index)
         return loss
 
     def _check_closure(self, index: int) -> None:

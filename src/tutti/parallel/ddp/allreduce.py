@@ -266,9 +266,7 @@ class AllReduceSync:
             UsageError: an optimizer does not take the sparse gradients of its parameters.
         """
         if stats.finite:
-            factor, norm = clipped(stats.grad_norm, self._run_context.clip)
-            if factor != 1.0:
-                self._scale(factor)
+            norm = self.clip_gradients(stats.grad_norm)
             with self._updating():
                 for optimizer in self.optimizers:
                     optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
@@ -591,6 +589,22 @@ class AllReduceSync:
             finally:
                 self._acting_on = None
                 self._conceal()
+
+    def clip_gradients(self, norm: float) -> float:
+        """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
+
+        Not collective. Does nothing in a run without such a norm.
+
+        Args:
+            norm: L2 norm of these gradients of the whole model, equal on all ranks.
+
+        Returns:
+            The norm afterwards.
+        """
+        factor, after = clipped(norm, self._run_context.clip)
+        if factor != 1.0:
+            self._scale(factor)
+        return after
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.

@@ -443,9 +443,7 @@ class ShardedSync:
         if self._reads is not None:
             self._reads.end()
         if stats.finite:
-            factor, norm = clipped(stats.grad_norm, self._run_context.clip)
-            if factor != 1.0:
-                scale_all(self._gradients(), factor)
+            norm = self.clip_gradients(stats.grad_norm)
             with self._updating():
                 for optimizer in self.optimizers:
                     optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
@@ -830,6 +828,22 @@ class ShardedSync:
                 yield
             finally:
                 self._acting_on = None
+
+    def clip_gradients(self, norm: float) -> float:
+        """Scale this rank's rows of the gradients, within ``stepping`` of one optimizer, to the run's clipping norm.
+
+        Not collective. Does nothing in a run without such a norm.
+
+        Args:
+            norm: L2 norm of these gradients of the whole model, equal on all ranks.
+
+        Returns:
+            The norm afterwards.
+        """
+        factor, after = clipped(norm, self._run_context.clip)
+        if factor != 1.0:
+            scale_all(self._gradients(), factor)
+        return after
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether this strategy steps ``optimizer``, and the optimizer updates full parameters on this rank.

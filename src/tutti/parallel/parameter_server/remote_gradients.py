@@ -186,6 +186,17 @@ class RemoteGradients:
         """
         yield
 
+    def clip_gradients(self, norm: float) -> NoReturn:
+        """Raise ValueError: the parameter servers clip the gradients, which are there.
+
+        Args:
+            norm: unused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("gradients on parameter servers are not clipped here")
+
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return False: the script's optimizer updates no parameters on this rank, because the parameter servers do.
 
