@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,10 +18,14 @@ from tutti.optim.several import members_of
 from tutti.parallel import Choice, check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
 from tutti.train.partial_state import PartialState, StateGuard, StatePart
-from tutti.train.prepared_before import keeps_state, wrap_methods
+from tutti.train.prepared_before import keeps_state, own_step, wrap_methods
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
+
+
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "__getstate__")
+"""Methods that are wrapped."""
 
 
 def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
@@ -28,52 +35,70 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     makes the update in the last of them, and does nothing in the others. ``zero_grad`` clears the gradients that the
     script sees, too. ``state_dict``, ``load_state_dict`` and copies raise UsageError where this rank does not hold all
     optimizer state, and so does ``state`` where another object or rank makes the optimizer's updates. The methods are
-    wrapped on the instance, as PyTorch's schedulers wrap ``step``; the optimizer's class stays.
+    wrapped on the instance, as PyTorch's schedulers wrap ``step``; the optimizer's class stays. A function that the
+    script has set as a method of the instance before is called in place of the class's method.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.
         run: the run, which synchronises gradients and makes the update.
         choice: the chosen parallel strategy; decides which methods this rank can offer.
         index: the optimizer's index among those of ``tutti.prepare``.
+
+    Raises:
+        UsageError: the script has set a function as ``step``, and other objects or ranks make a part of the updates.
     """
-    kind = type(optimizer)
+    kind, replaced = type(optimizer), own_step(optimizer)
+    before = {name: vars(optimizer).get(name) for name in _METHODS}
+    if replaced and not keeps_state(choice.name, run.context):
+        raise UsageError(
+            f"{kind.__name__}.step is a function of the script, which cannot be combined with strategy '{choice.name}'",
+            why="ranks, logical workers or servers update a part each, and the function would not see all of it",
+            remedy="set it after tutti.prepare, around the step that it finds then; or take --strategy mirrored",
+        )
+
+    def call(self: Optimizer, name: str, *arguments: Any) -> Any:
+        function = before.get(name)
+        return getattr(kind, name)(self, *arguments) if function is None else function(*arguments)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         mark_stepped(self)
         for guard in run.state_guards:
             guard.check()
         if run.stepping:
-            result: float | None = kind.step(self)
+            result: float | None = call(self, "step")
             return result
         check_custom_loop(choice)
-        if closure is not None:
-            loss: float | None = run.custom.step_with(index, closure, lambda evaluated: kind.step(self, evaluated))
-            return loss
-        with run.replica.model_code():
-            run.custom.step(index)
-        return None
+        loss: float | None = None
+        with _stepping_by(self, step):
+            if closure is not None:
+                loss = run.custom.step_with(index, closure, partial(call, self, "step"), replaced)
+            else:
+                with run.replica.model_code():
+                    run.custom.step(index)
+        return loss
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         """Clear the optimizer's gradients, and those that the script sees."""
         with run.replica.model_code():
-            kind.zero_grad(self, set_to_none)
+            call(self, "zero_grad", *([] if set_to_none else [False]))
             if choice.row.custom_loop:
                 run.custom.cleared(index, set_to_none)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""
         _check_state(run, choice, "state_dict()")
-        return kind.state_dict(self)
+        found: dict[str, Any] = call(self, "state_dict")
+        return found
 
     def load_state_dict(self: Optimizer, state: dict[str, Any]) -> None:
         """Load the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""
         _check_state(run, choice, "load_state_dict()")
-        kind.load_state_dict(self, state)
+        call(self, "load_state_dict", state)
 
     def __getstate__(self: Optimizer) -> Any:
         """Return what a copy or ``torch.save`` of the optimizer takes. Raises UsageError as ``state_dict``."""
         _check_state(run, choice, "a copy")
-        return kind.__getstate__(self)
+        return call(self, "__getstate__")
 
     step, zero_grad = left_out_of_graphs(step), left_out_of_graphs(zero_grad)
     mark_wrapped_by_scheduler(step)
@@ -82,6 +107,20 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
         here = steps_here and choice.row.optimizer_here
         run.state_guards.append((_guard_parts if here else _refuse_state)(optimizer, run, choice))
+
+
+@contextmanager
+def _stepping_by(optimizer: Any, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Within the block the optimizer's ``step`` is the wrapper, and not a function that the script has set around it.
+
+    The strategy calls ``step`` for the update, and the script's function has been called already.
+    """
+    present = vars(optimizer).get("step")
+    optimizer.step = MethodType(wrapper, optimizer)
+    try:
+        yield
+    finally:
+        optimizer.step = present
 
 
 def _refuse_state(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:

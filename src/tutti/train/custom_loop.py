@@ -644,7 +644,9 @@ class CustomLoop:
         run._after_update(stats, updated, None if index is None else self.optimizers[index])
         heartbeat.training.enter(Phase.IDLE)
 
-    def step_with(self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
+    def step_with(
+        self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any], replaced: bool = False
+    ) -> Any:
         """Update the parameters where the script calls ``optimizer.step(closure)`` in a custom loop over micro-batches.
 
         The optimizer's own step calls the closure, each time with a reduction of the gradients over ranks, which is
@@ -657,6 +659,7 @@ class CustomLoop:
             index: index of the optimizer among those passed to ``tutti.prepare``.
             closure: clears gradients, computes the loss, calls ``run.backward`` and returns the loss.
             plain: the optimizer's own step, which takes a closure and returns its loss.
+            replaced: whether ``plain`` is a function of the script, and not the class's method.
 
         Returns:
             The loss, as ``plain`` returns it. If the closure returns a tensor, ``plain`` gets a tensor of the same
@@ -696,8 +699,8 @@ class CustomLoop:
         optimizer = self.optimizers[index]
         whole = self._sync.steps_whole(optimizer)
         if not whole:
-            self._check_closure(index)
-        if not whole or calls_closure_once(optimizer):
+            self._check_closure(index, replaced)
+        if not whole or (calls_closure_once(optimizer) and not replaced):
             loss = evaluated()
             self.step(index)
             return loss
@@ -752,9 +755,11 @@ class CustomLoop:
         self._after(stats, updated, index)
         return loss
 
-    def _check_closure(self, index: int) -> None:
+    def _check_closure(self, index: int, replaced: bool) -> None:
         """Raise UsageError for an optimizer that does more with a closure than to call it once before its update."""
-        if index not in self._closures:
+        if replaced:
+            self._closures[index] = "its step is a function of the script"
+        elif index not in self._closures:
             self._closures[index] = unlike_one_closure(self.optimizers[index])
         unlike = self._closures[index]
         if unlike is not None:

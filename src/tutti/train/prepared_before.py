@@ -25,8 +25,8 @@ _wrapped: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
 def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that no earlier ``tutti.prepare`` has split the model or the optimizers' state over ranks.
 
-    Removes the methods that the earlier run has set on the optimizer instances (``wrap_methods``). No collective: every
-    rank comes to the same result.
+    Removes the methods that the earlier run has set on the optimizer instances (``wrap_methods``), and restores the
+    script's. No collective: every rank comes to the same result.
 
     Args:
         model: the script's model.
@@ -43,25 +43,40 @@ def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             _refuse(f"the {type(optimizer).__name__}", "moments", _optimizers[optimizer])
     for optimizer in optimizers:
         for name in _wrapped.pop(optimizer, ()):
-            vars(optimizer).pop(name, None)
+            before = getattr(vars(optimizer).pop(name, None), "tutti_before", None)
+            if before is not None:
+                setattr(optimizer, name, before)
+
+
+def own_step(optimizer: Optimizer) -> bool:
+    """Return whether the script has set a function as ``step`` of the optimizer instance, in place of the class's.
+
+    False for a scheduler's wrapper of the class's ``step``.
+
+    Args:
+        optimizer: one of the script's optimizers, before ``wrap_methods``.
+    """
+    present = vars(optimizer).get("step")
+    if is_wrapped_by_scheduler(present):
+        present = getattr(present, "__wrapped__", None)
+    return present is not None and present is not type(optimizer).step
 
 
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
     """Replace methods of an optimizer instance by functions of the same names, which ``check_earlier`` removes.
 
-    ``check_earlier`` runs before another run is prepared with the same optimizer. A scheduler's wrapper of ``step`` is
-    replaced; another function that the script has put into the optimizer stays.
+    ``check_earlier`` runs before another run is prepared with the same optimizer.
 
     Args:
         optimizer: one of the script's optimizers; its class stays.
-        wrappers: the functions, named as the methods; they take the optimizer first.
+        wrappers: the functions, named as the methods. They take the optimizer first, and call what it had before.
     """
     for wrapper in wrappers:
         name = wrapper.__name__
-        present = vars(optimizer).get(name)
-        if present is None or is_wrapped_by_scheduler(present):
-            setattr(optimizer, name, MethodType(wrapper, optimizer))
-            _wrapped.setdefault(optimizer, []).append(name)
+        # In the function, and not in a global table, which would keep an optimizer that its own method refers to.
+        wrapper.tutti_before = vars(optimizer).get(name)  # type: ignore[attr-defined]
+        setattr(optimizer, name, MethodType(wrapper, optimizer))
+        _wrapped.setdefault(optimizer, []).append(name)
 
 
 def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:

@@ -1,0 +1,120 @@
+"""Optimizers whose methods a script has replaced on the instance before ``tutti.prepare``."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tutti.errors import UsageError
+
+DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def replaced(optimizer: Any, calls: list[str], bound: bool) -> None:
+    """Set functions in place of ``step`` and ``zero_grad``, with a scheduler before or after."""
+    plain, cleared = optimizer.step, optimizer.zero_grad
+
+    def step(*arguments: Any) -> Any:
+        calls.append("step")
+        return plain(*arguments)
+
+    def zero_grad() -> None:
+        calls.append("zero_grad")
+        cleared()
+
+    optimizer.step = MethodType(lambda self, *arguments: step(*arguments), optimizer) if bound else step
+    optimizer.zero_grad = zero_grad
+
+
+def trained(
+    strategy: str, micro: int | None, bound: bool, closure: bool, by_run: bool = False, late: bool = False
+) -> Any:
+    """Train with functions of the script's own: the calls, the size of the first update, and updates of all kinds."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).double()
+    optimizer, calls = torch.optim.SGD(net.parameters(), lr=1.0), list[str]()
+    if not late:
+        replaced(optimizer, calls, bound)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if bound else None
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        result: Tensor = 10 * model(batch).square().mean()
+        return result
+
+    try:
+        run = tutti.prepare(
+            *(net, optimizer, DATA, loss),
+            strategy=strategy,
+            batch_size=4,
+            micro_batch=micro,
+            clip=0.1,
+            ema=0.5,
+            scheduler=scheduler,
+        )
+    except UsageError as error:
+        return str(error)
+    if late:
+        replaced(optimizer, calls, bound)
+    before = net.weight.detach().clone(), net.bias.detach().clone()
+
+    def whole(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        found = loss(net, batch)
+        run.backward(found)
+        return found
+
+    if by_run:
+        run.step(next(iter(run.epoch(0))))
+    for batch in [] if by_run else run.microbatches(0):
+        if closure:
+            optimizer.step(lambda: whole(batch))  # noqa: B023
+        else:
+            whole(batch)
+            optimizer.step()
+        if run.updates:
+            break
+    moved = [(now.detach() - then).square().sum() for now, then in zip((net.weight, net.bias), before, strict=True)]
+    return calls, round(float(sum(moved)) ** 0.5, 4), run.updates, scheduler and scheduler.last_epoch
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_function_in_place_of_step_is_called_once_an_update(ranks: int, bound: bool) -> None:
+    rest = 0.1, 1, 1 if bound else None
+    got = worlds.run(ranks, trained, strategy="mirrored", micro=None, bound=bound, closure=False)
+    assert got == [(["zero_grad", "step"], *rest)] * ranks
+    [got] = worlds.run(1, trained, strategy="mirrored", micro=2, bound=bound, closure=False)
+    assert got == (["zero_grad", "zero_grad", "step"], *rest)
+    got = worlds.run(ranks, trained, strategy="mirrored", micro=None, bound=bound, closure=True)
+    assert got == [(["step", "zero_grad"], *rest)] * ranks
+    got = worlds.run(ranks, trained, strategy="mirrored", micro=None, bound=bound, closure=False, by_run=True)
+    assert got == [(["step"], *rest)] * ranks
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_function_that_is_set_after_the_preparation_is_called_once_an_update(closure: bool) -> None:
+    [got] = worlds.run(1, trained, strategy="mirrored", micro=None, bound=False, closure=closure, late=True)
+    assert sorted(got[0]) == ["step", "zero_grad"] and got[1:] == (0.1, 1, None)
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "parameter_server"])
+def test_a_function_in_place_of_step_is_refused_where_ranks_update_parts(strategy: str) -> None:
+    for said in worlds.run(2, trained, strategy=strategy, micro=None, bound=False, closure=False):
+        assert "SGD.step is a function of the script" in said and "--strategy mirrored" in said, said
+
+
+def test_a_second_run_finds_the_scripts_own_methods() -> None:
+    net = nn.Linear(3, 1).double()
+    optimizer, calls = torch.optim.SGD(net.parameters(), lr=0.1), list[str]()
+    replaced(optimizer, calls, bound=False)
+    for _ in range(2):
+        run = tutti.prepare(net, optimizer, DATA, lambda model, batch: model(batch).square().mean(), batch_size=8)
+        for batch in run.epoch(0):
+            run.step(batch)
+    assert calls == ["step", "step"]
