@@ -62,7 +62,24 @@ def trained(run: tutti.Run, until: int) -> list[dict[str, float]]:
     return said
 
 
-def train(loss: Any, strategy: str, **options: Any) -> Any:
+def in_a_loop(run: tutti.Run, loss: Any, until: int, how: str) -> list[dict[str, float]]:
+    """The same in a custom loop with ``run.backward``, called ``twice`` a batch, or with a ``plain`` backward."""
+    said: list[dict[str, float]] = []
+    while run.clock < until:
+        for batch in run.microbatches(*run.at):
+            for _ in range(1 + (how == "twice")):
+                found = loss(run.model, batch)
+                found.backward() if how == "plain" else run.backward(found)
+            if run.gated_step():
+                said.append(run.adascale.values() if run.adascale else {})
+            for parameter in run.model.parameters():
+                parameter.grad = None
+            if run.clock == until:
+                break
+    return said
+
+
+def train(loss: Any, strategy: str, loop: str = "", **options: Any) -> Any:
     run = tutti.prepare(
         *(model(), "sgd:lr=0.3,momentum=0.5", data(), loss),
         strategy=strategy,
@@ -72,7 +89,7 @@ def train(loss: Any, strategy: str, **options: Any) -> Any:
         **options,
     )
     run.lr_schedule = falling
-    said = trained(run, STEPS)
+    said = in_a_loop(run, loss, STEPS, loop) if loop else trained(run, STEPS)
     return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, said, run.weights_sha256()
 
 
@@ -123,6 +140,15 @@ def test_the_gain_is_that_of_the_workers_own_gradients(loss: Any, clip: float | 
         for got, said, _ in worlds.run(devices, train, strategy=strategy, **options):
             assert largest_difference(got, want) <= 1e-10
             assert [(s["gain"], s["tau"]) for s in said] == [pytest.approx(g, rel=1e-9) for g in gains]
+    for devices, loop in [(1, "run"), (2, "run"), (4, "run"), *([(1, "plain"), (3, "plain")] if loss is mean else [])]:
+        for got, said, _ in worlds.run(devices, train, strategy="mirrored", loop=loop, **options):
+            assert largest_difference(got, want) <= 1e-10
+            assert [(s["gain"], s["tau"]) for s in said] == [pytest.approx(g, rel=1e-9) for g in gains]
+
+
+def test_a_gain_of_two_gradients_in_an_update_is_refused() -> None:
+    with pytest.raises(worlds.RankError, match="lr_scale='adascale' with 2 reductions of gradients in an update"):
+        worlds.run(1, train, loss=mean, strategy="mirrored", loop="twice")
 
 
 def prepare(strategy: str, **options: Any) -> tutti.Run:

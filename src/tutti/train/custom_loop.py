@@ -30,7 +30,16 @@ from tutti.torch_compat import tensor_version
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
-from tutti.types import Batch, CustomLoopRunner, CustomLoopSync, LossSums, MicroBatch, StepStats, UpdateResult
+from tutti.types import (
+    Batch,
+    CustomLoopRunner,
+    CustomLoopSync,
+    LossSums,
+    MicroBatch,
+    StepContext,
+    StepStats,
+    UpdateResult,
+)
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -502,8 +511,9 @@ class CustomLoop:
 
         Raises:
             UsageError: outside of ``run.microbatches()``; the script has edited a micro-batch's own gradient, or added
-                it to that of the global batch; the body differs from that of the rank's first micro-batch; or ranks
-                have set different values of an optimizer's setting, such as ``lr``, since ``run.backward``.
+                it to that of the global batch; with AdaScale, several reductions of gradients in one update; the body
+                differs from that of the rank's first micro-batch; or ranks have set different values of an optimizer's
+                setting, such as ``lr``, since ``run.backward``.
             MismatchError: the script edited a gradient differently on each rank.
         """
         run, micro_batch = self._run, self._micro_batch
@@ -529,12 +539,36 @@ class CustomLoop:
             self._origin.check_edits()
         self._check_settings()
         self._sync.apply_edits()
+        reductions = list(self._pending)
         stats = self._stats_for(members, bool(edited))
-        step_context = run._step_context_now
+        step_context = self._adapted(stats, reductions)
         with run._open_gate(), self._sync.stepping(index, members):
             updated = run.gradient_sync.optimizer_step(stats, step_context)
         self._after(stats, updated, index)
         return True
+
+    def _adapted(self, stats: StepStats, reductions: Sequence[StepStats]) -> StepContext:
+        """Return the step context of the update, with AdaScale's gain in its factor on the learning rate.
+
+        Args:
+            stats: results of the gradient of the update, after the script's edits.
+            reductions: results of the reductions of gradients since the last update.
+
+        Raises:
+            UsageError: AdaScale, and the gradient is not that of one reduction.
+        """
+        run, step_context = self._run, self._run._step_context_now
+        if run.adascale is None:
+            return step_context
+        if len(reductions) != 1 or self._sync.accumulated:
+            raise UsageError(
+                f"lr_scale='adascale' with {len(reductions)} reductions of gradients in an update",
+                where=f"step {run.clock + 1}, {script_line()}",
+                why="its gain compares the gradients of the logical workers in one reduction",
+                remedy="call run.backward once before each optimizer step, or take another lr_scale",
+            )
+        # As run.step does, with the gradient before it is clipped.
+        return run.adascale(replace(reductions[0], finite=stats.finite), step_context)
 
     def _check_settings(self) -> None:
         """Compare over data ranks the settings that the script has changed between ``run.backward`` and the update.
