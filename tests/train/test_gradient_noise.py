@@ -161,3 +161,28 @@ def test_what_it_cannot_be_added_to_is_refused() -> None:
     for devices in (1, 2):
         for kind, said in worlds.run(devices, refusal, noise="multiplicative:base_batch=13"):
             assert kind == UsageError.__name__ and "larger than the global batch of 12" in said
+
+
+def loop_without_noise(workers: int, last: bool) -> str:
+    """A plain ``loss.backward()`` before the update, alone or besides ``run.backward``."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, data(), workers=workers, batch_size=BATCH, gradient_noise=NOISE)
+    try:
+        for batch in run.microbatches(0):
+            if last:
+                run.backward(losses(net, batch))
+            losses(net, batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except UsageError as error:
+        return f"{error} {run.updates}"
+    return ""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gradient_without_noise_is_refused(workers: int) -> None:
+    [said] = worlds.run(1, loop_without_noise, workers=workers, last=False)
+    assert "gradients that run.backward did not make" in said and said.endswith(" 0"), said
+    [said] = worlds.run(1, loop_without_noise, workers=workers, last=True)
+    assert "can no longer be told apart" in said and said.endswith(" 0"), said

@@ -175,7 +175,8 @@ class CustomLoop:
             self._refuse_parts_of_worker(len(busy))
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
         served = self._sync.gradient_at == "servers"
-        self._origin.alone = not several and not served and run.context.comms.replica.size == 1
+        # Noise is in the gradients of run.backward alone: others must be told apart.
+        self._origin.alone = not (several or served or run.noise) and run.context.comms.replica.size == 1
         pushed = self._origin.carried() if several and served else []
         # Complete gradients that the script accumulates over global batches.
         carried = self._sync.pop_gradients() if several else {}
@@ -485,6 +486,13 @@ class CustomLoop:
                 where=f"step {self._run.clock + 1}",
                 why="each rank has a slice of them, and what the script has done to them meanwhile cannot be known",
                 remedy="call run.backward(loss), or take --strategy mirrored",
+            )
+        if local and self._run.noise is not None:
+            raise UsageError(
+                "gradient_noise with gradients that run.backward did not make",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why="it is random weights on the samples' losses, which run.backward multiplies",
+                remedy="call run.backward(losses) with one loss a sample, or leave gradient_noise out",
             )
         self._mixed |= bool(local)
         weight, found = micro_batch.share, {}
