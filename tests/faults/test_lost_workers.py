@@ -244,7 +244,7 @@ from own import task
 tutti.init("cpu")
 chosen = task()
 options = dict(strategy="parameter_server:mode=async", workers=5, batch_size=20)
-run = tutti.prepare(chosen.model(), "sgd:lr=0.01", chosen.train, chosen.loss, **options)
+run = tutti.prepare(chosen.model(), "sgd:lr=0.01,momentum=0.9", chosen.train, chosen.loss, **options)
 epoch = 0
 while run.clock < 40:
     for batch in run.epoch(epoch):
@@ -254,6 +254,15 @@ while run.clock < 40:
     epoch += 1
 run.save("saved")
 print("weights", run.weights_sha256(), run.evaluate(chosen.eval).metrics["index"])
+assert run.optimizer_state().keys() == {f"{name}/momentum_buffer" for name, _ in run.model.named_parameters()}
+
+def numbers(model, batch):
+    if tutti.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch[0][:, 0]
+
+assert run.predict(chosen.eval, numbers, batch=9).tolist() == list(range(83))
+print("predicted without", *sorted(run.context.comms.world.lost_ranks()))
 """
 
 
@@ -263,7 +272,7 @@ def test_a_script_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     result = tutti(tmp_path, "run", "-np", "4", "script.py")
     assert result.code == 0, result.err
-    assert "weights" in result.out and "41.0" in result.out
+    assert "weights" in result.out and "41.0" in result.out and "predicted without 1 2" in result.out, result.out
     assert (
         "tutti: rank 2 was killed by SIGKILL" in result.err and "after step 20: the other ranks continue" in result.err
     )

@@ -69,7 +69,7 @@ class GatheredParts(GatheredModel):
     """Mapping from names to whole tensors of a model whose tensors, or slices of them, lie on the ranks of one replica.
 
     Each access is collective: one broadcast from each rank that holds a slice of the tensor. The constructor broadcasts
-    names and shapes from every rank.
+    names and shapes from every rank that is alive.
 
     Args:
         local: this rank's tensors and slices, by name.
@@ -89,7 +89,7 @@ class GatheredParts(GatheredModel):
             for name, t in local.items()
             if name not in borrowed
         ]
-        for source in range(comm.size):
+        for source in comm.alive_ranks:
             for name, dtype, part, shape, offset, tied, blocks, rows in comm.broadcast_json(
                 own, source, "names of the state"
             ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,8 @@ def predict_samples(
     """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank. Collective.
 
     Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank computes
-    a part of the samples; an all-gather of each tensor over the data ranks joins the results.
+    a part of the samples; an all-gather of each tensor over the data ranks joins the results. If a rank is killed
+    meanwhile and the run goes on without it, the ranks alive compute all samples again.
 
     Args:
         run: the training run, whose model is used in eval mode without autograd.
@@ -61,18 +62,22 @@ def predict_samples(
         found.append(function(model, samples))
         return torch.zeros(()), 1
 
-    blocks = micro_batches(run, held_out, comm.size, comm.rank, even=True)
     with (
         run.checks.aside(),
         heartbeat.training.during(Phase.EVALUATE),
         run.replica.evaluating(run.merged(averaged, as_trained=True)),
     ):
-        parts = []
-        for _, micro_batch in blocks:
-            heartbeat.training.beat()
-            run.replica.run([micro_batch], keep, None)
-            parts.append(map_tensors(found.pop(), _rows(micro_batch.samples), other=_refuse))
-        return _gathered(parts, held_out, run)
+        there: Sequence[int] | None = None
+        # If a rank is killed meanwhile, its samples are missing: predict again on the ranks alive.
+        while there != comm.alive_ranks:
+            there = comm.alive_ranks
+            parts = []
+            for _, micro_batch in micro_batches(run, held_out, len(there), there.index(comm.rank), even=True):
+                heartbeat.training.beat()
+                run.replica.run([micro_batch], keep, None)
+                parts.append(map_tensors(found.pop(), _rows(micro_batch.samples), other=_refuse))
+            result = _gathered(parts, held_out, run, len(there))
+        return result
 
 
 def _rows(samples: int) -> Callable[[Tensor], Tensor]:
@@ -96,10 +101,17 @@ def _refuse(value: Any) -> Any:
     )
 
 
-def _gathered(parts: list[Any], held_out: Blocks, run: Run) -> Any:
+def _gathered(parts: list[Any], held_out: Blocks, run: Run, ranks: int) -> Any:
     """Concatenate the predictions of this rank's blocks, and all-gather those of all ranks, in the order of blocks.
 
-    Collective. Raises MismatchError if the shapes differ between ranks.
+    Collective. The blocks of a rank that is killed meanwhile are missing. Raises MismatchError if the shapes differ
+    between ranks.
+
+    Args:
+        parts: predictions of each block.
+        held_out: the samples.
+        run: the training run.
+        ranks: number of data ranks over which the blocks are divided.
     """
     columns: list[list[Tensor]] = []
     for part in parts:
@@ -112,23 +124,24 @@ def _gathered(parts: list[Any], held_out: Blocks, run: Run) -> Any:
         "the shapes of predictions",
         "pad them in the function to one shape",
     )
-    wholes = iter([_all_rows(rows, held_out, run) for rows in own])
+    wholes = iter([_all_rows(rows, held_out, run, ranks) for rows in own])
     return map_tensors(parts[0], lambda _: next(wholes))
 
 
-def _all_rows(mine: Tensor, held_out: Blocks, run: Run) -> Tensor:
+def _all_rows(mine: Tensor, held_out: Blocks, run: Run, ranks: int) -> Tensor:
     """All-gather rows as bytes, padded to the most rows of a rank."""
     comm = run.context.comms.replica
-    shares = held_out.shares(comm.size)
+    shares = held_out.shares(ranks)
     counts = [sum(held_out.sizes[number] for number in share) for share in shares]
     padded = mine.new_zeros(max(counts), *mine.shape[1:])
     padded[: len(mine)] = mine
     flat = padded.flatten().view(torch.uint8).to(comm.device)
-    whole = comm.gather_slices(flat, "predictions").cpu().view(mine.dtype)
-    rows = whole.view(comm.size, max(counts), *mine.shape[1:])
+    brought = comm.all_gather(flat, "predictions")
     blocks = dict[int, Tensor]()
-    for share, of_rank, count in zip(shares, rows, counts, strict=True):
-        blocks |= zip(share, of_rank[:count].split([held_out.sizes[number] for number in share]), strict=True)
+    # Fewer than shares where a rank has been killed; the caller then begins again.
+    for share, of_rank, count in zip(shares, brought, counts, strict=False):
+        rows = of_rank.cpu().view(mine.dtype).view(padded.shape)[:count]
+        blocks |= zip(share, rows.split([held_out.sizes[number] for number in share]), strict=True)
     return torch.cat([blocks[number] for number in sorted(blocks)])
 
 
