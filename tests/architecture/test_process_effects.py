@@ -47,7 +47,7 @@ LISTED = {
 """Modules that change the process of a user's script, with words of the page for each change."""
 
 OWN_PROCESS = """
-    cli.chaos_command cli.run_command cli.train_command compare.runs launcher.agent launcher.child
+    __main__ cli.chaos_command cli.run_command cli.train_command compare.runs launcher.agent launcher.child
     launcher.elastic_driver launcher.launch launcher.ray_engine launcher.script_rank launcher.supervisor train.main
     workload.bench_device workload.bench_ranks data.loader parallel.parameter_server.server
     parallel.parameter_server.server_session
@@ -57,10 +57,11 @@ OWN_PROCESS = """
 WITHIN_A_CALL = {
     "tutti.checkpoint.export_folder",
     "tutti.device",
+    "tutti.launcher.held_signals",
     "tutti.report.report_charts",
     "tutti.train.batch_size_schedule",
 }
-"""Modules that change the warnings' filters within ``warnings.catch_warnings()``, which restores them."""
+"""Modules that change warnings' filters or signals' handlers for a while, and restore them."""
 
 
 def effects(tree: ast.AST) -> Iterator[str]:

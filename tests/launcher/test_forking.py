@@ -54,3 +54,27 @@ def test_a_child_that_ends_at_once_is_a_child() -> None:
     if pid == 0:
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+
+def test_a_signal_during_a_fork_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own functions that run at a fork, such as those of logging, drop what a signal's handler raises."""
+    fork, lost, made = os.fork, list[str](), list[int]()
+
+    def wrapped() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            lost.append("SIGINT")
+        made.append(fork())
+        return made[0]
+
+    monkeypatch.setattr(os, "fork", wrapped)
+    try:
+        if forking.fork() == 0:
+            os._exit(3)
+    except KeyboardInterrupt:
+        pass
+    else:
+        lost.append("no handler has run")
+    os.waitpid(made[0], 0)
+    assert not lost

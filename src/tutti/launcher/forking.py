@@ -13,6 +13,8 @@ import select
 import signal
 from contextlib import suppress
 
+from tutti.launcher.held_signals import held_signals
+
 _PATIENCE = 5.0
 _ATTEMPTS = 5
 
@@ -20,7 +22,8 @@ _ATTEMPTS = 5
 def fork() -> int:
     """Fork this process like ``os.fork``, but kill and replace a child that does not start to run within five seconds.
 
-    Such a child has inherited a lock that another thread held; up to five children are tried.
+    Such a child has inherited a lock that another thread held; up to five children are tried. A signal that arrives
+    meanwhile is handled after the fork: Python drops what a handler raises in a function of ``os.register_at_fork``.
 
     Returns:
         0 in the child; the child's process id in the parent.
@@ -30,7 +33,7 @@ def fork() -> int:
     """
     for _ in range(_ATTEMPTS):
         with _Line() as line:
-            pid = os.fork()
+            pid = _fork_undisturbed()
             if pid == 0:
                 line.say()
                 return 0
@@ -40,6 +43,15 @@ def fork() -> int:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     raise OSError(errno.EAGAIN, f"of {_ATTEMPTS} forked processes, none started within {_PATIENCE:g} s")
+
+
+def _fork_undisturbed() -> int:
+    # Other threads take a signal that this one blocks, but handlers run here.
+    with held_signals(signal.valid_signals()) as came:
+        pid = os.fork()
+        if pid == 0:
+            came.clear()
+    return pid
 
 
 class _Line:

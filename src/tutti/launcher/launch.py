@@ -27,6 +27,7 @@ from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
+from tutti.launcher.held_signals import held_signals
 from tutti.launcher.orphans import adopt_orphans
 
 if TYPE_CHECKING:
@@ -96,11 +97,12 @@ def launch(
     job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits(), shown)
     try:
         with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
-            from tutti.launcher.agent import Agent, run_agent
+            with held_signals(child.SIGNALS):
+                from tutti.launcher.agent import Agent, run_agent
 
-            if not is_compiled_in():
-                for module in preload:
-                    importlib.import_module(module)
+                if not is_compiled_in():
+                    for module in preload:
+                        importlib.import_module(module)
             if elastic is not None:
                 return ElasticDriver(job, elastic, grace).run()
             agent = Agent(job, processes, Budget(restarts, progress), grace)

@@ -34,9 +34,9 @@ def engine_rank(directory: Path) -> int:
         The exit code for this process: 0 after success, otherwise that of the exception.
     """
     replace_unencodable(sys.stdout, sys.stderr)
-    stdin_control.control_by_stdin(os.environ)
     logs, rank = directory / "logs", 0
     try:
+        stdin_control.control_by_stdin(os.environ)
         check_variables(os.environ)
         configure_logging(os.environ)
         identity = process_context.read_identity(os.environ)

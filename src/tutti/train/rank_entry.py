@@ -10,6 +10,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.errors import no_memory
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.launcher.held_signals import held_signals
 
 PRELOADED = ("tutti.train.main", "torch._dynamo")
 """Modules that every rank imports before its first step, the second because every optimizer of torch imports it."""
@@ -33,7 +34,8 @@ def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
         TuttiError: an expected failure, with its exit code; a failed allocation is ``NotEnoughMemory``.
     """
     heartbeat.training.enter(Phase.START, 0)
-    from tutti.train.main import train_rank
+    with held_signals():
+        from tutti.train.main import train_rank
 
     try:
         with contextlib.redirect_stdout(sys.stderr):
