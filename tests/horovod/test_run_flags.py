@@ -54,3 +54,5 @@ def test_flags_of_elastic_jobs() -> None:
     assert found == ["run", "--horovod", *kept, "1", "10", "x.py"]
     found = translate_flags(["run", "--horovod", "--slots", "4", "x.py"], {"HOROVOD_ELASTIC_TIMEOUT": "7"})
     assert found == ["run", "--horovod", "--slots-per-host", "4", "--elastic-timeout", "7", "x.py"]
+    plain = ["run", "--horovod", "-np", "2", "x.py"]
+    assert translate_flags(plain, {"HOROVOD_ELASTIC_TIMEOUT": "7"}) == plain

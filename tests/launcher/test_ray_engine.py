@@ -27,7 +27,7 @@ ray = pytest.importorskip("ray", reason="the package ray is not installed")
 STEPS = 400
 OPTIONS = (
     *("--workers", "4", "--batch-size", "16", "--checkpoint-every", "20st", "--eval-every", "none"),
-    *("--reproducible", "--wait", "0s", "--optimizer", "adam:lr=0.01", "--overwrite", "--log-every", "10"),
+    *("--reproducible", "--optimizer", "adam:lr=0.01", "--overwrite", "--log-every", "10"),
 )
 # Without the first variable Ray takes the machine's public address for 127.0.0.1; without the second one its processes
 # give way to all others of this machine.
@@ -231,7 +231,18 @@ def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strat
     exact = strategy in ("mirrored", "parameter_server")
     options = [word for word in OPTIONS if exact or word != "--reproducible"]
     words = ("train", "digits", "--model", "mlp", "--precision", "fp64", *options)
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--strategy", strategy, "--out", "run")
+    on = (
+        "--on",
+        f"ray:address={nodes.address}",
+        "--devices",
+        "2:3",
+        "--wait",
+        "0s",
+        "--strategy",
+        strategy,
+        "--out",
+        "run",
+    )
     process = started(tmp_path, *words, *SLOW, *on)
     at_step(process, tmp_path / "run", 40)
     nodes.kill()
@@ -270,7 +281,7 @@ def test_twenty_random_kills_and_joins(nodes: Nodes, tmp_path: Path) -> None:
     """Nodes come and go at random steps; the weights are those of a run left alone, and no process stays."""
     draw = random.Random(20)
     words = ("train", "linear", *OPTIONS, "--steps", "3000", "--max-restarts", "30")
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "1:3", "--out", "run")
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "1:3", "--wait", "0s", "--out", "run")
     process = started(tmp_path, *words, *SLOW, *on)
     changes, step = 0, 0
     while changes < 20:
@@ -292,7 +303,7 @@ def test_twenty_random_kills_and_joins(nodes: Nodes, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_path: Path) -> None:
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--out", "run")
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--wait", "0s", "--out", "run")
     process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
     at_step(process, tmp_path / "run", 40)
     nodes.add()
@@ -320,7 +331,7 @@ def test_a_signal_ends_every_rank(nodes: Nodes, end: int, code: int, tmp_path: P
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_a_killed_head_ends_the_run_with_a_reason(nodes: Nodes, tmp_path: Path) -> None:
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "1:2", "--out", "run")
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "1:2", "--wait", "0s", "--out", "run")
     process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, "--steps", "4000", *on)
     at_step(process, tmp_path / "run", 40)
     assert len(ranks(tmp_path)) >= 2

@@ -21,7 +21,7 @@ from tutti.launcher.slurm_job import batch_file, submit_file
 
 OPTIONS = (
     *("--workers", "4", "--batch-size", "16", "--steps", "160", "--checkpoint-every", "20st", "--eval-every", "none"),
-    *("--reproducible", "--wait", "0s", "--optimizer", "adam:lr=0.01", "--log-every", "50"),
+    *("--reproducible", "--optimizer", "adam:lr=0.01", "--log-every", "50"),
 )
 SLOW = ("--slow", "rank=0,ms=40")
 SCRIPT = """
@@ -294,7 +294,7 @@ def test_a_run_joins_a_step_whose_nodes_have_no_address_of_their_name(cluster: S
 @pytest.mark.engines
 def test_a_lost_node_shrinks_the_run_and_keeps_its_weights(tmp_path: Path) -> None:
     with slurm_cluster() as cluster:
-        process = training(cluster, tmp_path, "--devices", "1:2", "--on", "slurm:nodes=2")
+        process = training(cluster, tmp_path, "--devices", "1:2", "--wait", "0s", "--on", "slurm:nodes=2")
         at_step(tmp_path / "run", 40)
         cluster.lose("n2")
         code, err = ended(process)
@@ -310,7 +310,7 @@ def test_a_lost_node_shrinks_the_run_and_keeps_its_weights(tmp_path: Path) -> No
 @pytest.mark.engines
 def test_a_run_that_shrank_has_all_devices_again_at_its_next_start(tmp_path: Path) -> None:
     with slurm_cluster() as cluster:
-        slow = ("--slow", "rank=0,ms=100", "--out", "run", "--devices", "1:2", "--on", "slurm:nodes=2")
+        slow = ("--slow", "rank=0,ms=100", "--out", "run", "--devices", "1:2", "--wait", "0s", "--on", "slurm:nodes=2")
         process = tutti(cluster, tmp_path, "train", "linear", *OPTIONS, *slow)
         at_step(tmp_path / "run", 20)
         cluster.lose("n2")

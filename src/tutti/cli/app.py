@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import select
 import signal
 import sys
@@ -36,6 +37,8 @@ from tutti.errors import ExitCode, TuttiError
 from tutti.horovod.run_flags import translate_flags
 from tutti.launcher.encoding import replace_unencodable
 from tutti.launcher.failure import failure_exit_code
+
+_NEGATIVE = re.compile(r"-\d+(\.\d+)?[a-zA-Z]+")
 
 
 def version() -> str:
@@ -116,7 +119,7 @@ def _run(tokens: Sequence[str] | None) -> int:
         given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ)
         loud = take_verbosity(end_options(given), os.environ)
         configure_logging(os.environ)
-        words = submitted(hosts_as_engine(bare_options(loud)), os.environ)
+        words = submitted(hosts_as_engine(bare_options(_negative_values(loud))), os.environ)
         if (part := node_of_job(words, os.environ)) is not None:
             return start_node(*part)
         app = build_app()
@@ -143,6 +146,21 @@ def _run(tokens: Sequence[str] | None) -> int:
         code = failure_exit_code(error)
         ask = " Please report it." * (code == ExitCode.UNEXPECTED)
         return _refuse(f"unexpected {type(error).__name__}: {error}.{ask}", code)
+
+
+def _negative_values(words: list[str]) -> list[str]:
+    """Return the words with ``--wait -5s`` as ``--wait=-5s``, so that the option says which values it takes.
+
+    The parser takes such a word for an option.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    made = words[:1]
+    for word in words[1:end]:
+        if _NEGATIVE.fullmatch(word) and made[-1].startswith("--") and "=" not in made[-1]:
+            made[-1] += f"={word}"
+        else:
+            made.append(word)
+    return made + words[end:]
 
 
 def _unread() -> bool:

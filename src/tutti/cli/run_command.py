@@ -28,6 +28,7 @@ from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 _TIMEOUT = 300.0
 # Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.
 _ELASTIC_TIMEOUT = 20.0
+_SLOTS_WITHIN = 600.0
 
 _OF_ELASTIC_JOBS = (
     *("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit"),
@@ -87,7 +88,7 @@ def run(
     host_discovery_script: Path | None = None,
     slots_per_host: OptionalWholeNumber = None,
     reset_limit: OptionalWholeNumber = None,
-    elastic_timeout: float = 600,
+    elastic_timeout: float | None = None,
     blacklist_cooldown_range: tuple[float, float] | None = None,
 ) -> int:
     """Start your own script on many devices; in it, call tutti.init().
@@ -132,7 +133,7 @@ def run(
     reset_limit:
         changes of members that end an elastic job
     elastic_timeout:
-        seconds to wait for min-np slots
+        seconds to wait for min-np slots; default: 600
     blacklist_cooldown_range:
         seconds for which a failed rank's slot stays empty, first and at most;
         default: for good
@@ -168,6 +169,14 @@ def run(
         )
     elastic = None
     given = (min_np, max_np, host_discovery_script, slots_per_host, reset_limit, blacklist_cooldown_range)
+    if elastic_timeout is not None:
+        if all(option is None for option in given):
+            raise UsageError(
+                "--elastic-timeout is for elastic jobs, and this job waits for no slots",
+                remedy="add --min-np or --host-discovery-script, or leave it out",
+            )
+        if not elastic_timeout >= 0:
+            raise UsageError(f"--elastic-timeout is {elastic_timeout:g}", remedy="give seconds, at least 0")
     if any(option is not None for option in given):
         if not horovod or hosts is not None or on is not None or max_restarts or process_context.joined(os.environ):
             raise UsageError(
@@ -179,7 +188,7 @@ def run(
             elastic,
             slots_per_host=slots_per_host,
             reset_limit=reset_limit,
-            timeout=elastic_timeout,
+            timeout=_SLOTS_WITHIN if elastic_timeout is None else elastic_timeout,
             cooldown=blacklist_cooldown_range,
         )
         os.environ["HOROVOD_ELASTIC"] = "1"

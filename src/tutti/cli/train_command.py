@@ -121,6 +121,8 @@ def train(
         other = "--dry-run" if dry_run else "a job that another launcher has started"
         option = f"--on {chosen.on}" if chosen.on else f"--devices {chosen.devices}"
         raise UsageError(f"{option} cannot be combined with {other}", remedy="leave out one of the two")
+    if "wait" in dict(flags):
+        refuse_idle_wait(chosen, engine)
     sizes = [] if engine is None else possible_sizes(name, chosen)
     chosen = dataclasses.replace(chosen, devices=str(sizes[-1] if engine else count_devices(chosen, joined)))
     if joined is not None and chosen.max_restarts:
@@ -454,6 +456,23 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
     if code:
         _leave_code(directory, code)
     return code
+
+
+def refuse_idle_wait(config: TrainConfig, engine: EngineConfig | None) -> None:
+    """Raise UsageError for ``--wait`` if the run waits for no device.
+
+    A run waits if an engine starts its ranks, and starts the ranks again after the loss of a device: with a range of
+    devices or ``--max-restarts``.
+
+    Args:
+        config: the configuration.
+        engine: options of ``--on``; None if no engine starts the ranks.
+    """
+    if engine is None or (config.device_range is None and not config.max_restarts):
+        raise UsageError(
+            f"--wait {config.wait} is for runs that outlive lost devices, and this run ends with its first one",
+            remedy="give a range such as --devices 2:8, or leave out --wait",
+        )
 
 
 def possible_sizes(task: str, config: TrainConfig) -> list[int]:

@@ -198,5 +198,5 @@ def parse_seconds(text: str, option: str) -> float:
     """
     match = _SECONDS.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{option} is '{text}'", remedy="write seconds, such as 60s")
+        raise UsageError(f"{option} is '{text}'", remedy="write seconds, at least 0, such as 60s")
     return float(match[1])

@@ -19,12 +19,11 @@ _RENAMED = {
     "--host": "-H",
     "-hostfile": "--hostfile",
 }
-_KEPT = frozenset(
-    (
-        *("-np", "-H", "--hosts", "--hostfile", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"),
-        *("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit", "--elastic-timeout"),
-    )
-)
+_OF_ELASTIC_JOBS = frozenset(("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit"))
+_KEPT = _OF_ELASTIC_JOBS | {
+    *("-np", "-H", "--hosts", "--hostfile", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"),
+    "--elastic-timeout",
+}
 """Flags of ``tutti run`` with a value."""
 
 _VARIABLES = {
@@ -133,7 +132,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
         raise UsageError(
             f"{', '.join(variables)} cannot be given as a flag with {hosts}", remedy="set the variable on every host"
         )
-    if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and "--elastic-timeout" not in made:
+    elastic = not {*_OF_ELASTIC_JOBS, "--blacklist-cooldown-range"}.isdisjoint(made)
+    if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and elastic and "--elastic-timeout" not in made:
         made += ["--elastic-timeout", seconds]
     if "HOROVOD_FUSION_THRESHOLD" in variables:
         variables["HOROVOD_FUSION_THRESHOLD"] = _bytes(variables["HOROVOD_FUSION_THRESHOLD"])
