@@ -112,3 +112,15 @@ def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
     two, one = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("two", "one"))
     assert (two["devices"], one["devices"]) == (2, 1)
     assert two["weights_sha256"] == one["weights_sha256"]
+
+
+def test_a_rank_of_a_node_has_its_number_within_the_job(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os\nif os.environ['RANK'] == '3':\n    raise ValueError('of this rank')\n"
+    )
+    node = ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:1")
+    words = ["-m", "tutti", "run", "--logs", "kept", *node, "script.py"]
+    process = Process(words, tmp_path, {**os.environ, "PYTHONPATH": str(SOURCE)}, torch=False)
+    _, err = process.communicate(SAFETY_NET)
+    assert process.wait() == 1 and "tutti: rank 3 on node1 failed: ValueError: of this rank\n" in err, err
+    assert sorted(path.name for path in (tmp_path / "kept" / "node1").iterdir()) == ["failure-rank3.json", "rank3.log"]

@@ -68,3 +68,21 @@ def test_a_lost_peer_is_no_cause_and_needs_no_folder(tmp_path: Path, capsys: pyt
     assert found is not None and found.exit_code == ExitCode.PEER
     assert run_as_rank(lose_peer, 1, tmp_path / "gone") == ExitCode.PEER
     assert capsys.readouterr().err.count("RuntimeError: Connection reset by peer") == 2
+
+
+ENGINE_RANK = """
+import faulthandler
+import sys
+from pathlib import Path
+
+from tutti.train.engine_rank import engine_rank
+
+print(engine_rank(Path(sys.argv[1])), faulthandler.is_enabled())
+"""
+
+
+def test_a_rank_of_an_engine_leaves_the_stack_of_a_crash(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", ENGINE_RANK, str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONFAULTHANDLER": ""}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=SAFETY_NET, check=False)
+    assert done.stdout.endswith(" True\n") and done.stderr.startswith("tutti: "), done.stderr

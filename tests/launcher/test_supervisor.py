@@ -11,6 +11,7 @@ import pytest
 
 from tutti.errors import PeerError, UsageError
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
+from tutti.launcher.failure import record_failure
 from tutti.launcher.supervisor import EngineAttempt, EngineJob, supervise
 
 Attempt = Callable[["FakeEngine"], object]
@@ -97,6 +98,36 @@ def test_the_first_cause_gives_the_exit_code(tmp_path: Path, capfd: pytest.Captu
     assert not (tmp_path / "rank1.log").exists()
 
 
+def test_ranks_of_one_node_among_several_are_counted_in_the_whole_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def second_fails(engine: FakeEngine) -> None:
+        (tmp_path / "rank5.log").write_text("of rank 5")
+        engine.end(1, 7)
+
+    assert supervise(FakeEngine(2, second_fails), job(tmp_path, 2, first_rank=4)) == 7
+    shown = capfd.readouterr().err
+    assert "tutti: rank 5 on a ended with exit code 7\n" in shown and "of rank 5" in shown
+
+
+def test_a_usage_error_that_the_first_rank_has_printed_is_not_printed_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(engine: FakeEngine) -> None:
+        for rank in (1, 0):
+            record_failure([tmp_path], rank, UsageError("3 workers", remedy="take 2"))
+            engine.end(rank, 2)
+
+    def refuse_on_one_rank(engine: FakeEngine) -> None:
+        record_failure([tmp_path], 1, UsageError("3 workers", remedy="take 2"))
+        engine.end(1, 2)
+
+    assert supervise(FakeEngine(2, refuse), job(tmp_path, 2)) == 2
+    assert capfd.readouterr().err == ""
+    assert supervise(FakeEngine(2, refuse_on_one_rank), job(tmp_path, 2)) == 2
+    assert capfd.readouterr().err == "tutti: 3 workers. Take 2.\n"
+
+
 def test_restarts_are_counted_without_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(2, fail, fail, done)
     assert supervise(engine, job(tmp_path, 2, restarts=1)) == 7
@@ -130,6 +161,8 @@ def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_too_few_slots(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="1 device needs 1 slot, and there are none free on a"):
+        supervise(FakeEngine(0), job(tmp_path, 1))
     with pytest.raises(UsageError, match="4 devices need 4 slots, and there are 3: 3 on a"):
         supervise(FakeEngine(3), job(tmp_path, 4))
 

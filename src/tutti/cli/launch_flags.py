@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tutti.cli.run_command import OF_NODE
-from tutti.errors import UsageError
+from tutti.errors import DiskError, UsageError
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.hosts import parse_host_file, parse_hosts
 from tutti.launcher.node_engine import NodeEngine, NodePart, read_node_part
@@ -148,7 +148,7 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
 def start_node(part: NodePart, words: list[str]) -> int:
     """Start this node's ranks of a job on several nodes, and block until all of them have ended.
 
-    Each node starts its own ranks; their output is written into ``runs/logs/nodeN``.
+    Each node starts its own ranks; their output is written into ``nodeN`` in the folder of logs.
 
     Args:
         part: number of nodes, this node's number, ranks on it, address and port of node 0.
@@ -156,7 +156,21 @@ def start_node(part: NodePart, words: list[str]) -> int:
 
     Returns:
         0, or the exit code of the first rank that failed.
+
+    Raises:
+        DiskError: the folder of logs cannot be made.
     """
-    logs = Path("runs") / "logs" / f"node{part.number}"
-    job = EngineJob(["-m", "tutti", *words], [part.processes], logs)
+    logs = Path("runs/logs")
+    if words[0] == "run":
+        taken, words = take_flags(words, ("--logs",))
+        logs = Path(taken.get("--logs", logs))
+    logs /= f"node{part.number}"
+    if words[0] == "run":
+        # The ranks record there why they fail.
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiskError("cannot write a log", where=str(logs), why=error.strerror) from error
+        words = ["run", f"--logs={logs.absolute()}", *words[1:]]
+    job = EngineJob(["-m", "tutti", *words], [part.processes], logs, first_rank=part.first_rank)
     return supervise(NodeEngine(part, logs), job)

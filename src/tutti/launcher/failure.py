@@ -18,7 +18,10 @@ from tutti.errors import ExitCode, LoaderError, TuttiError, UsageError
 
 _TAIL = 20
 # Modules that start a rank's work.
-_STARTERS = tuple(f'  File "{Path(__file__).with_name(name)}", line ' for name in ("child.py", "script_rank.py"))
+_STARTERS = tuple(
+    f'  File "{Path(__file__).parents[1] / name}", line '
+    for name in ("launcher/child.py", "launcher/script_rank.py", "train/engine_rank.py")
+)
 # Orderly ends, which the run itself has already reported to the user.
 QUIET = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 # Exit codes for which a restart is useless; for the lasting ones only if tutti raised them.

@@ -223,21 +223,22 @@ class TetheredRanks:
     The standard input of each process carries signals to its rank; the rank ends when the input is closed.
 
     Args:
-        logs: folder for the output of all ranks but rank 0.
+        logs: folder for the output of all ranks but the first one.
+        first_rank: number of the first rank within the whole job, for the names of the logs.
 
     Attributes:
         started: host and process of each rank of the last ``start``, in rank order.
     """
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, first_rank: int = 0) -> None:
+        self._logs, self._first = logs, first_rank
         self.started: list[tuple[Host, subprocess.Popen[bytes]]] = []
 
     def start(self, ranks: Sequence[tuple[Host, Sequence[str]]]) -> None:
-        """Start a process on this node for each rank, such as an ``ssh`` to the rank's host, rank 0 first.
+        """Start a process on this node for each rank, such as an ``ssh`` to the rank's host, in rank order.
 
-        Returns at once. Ranks of an earlier call are forgotten, and must have ended. Rank 0's output is that of this
-        process; the output of the other ranks is appended to ``rank{N}.log``.
+        Returns at once. Ranks of an earlier call are forgotten, and must have ended. The first rank's output is that of
+        this process; the output of the other ranks is appended to ``rank{N}.log``.
 
         Args:
             ranks: for each rank its host and the command line to run on this node.
@@ -246,8 +247,8 @@ class TetheredRanks:
             DiskError: a log cannot be written.
         """
         self.started = []
-        for rank, (host, words) in enumerate(ranks):
-            with _log(self._logs, rank) if rank else nullcontext() as output:
+        for place, (host, words) in enumerate(ranks):
+            with _log(self._logs, self._first + place) if place else nullcontext() as output:
                 running = subprocess.Popen(
                     words,
                     stdin=subprocess.PIPE,

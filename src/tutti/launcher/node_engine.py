@@ -41,6 +41,11 @@ class NodePart:
                 remedy="give --nnodes and --nproc-per-node of at least 1, and a --node-rank from 0 to nnodes - 1",
             )
 
+    @property
+    def first_rank(self) -> int:
+        """The number of this node's first rank within the whole job."""
+        return self.number * self.processes
+
 
 class NodeEngine:
     """Engine that starts the ranks of this node only; the other nodes run the same command, as with torchrun.
@@ -54,15 +59,16 @@ class NodeEngine:
 
     def __init__(self, part: NodePart, logs: Path) -> None:
         self._part = part
-        self._ranks = TetheredRanks(logs)
+        self._name = f"node{part.number}"
+        self._ranks = TetheredRanks(logs, part.first_rank)
 
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of this node; a slot is room for one rank.
 
         Returns:
-            ``{"localhost": N}``, where N is the number of this node's ranks, minus the ranks that still run.
+            ``{"nodeK": N}``: the number of this node, and that of its ranks, minus the ranks that still run.
         """
-        return {"localhost": self._part.processes - self._ranks.held().total()}
+        return {self._name: self._part.processes - self._ranks.held().total()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the processes of this node's ranks, without waiting for their end; earlier ranks must have ended.
@@ -93,10 +99,10 @@ class NodeEngine:
 
         Returns:
             One entry for each rank of this node, in the order of local ranks: None for a rank that still runs, else its
-            exit code (``code``, -N if signal N killed the process) and ``node``, ``localhost``.
+            exit code (``code``, -N if signal N killed the process) and ``node``, such as ``node1``.
         """
-        codes = [(host, process.poll()) for host, process in self._ranks.started]
-        return [None if code is None else EndedRank(code, host.name) for host, code in codes]
+        codes = [process.poll() for _, process in self._ranks.started]
+        return [None if code is None else EndedRank(code, self._name) for code in codes]
 
     def stop(self, number: int) -> None:
         """Send a signal to every running rank of this node.

@@ -15,6 +15,12 @@ from tutti.launcher import failure
 _HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<frozen runpy>"})
 
 
+def show_crashes() -> None:
+    """Let a crash in native code leave its stack in this process's standard error, unless a program has replaced it."""
+    with suppress(OSError, ValueError):
+        faulthandler.enable()
+
+
 def run_as_rank(work: Callable[[], None], rank: int, logs: Path) -> int:
     """Run the script of one rank in this process, and return the exit code of the process.
 
@@ -32,9 +38,7 @@ def run_as_rank(work: Callable[[], None], rank: int, logs: Path) -> int:
         0 if ``work`` returns; for an exception that is not raised again its exit code, a member of
         ``tutti.errors.ExitCode``: ``PEER`` for a lost peer, ``DISK`` for a full disk, else ``UNEXPECTED``.
     """
-    # The stack of a crash in native code goes to the rank's output, which a program may have replaced.
-    with suppress(OSError, ValueError):
-        faulthandler.enable()
+    show_crashes()
     try:
         work()
     except BaseException as error:

@@ -72,6 +72,7 @@ class EngineJob:
         environment: additional environment variables of every rank.
         attempted: called with the record of each attempt when the attempt has ended; None: not called.
         first_attempt: number of the first attempt; above 0 the run continues from its newest checkpoint.
+        first_rank: number within the whole job of the engine's first rank, where other nodes start the other ranks.
     """
 
     words: Sequence[str]
@@ -84,6 +85,7 @@ class EngineJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     attempted: Callable[[EngineAttempt], None] | None = None
     first_attempt: int = 0
+    first_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,18 @@ def describe_slots(slots: Mapping[str, int]) -> str:
     Args:
         slots: node name → number of free slots.
 
-    >>> describe_slots({"a": 2, "b": 1})
+    >>> describe_slots({"a": 2, "b": 1, "c": 0})
     '3: 2 on a, 1 on b'
-    >>> describe_slots({})
-    'none'
+    >>> describe_slots({"a": 0, "b": 0}), describe_slots({})
+    ('none free on a, b', 'none, and no node')
     """
     if not sum(slots.values()):
-        return "none"
+        return f"none free on {', '.join(slots)}" if slots else "none, and no node"
     return f"{sum(slots.values())}: {', '.join(f'{count} on {node}' for node, count in slots.items() if count)}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 class _Supervisor:
@@ -197,13 +203,14 @@ class _Supervisor:
             if found is None:
                 least, saved = self._job.sizes[0], self._progress()
                 self._say(
-                    f"tutti: {least} devices are needed, and there are {describe_slots(self._engine.slots())}. "
+                    f"tutti: {_counted(least, 'device')} {'is' if least == 1 else 'are'} needed, and there are "
+                    f"{describe_slots(self._engine.slots())}. "
                     + (f"The run is saved at step {saved}; start" if saved else "Start")
                     + " the command again with --resume when there are more."
                 )
                 return int(ExitCode.PREEMPTED)
             if found != size:
-                self._tell(f"tutti: going on with {found} devices instead of {size}")
+                self._tell(f"tutti: going on with {_counted(found, 'device')} instead of {size}")
             size = found
 
     def _judge(self, outcome: _Outcome) -> tuple[int | None, str]:
@@ -216,9 +223,9 @@ class _Supervisor:
         place = f" on {cause.node}" if cause.node else ""
         ending = f"rank {cause.rank}{place} {cause.message.splitlines()[0] if cause.message else cause.kind}"
         restart = None if failure.is_final(cause) else self._budget.spend()
-        if cause.exit_code not in failure.QUIET:
-            # The engine shows rank 0's output on the terminal.
-            log = failure.log_path(self._job.logs, cause.rank) if cause.rank else None
+        if cause.exit_code not in failure.QUIET and not self._is_said(cause):
+            # The engine shows its first rank's output on the terminal.
+            log = None if cause.rank == self._job.first_rank else failure.log_path(self._job.logs, cause.rank)
             self._say(failure.describe_failure(cause, log))
         if restart is None:
             if not failure.is_final(cause) and self._budget.describe():
@@ -229,9 +236,17 @@ class _Supervisor:
         self._sleep(restart.pause)
         return None, ending
 
+    def _is_said(self, cause: Failure) -> bool:
+        """Return whether the first rank has told the terminal of a usage error, which is the same on every rank."""
+        first = failure.read_failure([self._job.logs], self._job.first_rank)
+        return first is not None and all(
+            each.kind == UsageError.__name__ and each.message == cause.message and each.step is None
+            for each in (cause, first)
+        )
+
     def _withhold(self, cause: Failure, outcome: _Outcome) -> None:
         """Use one slot fewer from now on if ranks of one node are killed twice in a row without progress."""
-        ended = outcome.ended[cause.rank]
+        ended = outcome.ended[cause.rank - self._job.first_rank]
         if len(self._job.sizes) == 1 or ended.lost or ended.code != -signal.SIGKILL:
             return
         saved = self._progress()
@@ -256,8 +271,9 @@ class _Supervisor:
         if size is None:
             least = self._job.sizes[0]
             raise UsageError(
-                f"{least} devices need {least} slots, and there are {describe_slots(slots)}",
-                remedy="give fewer --devices, or add nodes",
+                f"{_counted(least, 'device')} need{'s' * (least == 1)} {_counted(least, 'slot')}, and there are "
+                + describe_slots(slots),
+                remedy="give fewer --devices, or add nodes" if least > 1 else "add a node, or wait for a free one",
             )
         return size
 
@@ -271,7 +287,8 @@ class _Supervisor:
 
     def _attempt(self, size: int, attempt: int) -> _Outcome | None:
         """Run all ranks once; None if the slots for them were gone before they started."""
-        failure.clear([self._job.logs], range(self._job.sizes[-1]))
+        first = self._job.first_rank
+        failure.clear([self._job.logs], range(first, first + self._job.sizes[-1]))
         environment = {**self._job.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         try:
             self._engine.start(size, self._job.words, environment)
@@ -343,13 +360,14 @@ class _Supervisor:
         # Ranks that were killed here or were asked to save are no cause while another rank failed by itself.
         asked = {rank for rank, ended in enumerate(outcome.ended) if ended.code == 0 or _code(ended) in _ASKED}
         own = set(range(len(outcome.ended))) - outcome.killed - asked
-        for rank, ended in enumerate(outcome.ended):
-            if own and rank not in own:
+        for place, ended in enumerate(outcome.ended):
+            if own and place not in own:
                 continue
+            rank = self._job.first_rank + place
             if ended.lost:
                 found.append(Failure(rank, 0.0, "", ended.lost, int(ExitCode.PEER), remedy=ended.remedy, signal=9))
             elif ended.code:
-                death = failure.from_death(rank, ended.code, now - (rank == outcome.first))
+                death = failure.from_death(rank, ended.code, now - (place == outcome.first))
                 # Without a shared disk, an exception is in the rank's output alone.
                 message = death.message if ended.code < 0 else f"ended with exit code {ended.code}"
                 death = replace(death, message=ended.why or message, remedy=ended.remedy or death.remedy)

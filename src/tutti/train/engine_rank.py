@@ -14,6 +14,7 @@ from tutti.config.verbosity import configure_logging
 from tutti.errors import TuttiError
 from tutti.launcher import failure, heartbeat, stdin_control, watchdog
 from tutti.launcher.encoding import replace_unencodable
+from tutti.launcher.script_rank import show_crashes
 from tutti.train.rank_entry import run_rank
 
 CONFIGURATION = "engine.toml"
@@ -34,6 +35,7 @@ def engine_rank(directory: Path) -> int:
         The exit code for this process: 0 after success, otherwise that of the exception.
     """
     replace_unencodable(sys.stdout, sys.stderr)
+    show_crashes()
     logs, rank = directory / "logs", 0
     try:
         stdin_control.control_by_stdin(os.environ)
@@ -50,7 +52,7 @@ def engine_rank(directory: Path) -> int:
         if code not in failure.QUIET:
             failure.record_failure([logs], rank, error)
             foreseen = isinstance(error, (TuttiError, KeyboardInterrupt, SystemExit))
-            print(error if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
+            print(f"tutti: {error}" if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
         return code
 
 
