@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 from tutti.errors import TuttiError
@@ -119,8 +121,8 @@ def call_forked(function: Callable[..., T], *arguments: Any) -> T:
         arguments: arguments of the function, which need no pickling, because the child is a copy of this process.
 
     Raises:
-        TuttiError: the child process ended without an answer, for example because it was killed, or because the result
-            cannot be pickled.
+        TuttiError: the child process ended without an answer, for example because it was killed, or its answer cannot
+            be pickled or loaded here, such as an exception whose class only the child process has imported.
         Exception: the exception that ``function`` raised, with the child's traceback as a note.
     """
     here, there = multiprocessing.Pipe(duplex=False)
@@ -130,12 +132,16 @@ def call_forked(function: Callable[..., T], *arguments: Any) -> T:
     process.start()
     there.close()
     try:
-        result, error = here.recv()
+        packed, where, why = here.recv()
     except EOFError:
         process.join()
         ended = Ended(process.exitcode or 0, "", "")
         raise TuttiError("a process that tutti started to compute something ended", why=ended.complaint) from None
     process.join()
+    try:
+        result, error = pickle.loads(packed)
+    except Exception as lost:
+        raise TuttiError("a process that tutti started to compute something failed", where=where, why=why) from lost
     if error is not None:
         raise error
     answer: T = result
@@ -143,9 +149,17 @@ def call_forked(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Send the pickled result and exception, and in plain words where and why the function failed."""
+    where, why = None, ""
     try:
         answer: tuple[Any, Exception | None] = function(*arguments), None
     except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where, why = f"{last.filename}:{last.lineno}", f"{type(error).__name__}: {error}"
         error.add_note(traceback.format_exc())
         answer = None, error
-    pipe.send(answer)
+    try:
+        packed = bytes(ForkingPickler.dumps(answer))
+    except Exception as error:
+        packed, why = b"", why or f"its result cannot be sent: {error}"
+    pipe.send((packed, where, why))
