@@ -16,7 +16,9 @@ from tests.launching import SOURCE, until
 from tests.slurm_cluster import CREDENTIAL_SECONDS, MISSING, REASON, SlurmCluster, slurm_cluster
 from tutti.cli.app import main
 from tutti.config.engine_config import SlurmEngineConfig
-from tutti.errors import TuttiError
+from tutti.errors import PeerError, TuttiError, UsageError
+from tutti.launcher import slurm_engine
+from tutti.launcher.slurm_engine import SlurmEngine
 from tutti.launcher.slurm_job import batch_file, submit_file
 
 OPTIONS = (
@@ -206,6 +208,22 @@ def test_a_job_that_cannot_be_submitted(
     with pytest.raises(TuttiError) as refused:
         submit_file(tmp_path / "a job.sbatch")
     assert refused.value.exit_code == code and told in str(refused.value)
+
+
+def test_a_run_outlives_commands_of_slurm_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    answers = {"scontrol": "n1\nn2", "squeue": "n[1-2]", "sinfo": "n1 idle\nn2 idle"}
+    monkeypatch.setattr(slurm_engine, "_answer", lambda command, *_: answers.get(command))
+    engine = SlurmEngine(tmp_path)
+    del answers["scontrol"]
+    assert engine.slots() == {"n1": 2, "n2": 2} and engine.poll() == []
+    with pytest.raises(PeerError, match="does not say which nodes"):
+        SlurmEngine(tmp_path)
+    answers["scontrol"] = "n1"
+    with pytest.raises(UsageError, match="has 1 nodes, and SLURM_TASKS_PER_NODE is that of 2"):
+        SlurmEngine(tmp_path)
 
 
 # --- on a cluster --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class SlurmEngine:
         logs: folder for the output of all ranks but rank 0.
 
     Raises:
-        UsageError: this process does not run in a Slurm allocation.
+        UsageError: this process does not run in a Slurm allocation, or Slurm's variables contradict each other.
         PeerError: Slurm does not answer.
     """
 
@@ -50,6 +50,13 @@ class SlurmEngine:
             raise UsageError("this process runs in no job of Slurm", remedy="start it with sbatch or salloc")
         names = _host_names(os.environ["SLURM_JOB_NODELIST"])
         counts = tasks_per_node(os.environ["SLURM_TASKS_PER_NODE"], "SLURM_TASKS_PER_NODE")
+        if names is None:
+            raise PeerError("Slurm does not say which nodes its job has", where=os.environ["SLURM_JOB_NODELIST"])
+        if len(names) != len(counts):
+            raise UsageError(
+                f"the Slurm job has {len(names)} nodes, and SLURM_TASKS_PER_NODE is that of {len(counts)}",
+                remedy="leave the variables of Slurm as sbatch and salloc set them",
+            )
         self._tasks = dict(zip(names, counts, strict=True))
         self._held = set(names)
         self._looked = time.monotonic()
@@ -59,14 +66,12 @@ class SlurmEngine:
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of the nodes that still belong to the Slurm job and answer.
 
-        A slot is room for one rank. Asks Slurm's commands, which may take seconds. If ``squeue`` does not answer, the
-        nodes that the job had at the last answer count; if ``sinfo`` does not, all of the job's nodes count.
+        A slot is room for one rank. Asks Slurm's commands, which may take seconds. If ``squeue`` or ``scontrol`` does
+        not answer, the nodes that the job had at the last answer count; if ``sinfo`` does not, all of the job's nodes
+        count.
 
         Returns:
             Name of the node → number of free slots.
-
-        Raises:
-            PeerError: ``scontrol`` does not say the names of the job's nodes.
         """
         held = self._ranks.held()
         return {host.name: host.slots - held[host.name] for host in self._there()}
@@ -148,7 +153,8 @@ class SlurmEngine:
         """Ask which nodes the job still has."""
         self._looked = time.monotonic()
         if (listed := _answer("squeue", "--noheader", f"--jobs={os.environ[JOB]}", "--format=%N")) is not None:
-            self._held = set(_host_names(listed))
+            # A run goes on while Slurm is busy or away.
+            self._held = set(found) if (found := _host_names(listed)) is not None else self._held
 
     def _there(self) -> list[Host]:
         """Return the job's nodes that answer, with all their slots."""
@@ -209,14 +215,10 @@ def _signal_or_code(code: int) -> int:
     return 128 - code if code - 128 in _CRASHES else code
 
 
-def _host_names(nodes: str) -> list[str]:
-    """Return the names in a list of Slurm, such as ``n[1-3]``. Raises PeerError if Slurm does not answer."""
-    if not nodes:
-        return []
-    names = _answer("scontrol", "show", "hostnames", nodes)
-    if names is None:
-        raise PeerError("Slurm does not say which nodes its job has", where=nodes)
-    return names.split()
+def _host_names(nodes: str) -> list[str] | None:
+    """Return the names in a list of Slurm, such as ``n[1-3]``; None if Slurm does not answer."""
+    names = _answer("scontrol", "show", "hostnames", nodes) if nodes else ""
+    return None if names is None else names.split()
 
 
 def _answer(*words: str) -> str | None:
