@@ -107,6 +107,4 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
     run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -34,7 +34,7 @@ ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
 """The device of tests that are about accelerators."""
 _context = mp.get_context("forkserver")
 # pytest and the contract table, too: what the modules import whose functions ranks are sent, 0.4 s of each rank's time.
-_context.set_forkserver_preload([*MODULES, "pytest", "tests.contract.test_accelerator"])
+_context.set_forkserver_preload([*MODULES, "pytest", "tests.contract.test_accelerator", "tests.huge_pages"])
 
 
 @dataclass
@@ -236,8 +236,6 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
 
     import tutti
 
-    # What was loaded before the fork is nothing that a garbage collection could free.
-    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store
