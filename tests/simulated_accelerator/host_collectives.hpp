@@ -6,7 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <mutex>
