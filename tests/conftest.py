@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -17,6 +18,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Beside other tests an example may take any time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# Until all is collected, a garbage collection frees nothing, and a second of them would be made.
+gc.disable()
+# Of processes that fork for tests, and to be imported there alone.
+collect_ignore = ["forkserver_main.py", "rank_server.py"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let garbage collections look at what tests make alone, not at all that was collected."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -32,7 +32,7 @@ class _Server:
         environ = {name: value for name, value in os.environ.items() if name not in _CLEARED}
         source = Path(__file__).parents[1] / "src"
         subprocess.Popen(
-            [sys.executable, str(_SERVER), str(there.fileno()), *modules, "huge_pages"],
+            [sys.executable, str(_SERVER), str(there.fileno()), *modules],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[there.fileno()],
             env=environ | {"PYTHONPATH": str(source)}, start_new_session=True,
         )  # fmt: skip

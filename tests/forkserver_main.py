@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import importlib
 import json
 import os
 import random
@@ -17,11 +16,13 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
+# From this file's folder: the tests are no package here.
+from preloaded import preload
+
 _CLONE_NEWNET = 0x40000000
 _code: int | None = None
 
 
-@atexit.register
 def leave() -> None:
     """End this process after all other exit handlers, without freeing what was imported before the fork.
 
@@ -104,7 +105,7 @@ def run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+    # Before all imports, whose handlers are to be called first.
+    atexit.register(leave)
+    preload(sys.argv[2:])
     run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 
 from tests.gpu import sharing
-from tests.preloaded import MODULES
 from tests.simulated_accelerator import build
 from tutti.device import accelerator_type, count_by_driver
 
@@ -33,8 +32,7 @@ DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
 """The device of tests that are about accelerators."""
 _context = mp.get_context("forkserver")
-# pytest and the contract table, too: what the modules import whose functions ranks are sent, 0.4 s of each rank's time.
-_context.set_forkserver_preload([*MODULES, "pytest", "tests.contract.test_accelerator", "tests.huge_pages"])
+_context.set_forkserver_preload(["tests.rank_server"])
 
 
 @dataclass
