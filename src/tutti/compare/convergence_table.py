@@ -129,9 +129,12 @@ def markdown(
 def as_csv(ladder: Ladder, rows: Mapping[str, RungResult]) -> str:
     """Return the results of a ladder as CSV: a heading, and a line for each finished run.
 
-    Columns: ``rung`` (configuration), ``from`` (rung whose configuration it changes), ``seed``, ``held_out``,
-    ``training``, ``updates``, ``samples``, ``seconds``, ``samples_per_second`` and ``weights_sha256``. If a rung has a
-    target (``--until``), four more: ``reached``, ``steps_to_target``, ``samples_to_target`` and ``seconds_to_target``.
+    Columns: ``rung`` (configuration), ``from`` (rung whose configuration it changes), ``seed``, ``held_out`` (the
+    compared metric on held-out samples, after the last evaluation), ``training`` (the same metric on training samples,
+    over the last epoch), ``updates``, ``samples``, ``seconds``, ``samples_per_second`` and ``weights_sha256``. If a
+    rung has a target (``--until``), four more: ``reached``, ``steps_to_target``, ``samples_to_target`` and
+    ``seconds_to_target``; they are empty for a rung without a target, and the last three for a run that did not reach
+    it.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).

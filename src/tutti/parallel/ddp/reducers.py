@@ -399,8 +399,10 @@ class TreeReducer:
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to a fixed summation tree, and set every ``.grad`` to None.
 
-        Called after the last backward of the worker, one of N fixed shares of the global batch. Where several ranks
-        share a worker and this rank had no samples of it, nothing is added; the first of these ranks adds zeros then.
+        Called after the last backward of the worker, one of N fixed shares of the global batch. Not collective: this
+        rank adds to a partial sum of its own, and ``finish`` sums over the ranks and raises MismatchError where their
+        steps differ. Where several ranks share a worker, a rank without samples of it adds nothing, unless it is the
+        first of these ranks, which then adds zeros.
 
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are added to the sum,

@@ -332,13 +332,14 @@ class AsyncHandler:
             request: the request, with its header, floats and, for a PUSH, gradients.
 
         Returns:
-            The reply, an ``Answer`` with ``status`` (an integer constant) and five floats (``extras``): the staleness
-            of the push (the number of updates since the worker's read of the parameters); the updates that crashed
-            server processes had made after their newest snapshot; the step after which all workers stop, or -1; 1 if
-            the worker may begin its next step, else 0; the steps of all workers divided by the number of workers. The
-            status is REFUSED for a non-finite gradient, and, without floats, for other kinds of request. None for a
-            PULL with the flag WAIT while the worker is further ahead of the slowest than the staleness bound allows;
-            the server later calls ``handle`` again with the same request.
+            The reply, an ``Answer``. If its ``values`` is True, the server sends its current parameters with it: always
+            for a PULL, and for a PUSH with the flag BACK. Its ``status`` is OK, or REFUSED for a non-finite gradient
+            and, without floats, for other kinds of request. Its five floats, ``extras``: the staleness of the push (the
+            number of updates since the worker's read of the parameters; 0 for a PULL); the updates that crashed server
+            processes had made after their newest snapshot; the step after which all workers stop, or -1; 1 if the
+            worker may begin its next step, else 0; the steps of all workers divided by the number of workers. None in
+            place of an ``Answer`` for a PULL with the flag WAIT while the worker is further ahead of the slowest than
+            the staleness bound allows; the server later calls ``handle`` again with the same request.
         """
         header = request.header
         if header.kind == PULL:
