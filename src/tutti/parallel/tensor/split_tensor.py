@@ -132,8 +132,9 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
 def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
     """Return this tensor-parallel rank's slice of a layer's input along the last dimension: (…, inputs here).
 
-    Collective for a whole input: its backward all-gathers the gradient. A ``SplitTensor`` that is split along another
-    dimension is all-gathered first.
+    A ``SplitTensor`` holds one rank's slice, and stands for the whole tensor: it has the whole shape, and an operation
+    of the script that needs all elements gathers them. Collective for a whole input: its backward all-gathers the
+    gradient. A ``SplitTensor`` that is split along another dimension is all-gathered first.
 
     Args:
         value: the slice itself, a ``SplitTensor``, or the whole input, if the script has computed it.
@@ -145,7 +146,8 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
         slice, and returned as it is.
 
     Raises:
-        UsageError: an autograd function of the script has returned a ``SplitTensor``: it has computed on a slice.
+        UsageError: an autograd function of the script has returned a ``SplitTensor``: the numbers in it were computed
+            from one rank's slice alone, where the function's formula may need the whole tensor.
     """
     if not isinstance(value, SplitTensor):
         if value.shape[-1] == width or value.shape[-1] != slice_.length:
