@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tutti import python_compat
-from tutti.python_compat import calling_frame, live_objects
+from tutti.python_compat import calling_frame, import_uncollected, live_objects
 
 ENDING = """
 import atexit, os, sys, time
@@ -51,10 +55,26 @@ def test_live_objects_are_those_of_the_class_and_its_subclasses() -> None:
     assert live_objects(Derived) == [derived]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_no_garbage_is_collected_while_a_module_is_imported(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told_uncollected.py").write_text("raise OSError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gc, "isenabled", lambda: before)
+    collecting = []
+    monkeypatch.setattr(gc, "disable", lambda: collecting.append(False))
+    monkeypatch.setattr(gc, "enable", lambda: collecting.append(True))
+    with pytest.raises(OSError):
+        import_uncollected(["told_uncollected"])
+    assert collecting == [False, True][: 1 + before]
+
+
 def test_every_name_is_touched() -> None:
     assert set(python_compat.__all__) == {
         "calling_frame",
         "forget_exit_handlers",
+        "import_uncollected",
         "join_threads",
         "live_objects",
         "run_exit_handlers",

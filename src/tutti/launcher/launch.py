@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import importlib.util
 import logging
 import os
@@ -29,6 +28,7 @@ from tutti.launcher.budget import Budget
 from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
 from tutti.launcher.held_signals import held_signals
 from tutti.launcher.orphans import adopt_orphans
+from tutti.python_compat import import_uncollected
 
 if TYPE_CHECKING:
     from tutti.launcher.agent import Agent
@@ -98,11 +98,11 @@ def launch(
     try:
         with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
             with held_signals(child.SIGNALS):
+                import_uncollected(["tutti.launcher.agent"])
                 from tutti.launcher.agent import Agent, run_agent
 
                 if not is_compiled_in():
-                    for module in preload:
-                        importlib.import_module(module)
+                    import_uncollected(preload)
             if elastic is not None:
                 return ElasticDriver(job, elastic, grace).run()
             agent = Agent(job, processes, Budget(restarts, progress), grace)
