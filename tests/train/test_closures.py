@@ -179,3 +179,34 @@ def test_a_closure_of_a_gradient_that_is_not_finite_is_skipped(kind: Any) -> Non
 def test_weights_that_a_later_evaluation_ruins_end_the_run() -> None:
     with pytest.raises(worlds.RankError, match="SharpnessAware has written NaN or infinity into the parameters"):
         worlds.run(1, step_by_step, strategy="mirrored", kind=SharpnessAware, bad=(1,))
+
+
+def by_turns(strategy: str | None) -> list[Any]:
+    """Two optimizers, each with a closure of its own, and a loss that counts two a sample: the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizers: list[Any] = [lbfgs(model[0].parameters(), lr=0.5), SharpnessAware(model[2].parameters(), lr=0.1)]
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "clip": CLIP, "loss_scale": "8"}
+    run: Any = strategy and tutti.prepare(model, optimizers, DATA, strategy=strategy, **options)
+    for batch in run.microbatches(0) if run else DATA.split(4):
+        for optimizer, part in zip(optimizers, (model[0], model[2]), strict=True):
+
+            def closure(batch: Tensor = batch, part: nn.Module = part) -> Any:
+                model.zero_grad()
+                loss = 30 * model(batch).square().sum()
+                if run:
+                    run.backward((loss, 2 * len(batch)))
+                else:
+                    (loss / (2 * len(batch))).backward()
+                    nn.utils.clip_grad_norm_(part.parameters(), CLIP)
+                return loss / (2 * len(batch))
+
+            optimizer.step(closure)
+    return [value.tolist() for value in (run.state() if run else model.state_dict()).values()]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded"])
+def test_each_of_two_optimizers_clips_its_own_gradients(strategy: str) -> None:
+    [found] = worlds.run(1, by_turns, strategy=strategy)
+    for got, want in zip(found, by_turns(None), strict=True):
+        assert torch.allclose(torch.tensor(got), torch.tensor(want), atol=1e-10)

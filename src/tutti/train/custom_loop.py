@@ -770,14 +770,15 @@ class CustomLoop:
             stats = self._stats_for(members, edited)
             found.append(stats)
             if stats.finite:
-                sync.clip_gradients(stats.grad_norm)
+                with sync.stepping(index, members):
+                    sync.clip_gradients(stats.grad_norm)
             elif len(found) == 1 and before == [tensor_version(parameter) for parameter in members]:
                 raise _NothingWritten(loss)
             return loss
 
         self.stepped = True
         updated = UpdateResult(1)
-        with run._open_gate(), sync.stepping(index, members):
+        with run._open_gate():
             try:
                 loss = plain(handed)
             except _NothingWritten as skipped:
