@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 
 if TYPE_CHECKING:
     import torch
@@ -195,10 +195,10 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
     if local_rank >= count:
         limits = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES if name in os.environ)
         raise UsageError(
-            f"{local_size} processes on this host share {count} GPUs",
+            f"{local_size} processes on this host share {counted(count, 'GPU')}",
             where=where,
             why=f"this process sees no others, because of {limits}" if limits else None,
-            remedy=f"start at most {count} processes a host, or take --device cpu"
+            remedy=f"start at most {counted(count, 'process')} a host, or take --device cpu"
             + "; or let every process see all GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task)"
             * bool(limits),
         )

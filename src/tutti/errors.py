@@ -227,6 +227,20 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words for a message: ``1 device``, ``2 devices``, ``10,000 micro-batches``.
+
+    Args:
+        number: how many.
+        noun: the thing in the singular; its plural is regular.
+
+    >>> counted(1, "data rank"), counted(0, "process"), counted(10_000, "micro-batch")
+    ('1 data rank', '0 processes', '10,000 micro-batches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def script_line_of(error: BaseException) -> str:
     """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.process_ancestors import job_of
 
 Source = Literal["torchrun", "horovod", "openmpi", "hydra", "pals", "flux", "slurm", "single"]
@@ -316,7 +316,8 @@ def _slurm_local_size(environ: Mapping[str, str], values: Mapping[str, int]) -> 
             return (counts[values["cross_rank"]] if values["cross_rank"] < len(counts) else 0), name
         if name == "SLURM_STEP_TASKS_PER_NODE":
             raise UsageError(
-                f"{name} is '{environ[name]}', which is not {values['size']} tasks on {values['cross_size']} hosts",
+                f"{name} is '{environ[name]}', which is not "
+                f"{counted(values['size'], 'task')} on {counted(values['cross_size'], 'host')}",
                 remedy="start the program with srun",
             )
     if "SLURM_NTASKS_PER_NODE" in environ:

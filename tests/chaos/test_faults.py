@@ -44,7 +44,7 @@ def test_given_steps_are_multiples() -> None:
     [
         ({"rank": 3}, "no rank 3.*0 to 2"),
         ({"step": "random"}, "random steps cannot be drawn.*--steps"),
-        ({"step": "random", "total": 3, "times": 3}, "3 faults do not fit into 3 steps"),
+        ({"step": "random", "total": 3, "times": 3}, "no room for 3 faults in 3 steps"),
         ({"step": 0, "times": 2}, "only one fault can be injected at the first checkpoint"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_task_of_the_users_own(tmp_path: Path) -> None:
     assert refused.code == 2 and "Did you mean 'accuracy'" in refused.err, refused.err
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     result = tutti(tmp_path, *words, "--patience", "1", "--optimizer", "sgd:lr=0", "--overwrite")
-    assert result.code == 0 and "ended after 1 evaluations without a better loss" in result.out, result.err
+    assert result.code == 0 and "ended after 1 evaluation without a better loss" in result.out, result.err
     found = summary(tmp_path, "run")
     assert found["early_stopping"]["ended_by"] == "patience" and found["epochs"] == 2
 
@@ -95,7 +95,7 @@ def test_compare_tells_steps_samples_and_time_to_the_target(tmp_path: Path) -> N
     runs = {rung["name"]: rung["runs"][0] for rung in found["rungs"]}
     assert [runs[name]["steps_to_target"] for name in ("one", "many", "rule")] == [12, 4, 4]
     assert all(run["reached"] and run["samples_to_target"] == 48 for run in runs.values())
-    said = "'many' reached loss<=9 with 1 of 1 seeds, after 4 steps (× 0.33), 48 samples (× 1.00)"
+    said = "'many' reached loss<=9 with 1 of 1 seed, after 4 steps (× 0.33), 48 samples (× 1.00)"
     assert any(sentence.startswith(said) for sentence in found["verdict"]), found["verdict"]
     table = (tmp_path / "runs" / "compare-own-own" / "table.md").read_text()
     assert "samples to it" in table and "1 of 1" in table
@@ -106,4 +106,4 @@ def test_compared_runs_that_miss_their_target_are_finished_runs(tmp_path: Path) 
     prepare(tmp_path, 0.0)
     words = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "2")
     missed = tutti(tmp_path, *words, "--seeds", "1", "--until", "loss<=0.0001")
-    assert missed.code == 0 and "'one' reached loss<=0.0001 with 0 of 1 seeds." in missed.out, missed.err
+    assert missed.code == 0 and "'one' reached loss<=0.0001 with 0 of 1 seed." in missed.out, missed.err

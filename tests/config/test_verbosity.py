@@ -79,8 +79,8 @@ def test_python_sees_the_logger_and_the_root_stays_as_it_is(tmp_path: Path) -> N
     for environ in ({}, {VERBOSITY: "verbose"}):
         done = run([script.name], tmp_path, os.environ | environ, 200)
         assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stderr.splitlines() if "device mesh: 1 ranks" in line]
-        assert lines == ["own device mesh: 1 ranks = 1 data"]
+        lines = [line for line in done.stderr.splitlines() if "device mesh: 1 rank" in line]
+        assert lines == ["own device mesh: 1 rank = 1 data"]
 
 
 def test_a_wrong_level_is_refused(tmp_path: Path) -> None:

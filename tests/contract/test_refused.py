@@ -144,4 +144,4 @@ def test_an_entry_for_what_runs_or_with_another_reason_is_found() -> None:
     [entry] = refusals('refused = [{when = "devices == 2", says = "nothing", why = "it was once so"}]')
     assert wrong([case], [entry]) == [f"{case} runs and is listed: it was once so"]
     [found] = wrong([replace(case, workers=1)], [entry])
-    assert "is refused for another reason: 1 workers cannot be distributed" in found
+    assert "is refused for another reason: 1 worker cannot be distributed" in found

@@ -71,7 +71,7 @@ def test_description_holds_every_derived_number() -> None:
         "workers": "3, each 42 or 43 samples a step",
         "micro-batch": "15 samples × 3 accumulated",
         "data ranks": "2, each plays 1 or 2 workers",
-        "epoch": "1000 samples = 8 steps",
+        "epoch": "1,000 samples = 8 steps",
         "imbalance": "ranks with 1 wait for those with 2: 75% busy",
         "last batch": "104 samples, weighted exactly",
     }

@@ -90,7 +90,7 @@ def test_skips_count_where_no_scale_can_help() -> None:
             strategy=strategy,
             most=1,
         )
-        assert not any(skipped for skipped, *_ in seen) and "1 steps in a row" in end
+        assert not any(skipped for skipped, *_ in seen) and "1 step in a row" in end
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "local_sgd"])

@@ -118,7 +118,7 @@ def many(rank: int, count: int) -> str:
 def test_more_processes_than_devices_are_refused() -> None:
     worlds.require_devices(DEVICE, 1)
     count = worlds.devices_here(DEVICE) if REAL else 2
-    assert f"{count + 1} processes on this host share {count} GPUs" in apart(1, many, count)[0]
+    assert f"{count + 1} processes on this host share {count} GPU" in apart(1, many, count)[0]
 
 
 def exhausted() -> str:

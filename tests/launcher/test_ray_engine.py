@@ -211,7 +211,7 @@ def test_a_slot_is_room_on_one_node(nodes: Nodes, tmp_path: Path) -> None:
     try:
         assert taker.stdout is not None and taker.stdout.readline() == "taken\n"
         for count, options, said in (
-            ("1", "cpus=2", "1 device needs 1 slot, and there are none free on "),
+            ("1", "cpus=2", "the run needs 1 slot, and there are none free on "),
             ("3", "cpus=1", "there are 2: 1 on "),
             ("1", "cpus=0.00001", "Ray refuses what --on ray asks for: The precision of the fractional quantity"),
         ):

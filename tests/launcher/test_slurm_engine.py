@@ -333,7 +333,7 @@ def test_a_run_that_shrank_has_all_devices_again_at_its_next_start(tmp_path: Pat
         at_step(tmp_path / "run", 20)
         cluster.lose("n2")
         output = tmp_path / f"slurm-{job(tmp_path)}.out"
-        until(lambda: "going on with 1 device" in output.read_text())
+        until(lambda: "going on with 1 device " in output.read_text())
         cluster.run("slurmd", "-D", "-N", "n2", as_name="n2")
         until(lambda: cluster.ask("sinfo", "--noheader", "--nodes=n2", "--format=%T") == "idle")
         cluster.ask("scancel", "--batch", "--signal=USR1", job(tmp_path))

@@ -161,9 +161,9 @@ def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_too_few_slots(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="1 device needs 1 slot, and there are none free on a"):
+    with pytest.raises(UsageError, match="the run needs 1 slot, and there are none free on a"):
         supervise(FakeEngine(0), job(tmp_path, 1))
-    with pytest.raises(UsageError, match="4 devices need 4 slots, and there are 3: 3 on a"):
+    with pytest.raises(UsageError, match="the run needs 4 slots, and there are 3: 3 on a"):
         supervise(FakeEngine(3), job(tmp_path, 4))
 
 
@@ -257,7 +257,7 @@ def test_fewer_slots_than_the_least_end_the_run_to_be_resumed(
     engine = FakeEngine(2, lose_one)
     assert supervise(engine, job(tmp_path, 2, restarts=1, wait=0, progress=lambda: 30)) == 75
     shown = capfd.readouterr().err
-    assert "2 devices are needed, and there are 1: 1 on a. The run is saved at step 30" in shown
+    assert "the run needs 2 devices, and there are 1: 1 on a. The run is saved at step 30" in shown
 
 
 def test_slots_that_vanish_before_the_start(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_one_row_a_device(strategy: str, devices: int, custom_loop: bool, tmp_pa
         assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in itertools.pairwise(own)), "they overlap"
     if devices > 1:
         assert {"idle", "communication"} & {e["name"] for e in events}
-    assert (place / TABLE).read_text().startswith(f"steps 1 to {BATCHES} on {devices} devices\n")
+    assert (place / TABLE).read_text().startswith(f"steps 1 to {BATCHES} on {devices} device")
     assert (place / "timeline.svg").read_text().count(">device ") == devices
 
 

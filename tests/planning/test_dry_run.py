@@ -169,7 +169,7 @@ def test_what_this_host_has_no_room_for_is_not_measured(
     assert command_line.dry_run("digits", PlannedRun(**BASE), "16GB", ()) == 0
     *table, said = capsys.readouterr().out.splitlines()
     assert table[-1].startswith("total")
-    assert said == "not measured: this host has 256 MiB free for each of 2 processes, too little for that"
+    assert said == "not measured: this host has 256 MiB free for each of 2 processes, too little"
 
 
 def test_what_is_taken_for_granted_is_said() -> None:

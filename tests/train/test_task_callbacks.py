@@ -135,5 +135,5 @@ def test_a_callback_of_the_last_rank_stops_the_run(size: int, strategy: str, tmp
 
 def test_early_stopping_keeps_the_best_model(tmp_path: Path) -> None:
     found = train(tmp_path, "early", 2, "mirrored", "out", "--epochs", "5")
-    assert (found["steps"], found["stopped"]) == (8, "no better distance in 1 evaluations")
+    assert (found["steps"], found["stopped"]) == (8, "no better distance in 1 evaluation")
     assert len(list((tmp_path / "best").glob("step-*"))) == 1

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from tutti.errors import counted
+
 Verdict = Literal["equal bits", "different", "not compared"]
 
 
@@ -55,7 +57,7 @@ class FaultOutcome:
             The sentences; an empty list means that the run survived the fault.
         """
         too_many = self.most_lost is not None and self.lost_steps > self.most_lost
-        return [*self.broken, *[f"{self.lost_steps} steps lost, more than {self.most_lost}"] * too_many]
+        return [*self.broken, *[f"{counted(self.lost_steps, 'step')} lost, more than {self.most_lost}"] * too_many]
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Report:
             for text in outcome.problems()
         ]
         if len(self.outcomes) < self.planned:
-            found.append(f"the run was over after {len(self.outcomes)} of {self.planned} faults")
+            found.append(f"the run was over after {len(self.outcomes)} of {counted(self.planned, 'fault')}")
         if self.finished and self.exit_code:
             found.append(f"the run ended with exit code {self.exit_code}")
         if self.verdict == "different":

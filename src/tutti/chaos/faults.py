@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import ExitCode, UsageError, counted
 
 Kind = Literal["kill", "stop", "slow", "terminate", "corrupt", "fill"]
 """kill: SIGKILL. stop: SIGSTOP, then SIGCONT. slow: SIGSTOP and SIGCONT in turn. terminate: SIGTERM to the launcher.
@@ -157,7 +157,10 @@ def _random_steps(count: int, total: int | None, dice: random.Random) -> list[in
         remedy = "give the run --steps, or add --verify, or give --at-step a number"
         raise UsageError("random steps cannot be drawn", why=why, remedy=remedy)
     if count >= total:
-        raise UsageError(f"{count} faults do not fit into {total} steps", remedy="give fewer, or a longer run")
+        raise UsageError(
+            f"there is no room for {counted(count, 'fault')} in {counted(total, 'step')}",
+            remedy="give fewer, or a longer run",
+        )
     # An observer from outside may be late: the last steps are reserved for the effects of the last fault.
     last = max(count, total - max(total // 20, min(100, total // 2)))
     return sorted(dice.sample(range(1, last + 1), count))

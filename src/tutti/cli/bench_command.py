@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from tutti.cli.console_tables import print_table
 from tutti.cli.workload_command import quantity
 from tutti.device import check_device, usable_cores
-from tutti.errors import ExitCode, UsageError, did_you_mean
+from tutti.errors import ExitCode, UsageError, counted, did_you_mean
 from tutti.launcher.encoding import json_text
 from tutti.workload.bench import PARTS, bench_machine
 from tutti.workload.bench_scaling import refuse_own_flags, scaling_rows
@@ -124,7 +124,9 @@ def show_machine(found: Machine) -> None:
     Args:
         found: the measured machine.
     """
-    print(f"{found.device['name']} · {found.host['cores']} cores · {found.measured} · {found.seconds:.0f} s\n")
+    print(
+        f"{found.device['name']} · {counted(found.host['cores'], 'core')} · {found.measured} · {found.seconds:.0f} s\n"
+    )
     if found.curves:
         rows = [
             [

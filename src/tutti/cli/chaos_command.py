@@ -35,7 +35,7 @@ from tutti.cli.fault_arguments import (
 )
 from tutti.cli.help_pages import OneScreen
 from tutti.config.settings import WholeNumber
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text
 
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -370,7 +370,7 @@ def _play(fault: Fault, rank: str, words: Sequence[str], options: Options, rules
 
 
 def _tell(planned: int, number: int, outcome: FaultOutcome) -> None:
-    result = "; ".join(outcome.problems()) or f"{outcome.lost_steps} steps lost"
+    result = "; ".join(outcome.problems()) or f"{counted(outcome.lost_steps, 'step')} lost"
     print(f"{number}/{planned} step {outcome.step}: {outcome.fault}: {result}", file=sys.stderr, flush=True)
 
 
@@ -394,7 +394,7 @@ def _conclude(report: Report, as_json: bool, heads: Sequence[str], rows: Sequenc
     else:
         print_table(heads, rows)
         weights = f"; weights: {report.verdict}" if report.finished else ""
-        print(f"{report.steps} steps, {report.executed} made: goodput {report.goodput:.3f}{weights}")
+        print(f"{counted(report.steps, 'step')}, {report.executed} made: goodput {report.goodput:.3f}{weights}")
         print("\n".join(f"not as promised: {problem}" for problem in problems) or "survived as promised")
     return ExitCode.THRESHOLD if problems else ExitCode.DONE
 

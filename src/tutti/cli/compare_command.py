@@ -19,7 +19,7 @@ from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board
 from tutti.config.metric_direction import Metric, higher_is_better
 from tutti.config.settings import WholeNumber, flag_table
-from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.errors import DiskError, ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text, strict_json
 from tutti.tasks import user
 from tutti.tasks.task_registry import judged_by
@@ -165,7 +165,7 @@ def _list(chosen: ladder.Ladder, trials: list[runs.Trial]) -> None:
         changes = ", ".join(f"{key}={value}" for key, value in rung.changes.items())
         print(f"{rung.name}: {rung.cause}" + (f" (over '{rung.parent}')" if rung.parent else "") + f"\n    {changes}")
     done = sum(runs.finished(trial) for trial in trials)
-    print(f"{len(trials)} runs, {done} of them finished")
+    print(f"{counted(len(trials), 'run')}, {done} of them finished")
 
 
 def _command(

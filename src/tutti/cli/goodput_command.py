@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, counted
 from tutti.launcher.encoding import json_text
 from tutti.metrics.goodput import run_goodput
 
@@ -49,7 +49,7 @@ def goodput(
         return ExitCode.DONE
     starts = f", {found.attempts} starts" * (found.attempts > 1)
     spent = f"{found.productive:,.1f} s of {found.elapsed:,.1f} s"
-    print(f"goodput {found.fraction:.1%}: {spent}, {found.steps:,} steps{starts}")
+    print(f"goodput {found.fraction:.1%}: {spent}, {counted(found.steps, 'step')}{starts}")
     rows = sorted(found.lost.items(), key=lambda item: -item[1])
     shares = [(cause, f"{seconds:,.2f}", f"{seconds / max(found.elapsed, 1e-9):.1%}") for cause, seconds in rows]
     print_table(("lost to", "s", "share"), shares)

@@ -23,7 +23,7 @@ from tutti.config.settings import OptionalWholeNumber, WholeNumber, resolve_conf
 from tutti.config.train_config import TrainConfig
 from tutti.device import check_device
 from tutti.distribution import pip_install
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import ExitCode, UsageError, counted
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text
 from tutti.launcher.launch import launch
@@ -312,7 +312,7 @@ def show_landscape(found: Mapping[str, Any]) -> None:
         found: the content of ``landscape.json``.
     """
     samples = " and ".join(f"{count:,} {name}" for name, count in found["samples"].items())
-    print(f"{found['run']}, step {found['step']}: {found['parameters']:,} parameters, {samples} samples")
+    print(f"{found['run']}, step {found['step']}: {counted(found['parameters'], 'parameter')}, {samples} samples")
     rows = [
         (f"{of} {name}", f"{value:.6g}", "")
         for of in found["samples"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tutti.cli.run_command import OF_NODE
-from tutti.errors import DiskError, UsageError
+from tutti.errors import DiskError, UsageError, counted
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.hosts import parse_host_file, parse_hosts
 from tutti.launcher.node_engine import NodeEngine, NodePart, read_node_part
@@ -139,7 +139,7 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
         return part, without
     if not wanted.isdecimal() or int(wanted) % part.nodes:
         raise UsageError(
-            f"--devices {wanted} cannot be shared out equally over {part.nodes} nodes",
+            f"--devices {wanted} cannot be shared out equally over {counted(part.nodes, 'node')}",
             remedy="give the devices of all nodes together, or --nproc-per-node",
         )
     return NodePart(part.nodes, part.number, int(wanted) // part.nodes, part.address, part.port), without

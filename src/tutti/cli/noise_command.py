@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from tutti import process_context
 from tutti.cli.console_tables import print_table
 from tutti.config.settings import OptionalWholeNumber, WholeNumber, flag_table, resolve_config
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text
 from tutti.optim.noise_scale import NoiseBand
 from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence, critical_batch, noise_evidence
@@ -219,7 +219,7 @@ def _show(found: CriticalBatch, evidence: Sequence[NoiseEvidence], tuned: Sequen
     bands = [("gradient noise", found.noise), ("of Adam's preconditioned gradient", found.scaled)]
     rows = [(name, f"{band.scale:,.1f}", _ends(band.low, band.high)) for name, band in bands if band is not None]
     if rows:
-        print_table((f"noise scale, {steps} measured steps", "samples", "90 % band"), rows)
+        print_table((f"noise scale, {counted(steps, 'measured step')}", "samples", "90 % band"), rows)
     fit = found.branches
     if fit is not None:
         counts = {k: sum(b.multiple == k for b in fit.branches) for k in fit.means()}

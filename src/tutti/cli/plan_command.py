@@ -20,7 +20,7 @@ from tutti.cli.console_tables import print_table
 from tutti.cli.simulate_command import parse_link
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.training_target import TrainingTarget, check_metric
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.recipe import check_writable
@@ -188,7 +188,7 @@ def plan_devices(
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
     found = search(steps)
     if not found.steps:
-        why = "; ".join(f"{text} ({count} choices)" for text, count in found.refusals().items())
+        why = "; ".join(f"{text} ({counted(count, 'choice')})" for text, count in found.refusals().items())
         raise UsageError(
             "no choice of devices and batch can be planned",
             why=why or "no run has ten recorded steps",
@@ -286,7 +286,7 @@ def _steps_of_machine(
     here, others = _of_machine(evidence, costs, precision)
     if not others:
         return [*steps]
-    notes.append(f"steps of {others} runs are not used: they were trained on another machine or precision")
+    notes.append(f"steps of {counted(others, 'run')} are not used, trained on another machine or precision")
     kept = {step_key(s) for s in measured_steps(here)}
     return [s for s in steps if step_key(s) in kept]
 
@@ -508,7 +508,9 @@ def _verify(answer: _Answer, base: PlannedRun, near: RunEvidence | None) -> list
     able = [p for p in ranked if p.devices <= here and p.step.samples is None and not p.step.least]
     able = able[: answer.asked.verify]
     if not able:
-        raise UsageError("no plan can be verified", why=f"there are {here} devices here", remedy="leave out --verify")
+        raise UsageError(
+            "no plan can be verified", why=f"this machine has {counted(here, 'device')}", remedy="leave out --verify"
+        )
     first = best_by_devices(answer.plans)
     found = []
     for plan in able:
@@ -559,7 +561,7 @@ def _short(plan: DevicePlan) -> str:
 
 def _choice(plan: DevicePlan) -> str:
     """Return a plan's devices, batch and strategy in words."""
-    count = f"{plan.devices} device" + "s" * (plan.devices > 1)
+    count = counted(plan.devices, "device")
     return f"{count}, batch {plan.step.batch}, {plan.step.label}"
 
 
@@ -649,7 +651,7 @@ class _Answer:
         if not self.found.searched:
             return []
         ruled = sum(plan.step.least for plan in self.plans)
-        full = f"{self.found.searched:,} plans: {self.found.evaluated:,} evaluated in full"
+        full = f"{counted(self.found.searched, 'plan')}: {self.found.evaluated:,} evaluated in full"
         return [f"{full}, {ruled:,} ruled out by a lower bound of their time"]
 
     def _json(
@@ -729,7 +731,7 @@ class _Answer:
             *(("searched", line) for line in self._searched()),
             *(("rests on", line) for line in self.found.rests),
             *(("GUESSED", line) for line in self.found.guesses),
-            *(("refused", f"{line} ({count} choices)") for line, count in self.found.refusals().items()),
+            *(("refused", f"{line} ({counted(count, 'choice')})") for line, count in self.found.refusals().items()),
             *(("note", line) for line in self.notes),
         ):
             print(f"{label:<9} {line}")

@@ -15,7 +15,7 @@ from tutti.cli.workload_command import quantity
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
-from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.errors import DiskError, ExitCode, UsageError, counted
 from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text, strict_json
 from tutti.planning.planned_run import PlannedRun
@@ -186,7 +186,7 @@ def simulate_step(
         prediction, times = predict_step(subject, sizes, config, costs, residuals)
         found.append(prediction)
         if timeline is not None:
-            _draw(times, f"predicted: {task}, {config.strategy}, {count} devices of {costs.name}", timeline)
+            _draw(times, f"predicted: {task}, {config.strategy}, {counted(count, 'device')} of {costs.name}", timeline)
     if svg is not None:
         from tutti.planning.sweep_figure import write_sweep_figure
 

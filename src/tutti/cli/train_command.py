@@ -36,7 +36,7 @@ from tutti.config.training_target import check_metric, split_target
 from tutti.data.contract import BatchContract
 from tutti.device import check_device, check_processes
 from tutti.distribution import pip_install
-from tutti.errors import FINISHED, DiskError, ExitCode, UsageError
+from tutti.errors import FINISHED, DiskError, ExitCode, UsageError, counted
 from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
@@ -413,7 +413,7 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
     plain = config.device_range is not None or config.devices in ("auto", str(joined.size))
     if not (plain and least <= joined.size <= most):
         raise UsageError(
-            f"--devices is {config.devices}, but this job was started with {joined.size} processes",
+            f"--devices is {config.devices}, but this job was started with {counted(joined.size, 'process')}",
             remedy="leave --devices out under torchrun, srun and mpirun",
         )
     return joined.size
@@ -598,9 +598,8 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
             found.append(f"{wanted} not reached: {best}")
     if stopping and stopping["ended_by"] == "patience":
         best = "" if stopping["best"] is None else f" than {format_number(stopping['best'])}"
-        found.append(
-            f"ended after {stopping['without_better']} evaluations without a better {stopping['metric']}{best}"
-        )
+        tried = counted(stopping["without_better"], "evaluation")
+        found.append(f"ended after {tried} without a better {stopping['metric']}{best}")
     return found
 
 

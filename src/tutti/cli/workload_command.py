@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, counted
 from tutti.launcher.encoding import json_text
 from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry
@@ -142,7 +142,7 @@ def _totals(found: Workload) -> list[str]:
     lines.append(f"basis           {found.basis}: a line through {samples} samples, checked at {found.samples[-1]}")
     lines += [f"NOT AFFINE      {text}" for text in found.not_affine]
     lines += [
-        f"COUNTED AS 0    {name}: no formula of its FLOP ({calls} calls)"
+        f"COUNTED AS 0    {name}: no formula of its FLOP ({counted(calls, 'call')})"
         for name, calls in _named(found.without_formula).items()
     ]
     return lines

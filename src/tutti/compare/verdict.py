@@ -14,6 +14,7 @@ from typing import Any
 from tutti.compare.ladder import Ladder, Rung
 from tutti.compare.like_with_like import baselines, other_causes, recipes
 from tutti.config.metric_direction import Metric
+from tutti.errors import counted
 
 ACCURACY = Metric("accuracy", higher=True)
 
@@ -245,7 +246,7 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
             continue
         seeds, target = len(row.outcomes), rung.config.until
         if not math.isfinite(row.to_target("steps")):
-            sentences.append(f"'{row.name}' reached {target} with {row.reached} of {seeds} seeds.")
+            sentences.append(f"'{row.name}' reached {target} with {row.reached} of {counted(seeds, 'seed')}.")
             continue
         parts = []
         for name, unit, form in (("steps", "steps", ",.0f"), ("samples", "samples", ",.0f"), ("seconds", "s", ",.1f")):
@@ -257,7 +258,7 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
                 text += f" (× {value / first.to_target(name):.2f})"
             parts.append(text)
         sentences.append(
-            f"'{row.name}' reached {target} with {row.reached} of {seeds} seeds, after {', '.join(parts)} "
+            f"'{row.name}' reached {target} with {row.reached} of {counted(seeds, 'seed')}, after {', '.join(parts)} "
             f"({'median' if seeds > 1 else 'one seed'})."
         )
     return sentences

@@ -31,7 +31,7 @@ from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
 from tutti.config.training_target import TrainingTarget, split_target
 from tutti.config.watchdog_limits import WatchdogLimits
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +403,8 @@ class TrainConfig:
             needed = sum(window) - 1 if window else 0
             if needed > self.length.value:
                 raise UsageError(
-                    f"--{name} {getattr(self, name)} needs {needed} steps, and the run has {self.length.value:g}",
+                    f"--{name} {getattr(self, name)} needs {counted(needed, 'step')}, and the run has "
+                    f"{self.length.value:g}",
                     remedy=f"write --{name} FIRST:STEPS within the run",
                 )
 

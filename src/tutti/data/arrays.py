@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
-from tutti.errors import DataError
+from tutti.errors import DataError, counted
 
 Augmentation: TypeAlias = Callable[[NDArray[Any], NDArray[np.uint64]], NDArray[Any]]
 """``augmentation(inputs, bits)`` returns an augmented copy of a batch; ``bits``: 64 random bits for each sample."""
@@ -83,7 +83,10 @@ class ArraySource:
         augment: Augmentation | None = None,
     ) -> None:
         if len(inputs) != len(targets):
-            raise DataError(f"there are {len(inputs)} inputs and {len(targets)} targets", remedy="give one of each")
+            raise DataError(
+                f"the data have {counted(len(inputs), 'input')} and {counted(len(targets), 'target')}",
+                remedy="give one of each",
+            )
         if not len(inputs):
             raise DataError("there are no samples", remedy="give at least one")
         # np.asarray drops the subclass np.memmap, whose bookkeeping costs time on every fetch, and keeps its pages.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tutti.comm.partition import chunks, even_share, sharers, workers_of
-from tutti.errors import DataError, UsageError
+from tutti.errors import DataError, UsageError, counted
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class BatchContract:
             ranks, share = len(even_share(self.ranks, self.workers, worker)), len(self.worker(self.batch, worker))
             if len(self.micro_batches(share)) >= ranks:
                 continue
-            pieces = f"{n} micro-batches" if (n := len(self.micro_batches(share))) != 1 else "a single micro-batch"
+            pieces = counted(len(self.micro_batches(share)), "micro-batch")
             raise UsageError(
-                f"{self.workers} workers cannot be distributed over {self.ranks} data ranks",
-                why=f"{ranks} devices would share the {share} samples of worker {worker}, which are {pieces}",
+                f"{counted(self.workers, 'worker')} cannot be distributed over {counted(self.ranks, 'data rank')}",
+                why=f"{ranks} devices would share worker {worker}, which has {counted(share, 'sample')} in {pieces}",
                 remedy=(f"take --micro-batch {share // ranks} or less, " if share >= ranks else "take ")
                 + f"--workers {self.ranks} or more, or fewer devices",
             )
@@ -259,7 +259,7 @@ class BatchContract:
         most = len(self.part(self.batch, 0))
         if self.micro is not None and self.micro < most:
             raise UsageError(
-                f"--batch-norm sync cannot be combined with micro-batches of {self.micro} samples",
+                f"--batch-norm sync cannot be combined with micro-batches of {counted(self.micro, 'sample')}",
                 why=f"it needs all of a device's samples at once, which are {most}",
                 remedy=f"take --micro-batch {most} or leave it out, and a pipeline's micro_batches too; or take more "
                 "devices, or --batch-norm ghost:size=32",
@@ -302,28 +302,30 @@ class BatchContract:
         )
         count = self._shared_micro_batches if self.shared else lambda rank: len(self.mine(rank))
         most, least = count(0), count(self.ranks - 1)
-        unit = "micro-batch" + "es" * (most > 1) if self.shared else "worker" + "s" * (most > 1)
+        unit = "micro-batch" if self.shared else "worker"
         micro = len(self.micro_batches(big)[0])
         lines = {
-            "global batch": f"{self.batch} samples",
-            "workers": f"{self.workers}, each {_between(small, big)} samples a step",
-            "micro-batch": f"{micro} samples × {len(self.micro_batches(big))} accumulated",
-            "data ranks": f"{self.ranks}, each plays {_between(least, most)} {unit}",
+            "global batch": counted(self.batch, "sample"),
+            "workers": f"{self.workers}, each {_between(small, big, 'sample')} a step",
+            "micro-batch": f"{counted(micro, 'sample')} × {len(self.micro_batches(big))} accumulated",
+            "data ranks": f"{self.ranks}, each plays {_between(least, most, unit)}",
             "epoch": "until the stream ends",
         }
         if self.dataset is not None:
-            lines["epoch"] = f"{self.dataset} samples = {self.steps_per_epoch} steps"
+            lines["epoch"] = f"{counted(self.dataset, 'sample')} = {counted(self.steps_per_epoch, 'step')}"
         if self.identical:
-            lines["identical batches"] = f"all workers draw the same {big} samples: N times the work, one batch's worth"
+            lines["identical batches"] = (
+                f"all workers draw the same {counted(big, 'sample')}: N times the work, one batch's worth"
+            )
         if most != least:
             busy = sum(map(count, range(self.ranks))) / (self.ranks * most)
             lines["imbalance"] = f"ranks with {least} wait for those with {most}: {busy:.0%} busy"
         if self.dataset is None:
             lines["last batch"] = "what is left, weighted exactly"
         elif (last := self.samples(self.steps_per_epoch - 1)) != self.batch:
-            lines["last batch"] = f"{last} samples, weighted exactly"
+            lines["last batch"] = f"{counted(last, 'sample')}, weighted exactly"
         return lines
 
 
-def _between(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low} or {high}"
+def _between(low: int, high: int, noun: str) -> str:
+    return counted(high, noun) if low == high else f"{low:,} or {counted(high, noun)}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tutti.config.growth import BatchGrowth
 from tutti.config.spec import Duration
 from tutti.data.contract import BatchContract
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 
 
 @dataclass(frozen=True)
@@ -200,11 +200,15 @@ class Epochs:
     def _lines(self) -> Iterator[tuple[str, str]]:
         yield from self.first.describe().items()
         for each in self.earlier:
-            yield f"until epoch {each.end}", f"{each.batch} samples a step, before the run was resumed otherwise"
+            yield (
+                f"until epoch {each.end}",
+                f"{counted(each.batch, 'sample')} a step, before the run was resumed otherwise",
+            )
         for phase in self.phases[1:] if self.growth is not None else ():
             lines = phase.contract.describe()
             rate = f", learning rate × {phase.rate:.4g}" if phase.rate != 1 else ""
             yield (
                 f"from epoch {phase.start + 1}",
-                f"{lines['global batch']} a step, {lines['micro-batch']}, {phase.contract.steps_per_epoch} steps{rate}",
+                f"{lines['global batch']} a step, {lines['micro-batch']}, "
+                f"{counted(phase.contract.steps_per_epoch, 'step')}{rate}",
             )

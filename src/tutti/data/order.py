@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
-from tutti.errors import DataError, UsageError
+from tutti.errors import DataError, UsageError, counted
 
 # A sampler's draws must not repeat those of sample 0.
 _SAMPLER = int.from_bytes(b"sampler", "big")
@@ -293,7 +293,7 @@ class SampledOrder:
             ) from error
         if not len(numbers) or (self._samples is not None and len(numbers) != self._samples):
             raise DataError(
-                f"the sampler {self._name} yields {len(numbers)} samples in epoch {epoch}",
+                f"the sampler {self._name} yields {counted(len(numbers), 'sample')} in epoch {epoch}",
                 why="it has to yield at least one" if self._samples is None else f"its __len__ is {self._samples}",
                 remedy="let it yield as many as its __len__ says in every epoch",
             )

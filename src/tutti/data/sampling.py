@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from tutti.data.order import SampledOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from tutti.data.source import Source
-from tutti.errors import DataError, UsageError
+from tutti.errors import DataError, UsageError, counted
 
 LONGEST_EPOCH = 10**9
 """Most samples that a sampler may draw in an epoch: 8 GB of numbers in each process."""
@@ -110,7 +110,7 @@ class Sampling:
         used = total // batch * batch if self.drop_last else total
         if total and not used:
             raise DataError(
-                f"drop_last leaves none of {total} samples, which are fewer than a batch of {batch}",
+                f"drop_last leaves none of {counted(total, 'sample')}, fewer than a batch of {batch}",
                 remedy="leave drop_last out, or take a smaller batch",
             )
         return used

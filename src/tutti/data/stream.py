@@ -10,7 +10,7 @@ from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.collation import collate
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
-from tutti.errors import DataError
+from tutti.errors import DataError, counted
 from tutti.types import Batch
 
 _SKIPPED_TOGETHER = 64
@@ -332,7 +332,7 @@ def refuse_empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks:
     """
     if wanted or found:
         raise DataError(
-            f"epoch {epoch} ended after {found} samples, and the run was at sample {max(wanted, found)}",
+            f"epoch {epoch} ended after {counted(found, 'sample')}, and the run was at sample {max(wanted, found)}",
             where=source.name,
             why="the stream is not the one that the run began with",
             remedy="resume with the same data",

@@ -14,7 +14,7 @@ from tutti.data.digest import digest
 from tutti.data.keyed_random import hash64
 from tutti.data.loader import Prefetch
 from tutti.data.stream import Cursor, Stream, refuse_empty
-from tutti.errors import DataError
+from tutti.errors import DataError, counted
 
 
 class StreamBatch(NamedTuple):
@@ -170,7 +170,7 @@ class StreamReading:
 
     def _left_none(self, samples: int) -> DataError:
         return DataError(
-            f"drop_last leaves none of {samples} samples, which are fewer than a batch of {self.batch}",
+            f"drop_last leaves none of {counted(samples, 'sample')}, fewer than a batch of {self.batch}",
             where=self.stream.name,
             remedy="leave drop_last out, or take a smaller batch",
         )

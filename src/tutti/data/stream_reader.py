@@ -17,7 +17,7 @@ from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import Position, RankBatch
 from tutti.data.stream import Cursor, Stream, refuse_empty
 from tutti.data.stream_batches import StreamBatch, StreamReading
-from tutti.errors import CheckpointError, DataError
+from tutti.errors import CheckpointError, DataError, counted
 from tutti.types import Batch
 
 DIFFERENT = (
@@ -128,7 +128,7 @@ class ReplicatedStream:
         found = f"has {number}" if last else f"goes on after {number}"
         divide = ", or divide the samples over the loader processes by torch.utils.data.get_worker_info()"
         raise DataError(
-            f"the data set says that it has {length} samples, and {found}",
+            f"the data set says that it has {counted(length, 'sample')}, and {found}",
             where=self.source.name,
             remedy="correct its __len__, or leave it out and give --steps" + divide * (self._prefetch.workers > 1),
         )
@@ -171,7 +171,7 @@ class ReplicatedStream:
         saved = state.get(_PROCESSES, 1) if isinstance(state, Mapping) else 1
         if saved != max(self._prefetch.workers, 1):
             raise CheckpointError(
-                f"the run had {saved} loader processes a device and now has {self._prefetch.workers}",
+                f"the run had {counted(saved, 'loader process')} a device and now has {self._prefetch.workers}",
                 why="the data set divides its samples over them, so that the order depends on their number",
                 remedy="resume with as many",
             )
@@ -312,7 +312,7 @@ class ShardedStream:
         """
         return {
             "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
-            "resume": f"on {self._contract.ranks} data ranks only",
+            "resume": f"on {counted(self._contract.ranks, 'data rank')} only",
         }
 
 

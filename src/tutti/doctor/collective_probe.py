@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.doctor.finding import Finding
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, counted
 from tutti.launcher import failure, isolated
 from tutti.launcher.launch import launch
 from tutti.launcher.orphans import die_with_parent
@@ -77,7 +77,7 @@ def collectives(ranks: int) -> Iterator[Finding]:
 def _finding(name: str, ranks: int, stage: str, values: dict[str, Any]) -> Finding:
     values = {"ranks": ranks, **values}
     if stage == "start":
-        return Finding(name, "ok", f"{ranks} workers started and met in {values['seconds']:.2f} s", values)
+        return Finding(name, "ok", f"{counted(ranks, 'worker')} started and met in {values['seconds']:.2f} s", values)
     if not values["available"]:
         remedy = "Needs x86-64 and room in /dev/shm; without it, sums go by Gloo and take longer."
         return Finding(name, "note", "not available on this machine", values, remedy)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tutti import cgroup
 from tutti.device import cpu_model, usable_cores
 from tutti.doctor.finding import Finding
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, counted
 from tutti.host_memory import format_bytes
 
 LITTLE_MEMORY = 1 << 30
@@ -111,7 +111,7 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
         remedy = f"Unset {' and '.join(pinning)}: every worker would pin its threads to the same cores."
         yield Finding("threads", "note", text, values, remedy)
     elif many:
-        remedy = f"Unset {' and '.join(many)}, or take cores ÷ processes: {usable_cores()} cores are usable."
+        remedy = f"Unset {' and '.join(many)}, or take cores ÷ processes, of {counted(usable_cores(), 'usable core')}."
         yield Finding("threads", "note", text, values, remedy)
     else:
         default = "no OMP_NUM_THREADS, no pinning: tutti takes cores ÷ processes, on accelerators half of that"

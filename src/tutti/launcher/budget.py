@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tutti.errors import counted
+
 _LONGEST_PAUSE = 30.0
 
 
@@ -30,7 +32,7 @@ class Restart:
         run goes on (unless nothing is saved), as in ``restarting, 2 restarts left (in 1 s, from step 10)``.
         """
         more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
-        return f"restarting, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
+        return f"restarting, {counted(self.left, 'restart')} left" + (f" ({', '.join(more)})" if more else "")
 
 
 class Budget:
@@ -83,4 +85,4 @@ class Budget:
         if not self._restarts:
             return ""
         since = f"since step {self._saved} was saved" if self._saved else "before anything was saved"
-        return f"not restarted: {self._failures} failures {since}, and --max-restarts is {self._restarts}"
+        return f"not restarted: {counted(self._failures, 'failure')} {since}, and --max-restarts is {self._restarts}"

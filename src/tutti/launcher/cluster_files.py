@@ -11,7 +11,7 @@ from typing import Any
 from tutti.config.cluster_config import KubeflowConfig, SkyPilotConfig
 from tutti.device import DEVICE_RESOURCE
 from tutti.distribution import pip_install
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 
 _PORT = 29500
 
@@ -31,7 +31,7 @@ def devices_per_node(devices: int, nodes: int) -> int:
     """
     if devices % nodes:
         raise UsageError(
-            f"{devices} devices cannot be shared out equally over {nodes} nodes",
+            f"{counted(devices, 'device')} cannot be shared out equally over {counted(nodes, 'node')}",
             remedy="give a number of --devices that nodes divides",
         )
     return devices // nodes

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.device import is_compiled_in
-from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.errors import DiskError, ExitCode, UsageError, counted
 from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
@@ -92,8 +92,12 @@ def launch(
     shown = show_all or os.environ.get("TUTTI_LOG_RANKS") == "all"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // processes)
-    each = "OMP_NUM_THREADS" if threads is None else f"{threads} CPU threads, as this process may use {cores} cores"
-    log.info("%d processes, each with %s; their logs are in %s", processes, each, logs)
+    each = (
+        "OMP_NUM_THREADS"
+        if threads is None
+        else f"{threads} CPU threads, as this process may use {counted(cores, 'core')}"
+    )
+    log.info("%s, each with %s; logs are in %s", counted(processes, "process"), each, logs)
     job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits(), shown)
     try:
         with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():

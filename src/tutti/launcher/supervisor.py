@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from tutti.config.verbosity import is_quiet
-from tutti.errors import ExitCode, PeerError, UsageError
+from tutti.errors import ExitCode, PeerError, UsageError, counted
 from tutti.launcher import failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.engine import EndedRank, Engine, EngineGone, SlotsGone
@@ -203,14 +203,14 @@ class _Supervisor:
             if found is None:
                 least, saved = self._job.sizes[0], self._progress()
                 self._say(
-                    f"tutti: {_counted(least, 'device')} {'is' if least == 1 else 'are'} needed, and there are "
+                    f"tutti: the run needs {counted(least, 'device')}, and there are "
                     f"{describe_slots(self._engine.slots())}. "
                     + (f"The run is saved at step {saved}; start" if saved else "Start")
                     + " the command again with --resume when there are more."
                 )
                 return int(ExitCode.PREEMPTED)
             if found != size:
-                self._tell(f"tutti: going on with {_counted(found, 'device')} instead of {size}")
+                self._tell(f"tutti: going on with {counted(found, 'device')} instead of {size}")
             size = found
 
     def _judge(self, outcome: _Outcome) -> tuple[int | None, str]:
@@ -271,8 +271,7 @@ class _Supervisor:
         if size is None:
             least = self._job.sizes[0]
             raise UsageError(
-                f"{_counted(least, 'device')} need{'s' * (least == 1)} {_counted(least, 'slot')}, and there are "
-                + describe_slots(slots),
+                f"the run needs {counted(least, 'slot')}, and there are {describe_slots(slots)}",
                 remedy="give fewer --devices, or add nodes" if least > 1 else "add a node, or wait for a free one",
             )
         return size

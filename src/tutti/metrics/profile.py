@@ -14,7 +14,7 @@ import torch
 
 from tutti.comm.communicator import Communicator
 from tutti.device import profiled_activities, profiled_time
-from tutti.errors import DiskError
+from tutti.errors import DiskError, counted
 
 PHASES = ("data", "forward", "backward", "weight", "exchange", "update")
 TABLE = "operations.txt"
@@ -98,4 +98,4 @@ def _table(profiler: torch.profiler.profile, steps: int, column: str) -> str:
     averages[:] = [event for event in averages if event.key not in PHASES]
     lines = [f"{phase:<10} {spent[phase]:>10.3f} ms a step" for phase in PHASES if phase in spent]
     longest = averages.table(sort_by=column, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
-    return "\n".join([f"{steps} steps on rank 0", *lines, "", longest, ""])
+    return "\n".join([f"{counted(steps, 'step')} on rank 0", *lines, "", longest, ""])

@@ -26,7 +26,7 @@ from typing import Any
 from tutti.config.train_config import TrainConfig
 from tutti.device import device_names, toolkit_versions
 from tutti.distribution import VERSION
-from tutti.errors import DiskError, UsageError
+from tutti.errors import DiskError, UsageError, counted
 from tutti.launcher.encoding import strict_json
 from tutti.metrics import server_figure
 from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
@@ -330,7 +330,7 @@ class RunDirectory:
         self._flush()
         write_json(self.path / "summary.json", summary)
         if (statistics := summary.get("servers")) and server_figure.can_draw():
-            title = f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers"
+            title = f"{summary['task']} · {summary['strategy']} · {counted(summary['workers'], 'worker')}"
             _write(self.path / "servers.svg", server_figure.server_figure(statistics, self._updates(), title))
 
     def _updates(self) -> list[tuple[float, float]]:

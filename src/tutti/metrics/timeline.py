@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+from tutti.errors import counted
+
 WAITING = "waiting"
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS: Mapping[str, str] = {
@@ -166,7 +168,9 @@ def table(rows: Sequence[Row]) -> str:
     for rank, part in enumerate(parts):
         lines.append(f"{rank:>6} " + " ".join(f"{part.get(p, 0):>{max(8, len(p))}.1%}" for p in phases))
     busy = sum(part.get(phase, 0) for part in parts for phase in WORK) / len(parts)
-    lines.append(f"{1 - busy:.1%} of {len(parts)} devices × {end - begin:.3f} s was neither forward nor backward")
+    lines.append(
+        f"{1 - busy:.1%} of {counted(len(parts), 'device')} × {end - begin:.3f} s was neither forward nor backward"
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.stall import Call, StallInspector
-from tutti.errors import DiskError
+from tutti.errors import DiskError, counted
 from tutti.launcher.encoding import strict_json
 from tutti.metrics import timeline
 from tutti.metrics.profile import named_as
@@ -105,7 +105,7 @@ class TraceRecorder:
         """
         rows = _gathered(self._comm, self._segments, self._start)
         if self._comm.rank == 0:
-            title = f"steps {self._step + 1} to {step} on {self._comm.size} devices"
+            title = f"steps {self._step + 1} to {step} on {counted(self._comm.size, 'device')}"
             _write(folder, timeline.resolve_waits(rows), title)
 
 

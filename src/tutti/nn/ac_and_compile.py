@@ -16,7 +16,7 @@ from torch import nn
 
 from tutti.config.module_config import GRAPH_MODES, Checkpointing, CompileChoice, check_checkpointing, check_compiler
 from tutti.device import is_accelerator
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.nn.ac_policy import CheckpointUnits, find_units, is_sequence
 from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.recompute import Forward, recomputed
@@ -108,7 +108,8 @@ def _check_fixed_buffers(part: nn.Module, run_context: RunContext, mode: str) ->
     own, ranks = buffers([part]), run_context.comms.replica.size
     if own and run_context.workers != ranks:
         raise UsageError(
-            f"--compile {mode} cannot be combined with {run_context.workers} logical workers on {ranks} data ranks for"
+            f"--compile {mode} cannot be combined with {run_context.workers} logical workers on "
+            f"{counted(ranks, 'data rank')} for"
             " this model",
             why=f"each worker has a buffer {own[0].name} of its own, at addresses that change, and CUDA graphs would be"
             " recorded again in every step",

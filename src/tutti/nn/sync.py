@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
-from tutti.errors import MismatchError, UsageError
+from tutti.errors import MismatchError, UsageError, counted
 from tutti.nn.norms import TakenOver, replace_norms
 from tutti.nn.rng_streams import module_draws, refuse_draws
 from tutti.torch_compat import BatchNormBase, NormBase
@@ -129,7 +129,7 @@ class SyncBatchNorm(TakenOver):
 
         N is the number of ranks whose samples are normalised together.
         """
-        return f"{super().extra_repr()}, over {self.peers.line.size} devices"  # type: ignore[no-untyped-call]
+        return f"{super().extra_repr()}, over {counted(self.peers.line.size, 'device')}"  # type: ignore[no-untyped-call]
 
 
 class _Normalise(torch.autograd.Function):

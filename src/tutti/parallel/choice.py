@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from tutti.config.averaging import Averaging
 from tutti.config.layout_config import PipelineConfig
 from tutti.config.spec import Duration, Spec, StrategyOptions, build_options
-from tutti.errors import UsageError, did_you_mean
+from tutti.errors import UsageError, counted, did_you_mean
 from tutti.parallel.registry import ALIASES, TABLE, Strategy
 from tutti.types import Average, GradientSync, ModelLayout, ReplicaRunner, RunContext
 
@@ -59,7 +59,7 @@ class Choice:
             chosen = {names.get(option, option): n for option, n in given.items() if n and n > 1}
             parts = " × ".join(f"{n} {option}" for option, n in chosen.items())
             raise UsageError(
-                f"{devices} devices cannot hold {parts}",
+                f"{counted(devices, 'device')} cannot hold {parts}",
                 remedy=self._nearest(devices, given, exact=bool(given["replicas"])),
             )
         if open_:
@@ -98,7 +98,7 @@ class Choice:
         chosen = {option: extent for option, extent in given.items() if extent and extent > 1}
         fixed = math.prod(chosen.values())
         if len(chosen) > 1 or exact:
-            return f"take {fixed} devices" if exact else f"take a multiple of {fixed} devices"
+            return f"take {counted(fixed, 'device')}" if exact else f"take a multiple of {fixed} devices"
         option = next(iter(chosen))
         return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 

@@ -7,7 +7,7 @@ import importlib.util
 from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig
 from tutti.data.contract import BatchContract
 from tutti.distribution import pip_install
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.parallel.choice import Choice, parse_strategy
 from tutti.parallel.registry import TABLE
 
@@ -96,7 +96,7 @@ def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: 
         return
     ranks = choice.data_ranks(devices)
     raise UsageError(
-        f"{workers} workers cannot be distributed over {ranks} data ranks"
+        f"{counted(workers, 'worker')} cannot be distributed over {counted(ranks, 'data rank')}"
         + (" with --lr-scale adascale" if adaptive else f" of strategy '{choice.name}'"),
         why="the gain compares workers' gradients, which are never whole on one device"
         if adaptive

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tutti.errors import counted
 from tutti.planning.backtest_data import data_to_target, metric_by_epoch
 from tutti.planning.backtest_target import time_to_target
 from tutti.planning.backtest_time import all_reduce, iteration_by_grid, published_jobs, scaling_law, small_cluster
@@ -202,7 +203,7 @@ def _drop_overflows(asked: Asked) -> None:
     """Leave out predictions that are not finite or implausible, and add their number to the reason."""
     kept = [one for one in asked.predictions if _finite(one)]
     if len(kept) < len(asked.predictions):
-        lost = f"{len(asked.predictions) - len(kept)} predictions overflow: numbers of their rows are implausible"
+        lost = f"{counted(len(asked.predictions) - len(kept), 'prediction')} of implausible rows overflow"
         asked.reason = f"{asked.reason}; {lost}" if asked.reason else lost
         asked.predictions = kept
 

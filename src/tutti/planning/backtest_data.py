@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tutti.errors import counted
 from tutti.planning.conformal_band import CheckedPrediction
 from tutti.planning.law_fit import fit_target
 from tutti.planning.measurement_table import TableRow
@@ -58,7 +59,7 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
                 anchored.predictions += _from_smaller(points, 0.5, name, series, (smallest, ONE_BATCH))
             half.predictions += _from_smaller(points, 0.5, name, series)
             eighth.predictions += _from_smaller(points, 0.125, name, series)
-        note = f"{left} rows without data to the target, or in another unit than the rest" if left else ""
+        note = f"{counted(left, 'row')} without data to the target, or in another unit than the rest" if left else ""
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
         for asked in (anchored, half, eighth):
             asked.reason = note if asked.predictions else "no batch so much smaller than another"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.metrics.metrics_file import metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
@@ -228,7 +228,7 @@ def _from_target(runs: Sequence[NoiseEvidence], known: CriticalBatch) -> Critica
         else fit_target(sizes, samples, counts, math.exp(prior[0]), prior[1])
     )
     ways = list(known.ways)
-    words = f"samples to the target at {len(sizes)} batch size{'s' * (len(sizes) > 1)}"
+    words = f"samples to the target at {counted(len(sizes), 'batch size')}"
     if len(sizes) > 1:
         alone = fit_target(sizes, samples, counts)
         ends = np.exp(np.interp((0.05, 0.5, 0.95), np.cumsum(alone.weights), alone.log_critical)).tolist()

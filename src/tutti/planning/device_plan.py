@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.parallel import Choice, parse_strategy
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
@@ -143,7 +143,7 @@ class TargetData:
         known = self.measured.get(batch)
         if known is not None:
             draws = known.samples * np.exp(self.spread / math.sqrt(known.runs) * self._normal)
-            runs = f"{known.runs} run" + "s" * (known.runs > 1)
+            runs = counted(known.runs, "run")
             return DataDemand(known.samples, draws, None, f"measured in {runs}; no band: runs of other seeds differ")
         if not len(self._least):
             raise UsageError(

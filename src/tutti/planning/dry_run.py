@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import ExitCode, UsageError, counted
 from tutti.host_memory import format_bytes, free_memory, memory_share, parse_bytes
 from tutti.launcher import isolated
 from tutti.launcher.devices import count_accelerators
@@ -198,7 +198,7 @@ def _short(config: PlannedRun, each: float) -> str | None:
     if _HEAP * each + _RUNTIME <= here:
         return None
     room = format_bytes(here)
-    return f"not measured: this host has {room} free for each of {config.devices} processes, too little for that"
+    return f"not measured: this host has {room} free for each of {counted(int(config.devices), 'process')}, too little"
 
 
 def _step(task: str, config: PlannedRun, folder: Path) -> None:
@@ -240,7 +240,7 @@ def _too_large(config: PlannedRun, other: PlannedRun | None, room: int, total: f
         remedy = f"take {' '.join(flags)}"
     return UsageError(
         f"a device needs {format_bytes(total)} and has {format_bytes(room)}",
-        where=f"--strategy {config.strategy} on {config.devices} devices",
+        where=f"--strategy {config.strategy} on {counted(int(config.devices), 'device')}",
         why="parameters, gradients, optimizer state and activations together do not fit",
         remedy=remedy,
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from tutti.comm.collective_schedules import Algorithm, LinkCost
 from tutti.config.optimizer_config import check_optimizer
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.planning.hardware_anchor import (
     ONE_SOURCE,
     anchored_rate,
@@ -503,7 +503,7 @@ class MeasuredCosts:
             nodes = self.network.nodes(ranks)
             raise UsageError(
                 f"{ranks} devices are on {nodes} nodes, and a link between nodes was never measured",
-                where=f"--machine, {self.network.per_node} devices a node",
+                where=f"--machine, {counted(self.network.per_node, 'device')} a node",
                 remedy="state it: --network alpha=30e-6,beta=1.25e9 (seconds a message, bytes a second); or take at "
                 f"most {self.network.per_node} devices",
             )

@@ -11,7 +11,7 @@ import numpy as np
 
 from tutti import parallel
 from tutti.config.layout_config import PipelineConfig
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.planning.device_plan import PlannedStep
 from tutti.planning.planned_run import PlannedRun, mesh_extents
 from tutti.planning.run_evidence import RunEvidence
@@ -128,7 +128,7 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
             if not reached:
                 continue
             samples = float(np.median(reached))
-        basis = f"measured in {len(seconds)} run" + "s" * (len(seconds) > 1)
+        basis = f"measured in {counted(len(seconds), 'run')}"
         found.append(PlannedStep(devices, batch, strategy, middle, draws, {}, basis, True, options, samples))
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget
 from tutti.distribution import pip_install
-from tutti.errors import DiskError, UsageError
+from tutti.errors import DiskError, UsageError, counted
 from tutti.metrics.records import config_toml
 from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, draw_ends, find_knee, last_gain
 from tutti.planning.plan_candidates import plan_config_of
@@ -109,7 +109,7 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
     """
     knee = find_knee(best)
     answer = chosen or knee or best[0]
-    count = f"{answer.devices} device" + "s" * (answer.devices > 1)
+    count = counted(answer.devices, "device")
     band = (
         "no band" if answer.band is None else f"90 % band {plan_seconds(answer.band[0])}–{plan_seconds(answer.band[1])}"
     )

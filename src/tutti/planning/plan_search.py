@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tutti.config.spec import Spec
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.parallel import check_strategy, parse_strategy
 from tutti.planning.conformal_band import NO_BAND
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
@@ -235,7 +235,9 @@ class StepPricer:
 
     def _open(self, step: PlannedStep) -> tuple[PlannedRun, StepFacts, PassPrices]:
         if step.batch > self.sizes.samples:
-            raise UsageError(f"a batch of {step.batch:,} is larger than the data set of {self.sizes.samples:,} samples")
+            raise UsageError(
+                f"a batch of {step.batch:,} is larger than the data set of {counted(self.sizes.samples, 'sample')}"
+            )
         key = step.strategy, step.devices
         if key not in self._checked:
             try:
@@ -272,7 +274,7 @@ class StepPricer:
         factor, number = self.factors.get(step.family, self.factors.get("", (1.0, 0)))
         basis = f"predicted for {self.costs.name}; {NO_BAND}"
         if number:
-            basis += f"; scaled × {factor:.2f} by {number} measured step" + "s" * (number > 1)
+            basis += f"; scaled × {factor:.2f} by {counted(number, 'measured step')}"
         scaled = {name: value * factor for name, value in terms.items()}
         draws = seconds * factor
         return replace(step, seconds=median_draw(draws), draws=draws, terms=scaled, basis=basis, least=least)
@@ -316,7 +318,7 @@ def calibrate(measured: Sequence[PlannedStep], pricer: StepPricer, found: PlanCa
         return
     pricer.factors = {name: (math.exp(float(np.mean(v))), len(v)) for name, v in {**logs, "": every}.items()}
     factor, spread = pricer.factors[""][0], math.exp(float(np.std(every)))
-    number = f"{len(every)} measured step" + "s" * (len(every) > 1)
+    number = counted(len(every), "measured step")
     found.rests.append(f"{number}: ÷ predicted {factor:.2f} (× ÷ {spread:.2f}), which scales predictions")
 
 

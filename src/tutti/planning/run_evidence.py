@@ -15,7 +15,7 @@ from typing import Any
 from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
-from tutti.errors import TargetError, UsageError
+from tutti.errors import TargetError, UsageError, counted
 from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import read_summary
 from tutti.planning.device_plan import MeasuredTarget
@@ -247,7 +247,9 @@ def measured_targets(
     for batch, values in sorted(by_batch.items()):
         middle = statistics.median_high(values)
         if math.isinf(middle):
-            notes.append(f"batch {batch} is left out: {sum(map(math.isinf, values))} of {len(values)} runs missed it")
+            notes.append(
+                f"batch {batch} is left out: {sum(map(math.isinf, values))} of {counted(len(values), 'run')} missed it"
+            )
         else:
             found.append(MeasuredTarget(batch, middle, len(values)))
     if not found:

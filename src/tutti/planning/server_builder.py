@@ -17,7 +17,7 @@ from tutti.comm.collective_schedules import LinkTraffic
 from tutti.comm.partition import owners
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.sync_config import ParameterServerConfig
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.optim.factory import from_config
 from tutti.optim.mixing import Mixing, mixing_of
 from tutti.parallel.ddp.shared_memory_reducer import shared_buckets
@@ -79,7 +79,8 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
     whole = not optimizer_mixing(optimizer, tuple((t.name, t.shape) for t in tensors)).flat
     if servers > len(tensors) and whole:
         raise UsageError(
-            f"{servers} servers cannot share {len(tensors)} tensors out", remedy=f"take servers={len(tensors)} or fewer"
+            f"{servers} servers cannot share {counted(len(tensors), 'tensor')} out",
+            remedy=f"take servers={len(tensors)} or fewer",
         )
     return plan_servers([Size(t.elements, t.dtype.itemsize, str(t.dtype)) for t in tensors], servers, whole)
 
@@ -171,7 +172,7 @@ class ServerBuilder(ReplicaBuilder):
             raise UsageError(
                 f"central_storage is for one node, and {ranks} devices are on {self.costs.network.nodes(ranks)}",
                 where="--devices",
-                remedy=f"take at most {self.costs.network.per_node} devices, or --strategy mirrored",
+                remedy=f"take at most {counted(self.costs.network.per_node, 'device')}, or --strategy mirrored",
             )
         self.passes(program, parts)
         last, elements = len(program.actions) - 1, sum(t.elements for t in tensors)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tutti.config.metric_direction import higher_is_better
+from tutti.errors import counted
 from tutti.metrics.goodput import CAUSES
 from tutti.metrics.timeline import shares, timeline_svg
 from tutti.report.report_charts import (
@@ -464,7 +465,7 @@ class _Composer:
         for _, key, run in self._numbered():
             version = _mapping(run.environment.get("versions")).get("tutti", "an unknown version")
             host = run.environment.get("host", "an unknown host")
-            found = f"{run.lines:,} records in metrics.jsonl, {len(run.trained):,} of them steps"
+            found = f"{counted(run.lines, 'record')} in metrics.jsonl, {len(run.trained):,} of them steps"
             starts = f", {run.resumed + 1} starts" if run.resumed else ""
             text = f"{found}{starts}, written by rank 0 with tutti {version} on {host}"
             section.notes.append(printable(self._of(key, text)))
@@ -499,14 +500,14 @@ def run_sentence(run: RunRecord) -> str:
     Args:
         run: content of the run directory.
     """
-    where = f" on {run.devices} device{'s' * (run.devices > 1)}" if run.devices else ""
+    where = f" on {counted(run.devices, 'device')}" if run.devices else ""
     last = run.trained[-1] if run.trained else {}
     steps, samples = (finite(run.summary.get(name, last.get(of))) for name, of in (("steps", "step"), ("samples",) * 2))
     aim = _target(run)
     reached = f" to {aim['metric']} {number_text(aim['value'])}" if aim and aim.get("reached") is True else ""
     if steps is None:
         return f"{run.task}{where} has recorded no step."
-    trained = f"{number_text(steps)} steps"
+    trained = f"{number_text(steps)} step{'s' * (steps != 1)}"
     trained += f" ({number_text(samples)} samples)" if samples is not None else ""
     seconds = finite(run.summary.get("seconds", last.get("seconds")))
     trained += f" in {seconds_text(seconds)} of training" if seconds is not None else ""

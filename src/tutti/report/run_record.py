@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import ExitCode, TuttiError, UsageError
+from tutti.errors import ExitCode, TuttiError, UsageError, counted
 from tutti.metrics.goodput import Goodput, run_goodput
 from tutti.metrics.metrics_file import METRICS, metric_lines
 from tutti.metrics.timeline import TimelineSegment
@@ -334,7 +334,7 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Lines, Lines, int, list[s
         elif group == "warning":
             warnings.append(printable(line.get("text", "")))
     if unread:
-        many = "1 line" if unread == 1 else f"{unread:,} lines"
+        many = counted(unread, "line")
         problems.append(f"{many} of metrics.jsonl cannot be read; the last line of a killed run may be cut")
     if (path / METRICS).is_file() and not trained:
         problems.append("metrics.jsonl has no step")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.config.metric_direction import Metric
-from tutti.errors import CheckpointError, UsageError, did_you_mean
+from tutti.errors import CheckpointError, UsageError, counted, did_you_mean
 from tutti.train.best_value import BestValue
 from tutti.train.evaluation import Evaluation
 
@@ -342,7 +342,7 @@ class EarlyStopping(_Follower):
         """
         self.better(evaluation)
         if self.values.exhausted(self.patience):
-            run.stop(f"no better {self.values.metric.name} in {self.values.stale} evaluations")
+            run.stop(f"no better {self.values.metric.name} in {counted(self.values.stale, 'evaluation')}")
 
 
 class BestModel(_Follower):

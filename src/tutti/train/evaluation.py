@@ -19,7 +19,7 @@ from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.sampling import given_sampling
 from tutti.data.source import Sharded, Source
 from tutti.data.stream import Stream
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.train.metric_objects import metric_objects
@@ -172,7 +172,9 @@ def described(held_out: Blocks) -> str:
     Args:
         held_out: a data set of known length (``HeldOut``) or a stream (``HeldOutStream``), divided into blocks.
     """
-    return f"{held_out.samples} samples" if isinstance(held_out, HeldOut) else f"the stream {held_out.stream.name}"
+    return (
+        counted(held_out.samples, "sample") if isinstance(held_out, HeldOut) else f"the stream {held_out.stream.name}"
+    )
 
 
 def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:

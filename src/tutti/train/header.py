@@ -10,6 +10,7 @@ import torch
 from tutti import parallel
 from tutti.config.train_config import TrainConfig
 from tutti.device import describe_products, is_accelerator, replays_graphs
+from tutti.errors import counted
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
 from tutti.nn.float8 import describe_layers
@@ -49,13 +50,13 @@ def derived(
     grid = run.context.grid
     axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
     split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
-    kind = world.device.type if is_accelerator(world.device) else f"cpu, {threads} thread{'s' * (threads > 1)} each"
+    kind = world.device.type if is_accelerator(world.device) else f"cpu, {counted(threads, 'thread')} each"
     exact = ", reproducible" if config.reproducible else ""
     worth = "scale-invariant " * (run.adascale is not None)
-    length = f"{total} {worth}steps = {_length(config, run)}" if total is not None else str(config.length)
+    length = f"{counted(total, worth + 'step')} = {_length(config, run)}" if total is not None else str(config.length)
     return {
         "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
-        "model": f"{config.model or 'default'}, {size:,} parameters",
+        "model": f"{config.model or 'default'}, {counted(size, 'parameter')}",
         "strategy": f"{config.strategy}: {parallel.parse_strategy(config.strategy).row.summary}",
         "devices": f"{grid.size} ({split}; {kind})",
         **run.replica.summary,
@@ -65,7 +66,11 @@ def derived(
         **({"in bfloat16": describe_layers(run.in_bf16)} if run.in_bf16 else {}),
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
-        **({} if config.noise_every is None else {"noise scale": f"measured every {config.noise_every} steps"}),
+        **(
+            {}
+            if config.noise_every is None
+            else {"noise scale": f"measured every {counted(config.noise_every, 'step')}"}
+        ),
         **(
             {"a killed rank": "the other ranks continue without it, except without rank 0"}
             if run.context.comms.world.meetings is not None
@@ -84,7 +89,7 @@ def _noise(config: TrainConfig, run: Run) -> dict[str, str]:
     if run.noise is None:
         return {}
     sigma = run.noise.sigma(config.batch_size)
-    return {"gradient noise": f"that of {run.noise.base_batch} samples: losses times N(1, {sigma:.3g}²)"}
+    return {"gradient noise": f"that of {counted(run.noise.base_batch, 'sample')}: losses times N(1, {sigma:.3g}²)"}
 
 
 def _kept(config: TrainConfig) -> dict[str, str]:
@@ -105,7 +110,7 @@ def _ending(config: TrainConfig, task: Task) -> dict[str, str]:
         return {}
     parts = [] if target is None else [f"an evaluation with {target}"]
     if config.patience is not None:
-        parts.append(f"{config.patience} evaluations in a row without a better {metric.name}")
+        parts.append(f"{counted(config.patience, 'evaluation')} in a row without a better {metric.name}")
     return {"ends early at": ", or ".join(parts)}
 
 

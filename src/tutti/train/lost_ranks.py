@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tutti.errors import counted
+
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
@@ -45,7 +47,9 @@ class LostRanks:
             steps = max(first["steps"][worker] for worker in workers)
             share = sum(len(contract.worker(contract.batch, worker)) for worker in workers)
             self.found.append({"rank": rank, "workers": workers, "steps": steps, "cause": lost[rank]})
-            missed = f"its share of every further batch, {share} of {contract.batch} samples, is not trained on"
+            missed = (
+                f"its share of every further batch, {share} of {counted(contract.batch, 'sample')}, is not trained on"
+            )
             if self._steps_remade:
                 missed = "make its steps as well"
             self._warn(

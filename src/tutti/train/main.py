@@ -22,7 +22,7 @@ from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.epochs import Epochs
 from tutti.device import is_accelerator, usable_cores
-from tutti.errors import ExitCode, Preempted, UsageError
+from tutti.errors import ExitCode, Preempted, UsageError, counted
 from tutti.host_memory import free_memory
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
@@ -215,7 +215,7 @@ def _windows(
         if first + steps - 1 <= left:
             found.append(Window(run, watch, Path(place) / name, table_, first, steps))
             continue
-        message = f"--{name} {getattr(config, name)} needs {first + steps - 1} steps, and the run has {left}"
+        message = f"--{name} {getattr(config, name)} needs {counted(first + steps - 1, 'step')}, and the run has {left}"
         if not again:
             raise UsageError(message, remedy=f"write --{name} FIRST:STEPS within the run")
         listener.warned(f"{message} left: there will be no {name}")

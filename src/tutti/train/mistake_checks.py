@@ -26,7 +26,7 @@ from tutti.data.global_generators import own_generators
 from tutti.data.item_source import CollatedSource
 from tutti.data.source import Source
 from tutti.data.stream import Stream
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
@@ -431,7 +431,9 @@ class Checks:
         contract, batch = self._run.feed.contract, self._update_batch()
         if contract.dataset is not None and suspicion.too_few_updates(steps, contract.dataset, batch, contract.workers):
             part = f"{batch / contract.dataset:.0%} of the data"
-            self.diagnoses.report("few-updates", f"{steps} updates in the whole run, in batches of {batch}, {part}")
+            self.diagnoses.report(
+                "few-updates", f"{counted(steps, 'update')} in the whole run, in batches of {batch}, {part}"
+            )
 
     # --- the script's own use of the model -------------------------------------------------------------------------
 

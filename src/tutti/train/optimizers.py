@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tutti.config.lr_rule import NoRule
 from tutti.config.optimizer_config import ImportedOptimizerConfig, LayerWiseConfig, MuonConfig, OptimizerChoice
-from tutti.errors import UsageError, did_you_mean
+from tutti.errors import UsageError, counted, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.optim.factory import from_config, from_instance
 from tutti.optim.scaling import scaled
@@ -174,7 +174,7 @@ def _described(optimizer: Optimizer) -> list[str]:
     lines = [f"optimizer {type(optimizer).__name__}"]
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in sorted(group.items()) if key != "params"}
-        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {options}")
+        lines.append(f"optimizer group {number} of {counted(len(group['params']), 'parameter')}: {options}")
     return lines
 
 

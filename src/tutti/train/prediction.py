@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti.data.adapt import Collate
 from tutti.data.batches import map_tensors
-from tutti.errors import DataError, UsageError
+from tutti.errors import DataError, UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.train.evaluation import Blocks, described, in_blocks, micro_batches
@@ -87,7 +87,7 @@ def _rows(samples: int) -> Callable[[Tensor], Tensor]:
         rows = tensor.detach().cpu()
         if samples and (rows.dim() == 0 or len(rows) != samples):
             raise UsageError(
-                f"a prediction of shape {tuple(rows.shape)} for {samples} samples",
+                f"a prediction of shape {tuple(rows.shape)} for {counted(samples, 'sample')}",
                 remedy="return tensors whose first dimension is the sample",
             )
         return rows[:samples] if rows.dim() else rows.new_empty(0)

@@ -29,6 +29,7 @@ from tutti.data.reading import make_reader
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
+from tutti.errors import counted
 from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
@@ -332,12 +333,16 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
     axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
     log.info("strategy %s: %s", choice.name, choice.row.summary)
     mesh = " × ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
-    log.info("device mesh: %d ranks = %s", grid.size, mesh)
+    log.info("device mesh: %s = %s", counted(grid.size, "rank"), mesh)
     workers = given if o.workers is not None else "as many as data ranks, because workers is not given"
     log.info("logical workers: %d, %s", run.context.workers, workers)
     if o.batch_size is None:
         loader = checked.sampling.batch_size is not None
-        log.info("global batch: %d samples, %s", run.feed.contract.batch, "the loader's" if loader else "the default")
+        log.info(
+            "global batch: %s, %s",
+            counted(run.feed.contract.batch, "sample"),
+            "the loader's" if loader else "the default",
+        )
     for label, text in {**run.replica.summary, **run.feed.describe()}.items():
         log.info("%s: %s", label, text)
     if run.loss_scale is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.checkpoint.fingerprint import tensor_digest
-from tutti.errors import MismatchError
+from tutti.errors import MismatchError, counted
 from tutti.types import ShardSpec
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
         names[keys.index(wrong)] if wrong in keys else "", "name of the parameter that differs"
     )
     other = sum(len(set(holders.values())) > 1 for holders in found.values()) - 1
-    more = f", and of {other} other tensor{'s' * (other > 1)}" * (other > 0)
+    more = f", and of {counted(other, 'other tensor')}" * (other > 0)
     return f"'{next(filter(None, gathered))}'{more}", _sides(found[wrong])
 
 

@@ -26,7 +26,7 @@ from tutti.data.batches import CollatedBatch, shown
 from tutti.data.feed import Feed
 from tutti.data.reader import Position, RankBatch
 from tutti.device import release_graph_results
-from tutti.errors import NonFiniteError, UsageError
+from tutti.errors import NonFiniteError, UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.adascale import AdaScale
@@ -636,7 +636,7 @@ class Run:
             self.loss_scale.update(not updated.skipped)
         if self._nonfinite >= self._max_nonfinite:
             raise NonFiniteError(
-                f"{self._nonfinite} steps in a row had a NaN or infinite gradient",
+                f"{counted(self._nonfinite, 'step')} in a row had a NaN or infinite gradient",
                 where=f"step {self.clock}, {', '.join(updated.nonfinite[:3])}",
                 why="the loss diverged, or a batch holds values that are not finite",
                 remedy="lower the learning rate, warm up, clip the gradient (--clip 1), or check the data"

@@ -16,7 +16,7 @@ from tutti.checkpoint.manager import CheckpointManager
 from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.config.best import Best
 from tutti.config.named_changes import NamedChanges
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
@@ -237,7 +237,7 @@ def other_workers(manifest: Manifest, run: Run) -> str:
         begins.append(
             "every worker begins with the average of the saved workers' parameters and the first worker's optimizer"
         )
-    begins.append(f"shares of the batch and random draws are those of {mine} workers")
+    begins.append(f"shares of the batch and random draws are those of {counted(mine, 'worker')}")
     return f"workers {saved} → {mine} from step {manifest.facts['step']} on: {'; '.join(begins)}"
 
 

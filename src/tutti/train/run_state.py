@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.config.named_changes import NamedChanges
-from tutti.errors import CheckpointError, UsageError
+from tutti.errors import CheckpointError, UsageError, counted
 from tutti.launcher import context
 from tutti.optim.mixing import IMPLEMENTATION_OPTIONS
 from tutti.optim.several import members_of
@@ -142,7 +142,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _set(optimizer: Optimizer, settings: list[dict[str, Any]], named: NamedChanges) -> None:
     if len(settings) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(settings)} parameter groups, not {len(optimizer.param_groups)}",
+            f"the checkpoint's optimizer has {counted(len(settings), 'parameter group')}, not "
+            f"{len(optimizer.param_groups)}",
             remedy="make the optimizer as it was made when the run was saved",
         )
     for group, saved in zip(optimizer.param_groups, settings, strict=True):

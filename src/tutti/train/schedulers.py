@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
-from tutti.errors import CheckpointError, UsageError, script_line
+from tutti.errors import CheckpointError, UsageError, counted, script_line
 
 Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 
@@ -126,7 +126,7 @@ class Schedulers:
         states = saved.get("schedulers", [])
         if len(states) != len(self._own):
             raise CheckpointError(
-                f"the checkpoint has {len(states)} schedulers, and the run {len(self._own)}",
+                f"the checkpoint has {counted(len(states), 'scheduler')}, and the run {len(self._own)}",
                 remedy="give tutti.prepare the schedulers of the saved run",
             )
         for scheduler, state in zip(self._own, states, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.types import LossSums, MicroBatch
 
@@ -157,7 +157,7 @@ def _scalar(objective: Any, micro_batch: MicroBatch) -> Tensor:
         shape = tuple(objective.shape) if isinstance(objective, Tensor) else type(objective).__name__
         raise UsageError(
             f"the loss is not a scalar but {shape}",
-            remedy=f"reduce it by mean or sum, or return one number for each of the {micro_batch.samples} samples",
+            remedy=f"reduce it by mean or sum, or one number for each of {counted(micro_batch.samples, 'sample')}",
         )
     if objective.is_complex():
         raise UsageError("the loss is a complex number", remedy="return a real one: loss.real, or loss.abs()")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, counted
 from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
 from tutti.types import MicroBatch
 
@@ -78,7 +78,9 @@ def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
     inputs = node.next_functions[0][0] if node.name() in _LOSSES - _COUNTED else None
     shape = None if inputs is None else shape_of_node(inputs)
     if shape is not None and micro_batch.samples and math.prod(shape) % micro_batch.samples and _of_several(node):
-        raise _refused(f"the loss is a mean over {math.prod(shape)} elements, of {micro_batch.samples} samples")
+        raise _refused(
+            f"the loss is a mean over {math.prod(shape)} elements, of {counted(micro_batch.samples, 'sample')}"
+        )
 
 
 def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
@@ -90,7 +92,7 @@ def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
         return
     number = float(divisor)
     if number % micro_batch.samples:
-        raise _refused(f"the loss is a sum divided by {number:g}, of {micro_batch.samples} samples")
+        raise _refused(f"the loss is a sum divided by {number:g}, of {counted(micro_batch.samples, 'sample')}")
 
 
 def _holds(node: Any, micro_batch: MicroBatch) -> bool:

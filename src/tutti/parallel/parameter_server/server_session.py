@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tutti.comm import shared_memory as segments
 from tutti.comm.random_keys import mix
 from tutti.config.sync_config import ParameterServerConfig
-from tutti.errors import PeerError, UsageError, script_line
+from tutti.errors import PeerError, UsageError, counted, script_line
 from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
@@ -448,7 +448,7 @@ def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
 def _plan(servers: int, parameters: Sequence[torch.nn.Parameter], whole: bool) -> ServerPlan:
     if servers > len(parameters) and whole:
         raise UsageError(
-            f"{servers} servers cannot share {len(parameters)} tensors out",
+            f"{servers} servers cannot share {counted(len(parameters), 'tensor')} out",
             why="each tensor is whole on one server, for reproducible runs and optimizers of whole layers",
             remedy=f"take servers={len(parameters)} or fewer",
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import fx, nn
 
 from tutti.config.layout_config import check_cuts
-from tutti.errors import UsageError, did_you_mean
+from tutti.errors import UsageError, counted, did_you_mean
 from tutti.nn.absent_tensor import put_attributes_away
 from tutti.nn.swap import parameters
 from tutti.nn.untraced import Untraced
@@ -294,7 +294,7 @@ def _find(
         opened.add(inside)
     if bounds is None:
         raise UsageError(
-            f"a model of {len(nodes)} block{'s' * (len(nodes) > 1)} cannot be cut into {stages} stages",
+            f"a model of {counted(len(nodes), 'block')} cannot be cut into {stages} stages",
             remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take --strategy mirrored",
         )
     total = sum(weights) or 1
