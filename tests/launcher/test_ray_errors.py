@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tutti.config.engine_config import RayEngineConfig
 from tutti.errors import AuthenticationError, ExitCode, NotEnoughMemory, PeerError, TuttiError, UsageError
 from tutti.launcher.engine import EndedRank, EngineGone
 
@@ -134,3 +135,17 @@ def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> 
     for address in ("127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:99999"):
         with pytest.raises(PeerError, match=f"no Ray cluster to run on .{address}"):
             RayEngine(RayEngineConfig(address=address), tmp_path)
+
+
+def test_processes_of_ray_that_do_not_start_are_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tutti.launcher.ray_engine import RayEngine
+
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because\nof load.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    with pytest.raises(
+        PeerError, match=r"have not started \(local\): The current node timed out"
+    ):
+        RayEngine(RayEngineConfig(address="local"), tmp_path)

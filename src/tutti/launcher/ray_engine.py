@@ -44,7 +44,8 @@ _ANSWER = 30.0
 _HEAD = 30.0
 _RELEASE = 30.0
 _PACE = 0.25
-# How long an actor keeps a call while its rank is silent: each call takes processor time from the ranks of a full node.
+# How long an actor keeps a call while its rank is silent, and a signal may wait: each call takes processor time from
+# the ranks of a full node.
 _QUIET = 2.0
 _AWAY = 5.0
 _REACH = 10.0
@@ -80,7 +81,7 @@ class RayEngine:
 
     Raises:
         UsageError: Ray refuses the working directory or the options.
-        PeerError: there is no cluster at the address.
+        PeerError: there is no cluster at the address, or Ray's own processes do not start.
     """
 
     def __init__(self, config: RayEngineConfig, logs: Path) -> None:
@@ -200,7 +201,7 @@ class RayEngine:
         return [rank.end for rank in self._ranks]
 
     def stop(self, number: int) -> None:
-        """Send a signal to every rank that still runs on the Ray cluster.
+        """Send a signal to every rank that still runs on the Ray cluster; a silent rank gets it within two seconds.
 
         Args:
             number: number of the signal. For SIGKILL the actors are ended too, and the call blocks until Ray reports
@@ -221,13 +222,16 @@ class RayEngine:
             self._await_release()
 
     def _make_actor(self, bundle: int) -> Any:
-        """Return a new actor on one bundle of the placement group, which takes a signal while it keeps a call."""
+        """Return a new actor on one bundle of the placement group.
+
+        It runs one call at a time, in its main thread: where another thread runs calls, Ray wakes the main thread a
+        hundred times a second, which doubles the processor time that the actor takes from the ranks.
+        """
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options = ray.remote(RankSupervisor).options(
             num_cpus=self._config.cpus,
             num_gpus=self._config.gpus,
             max_restarts=0,
-            max_concurrency=2,
             scheduling_strategy=where,
         )
         return options.remote()
@@ -287,6 +291,16 @@ class RayEngine:
             raise failure_of(error) from error
         except (ValueError, RuntimeError, OSError, ray.exceptions.RuntimeEnvSetupError) as error:
             raise refusal_of(error, address, os.getcwd()) from error
+        except Exception as error:
+            # Where its own processes take too long to start, Ray raises no class of its own.
+            if type(error) is not Exception:
+                raise
+            raise PeerError(
+                "Ray's own processes have not started",
+                where=address,
+                why=first_line(error),
+                remedy="try again when this machine is less busy; their logs are in /tmp/ray/session_latest/logs",
+            ) from error
 
     def _room(self, resources: Mapping[str, float]) -> int:
         return min(int(resources.get(name, 0) / needed + 1e-9) for name, needed in self._needs.items())

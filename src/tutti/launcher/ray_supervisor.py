@@ -107,8 +107,7 @@ class RankSupervisor:
     def poll(self, seconds: float = 0.0) -> tuple[int | None, bytes, bytes]:
         """Return the exit code and the new output of this actor's rank process; wait for either at most ``seconds``.
 
-        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched. Other methods
-        may be called in other threads meanwhile.
+        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched.
 
         Args:
             seconds: how long to wait while there is nothing to tell.
@@ -175,7 +174,7 @@ class RankSupervisor:
                     self._heard = time.monotonic()
                 else:
                     self._kill_group()
-            time.sleep(min(1.0, self._lease))
+            time.sleep(min(5.0, self._lease / 4))
 
     def _kill_group(self) -> None:
         if self._process is not None:
