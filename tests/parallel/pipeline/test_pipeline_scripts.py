@@ -47,11 +47,12 @@ def data() -> torch.utils.data.TensorDataset:
     )
 
 
-def trained(strategy: str, kind: str) -> dict[str, Any]:
+def trained(strategy: str, kind: str, reproducible: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Late(kind).double()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad or kind == "frozen"], lr=0.01)
-    run = tutti.prepare(model, optimizer, data(), loss, strategy=strategy, workers=1, batch_size=8)
+    options = {"strategy": strategy, "workers": 1, "batch_size": 8, "reproducible": reproducible}
+    run = tutti.prepare(model, optimizer, data(), loss, **options)
     for epoch in range(3):
         if epoch == 1 and kind in ("tied", "frozen"):
             thawed = [p for p in model.parameters() if not p.requires_grad]
@@ -73,6 +74,14 @@ def test_equals_one_device(kind: str, schedule: str, ranks: int) -> None:
     text = f"pipeline:schedule={schedule},micro_batches={micro}{chunks}"
     for got in worlds.run(ranks, trained, strategy=text, kind=kind):
         assert got.keys() == want.keys()
+        assert max(abs(got[name] - want[name]).max() for name in want) < 1e-10
+
+
+def test_a_stage_that_trains_more_later_keeps_its_place_in_the_norm() -> None:
+    """Reproducible mode sums the squares of all parameters in one order, which the stages agree on at the start."""
+    arguments = {"kind": "frozen", "reproducible": True}
+    want = worlds.alone(trained, strategy="single", **arguments)
+    for got in worlds.run(2, trained, strategy="pipeline:micro_batches=1", **arguments):
         assert max(abs(got[name] - want[name]).max() for name in want) < 1e-10
 
 
