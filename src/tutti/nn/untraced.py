@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -154,11 +155,16 @@ def surroundings() -> tuple[Any, ...]:
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return the script's attributes of a module, each with a shallow copy where it is a container."""
-    return {
-        name: (value, value.copy() if type(value) in (list, dict, set) else None)
-        for name, value in vars(module).items()
-        if _is_kept(name)
-    }
+    return {name: (value, _members(value)) for name, value in vars(module).items() if _is_kept(name)}
+
+
+def _members(value: Any) -> list[Any] | dict[Any, Any] | set[Any] | None:
+    """Return a shallow copy of a container, of a plain type; None for other values."""
+    if isinstance(value, list | deque):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value.items())
+    return set(value) if isinstance(value, set) else None
 
 
 def _is_kept(name: str) -> bool:
@@ -181,16 +187,24 @@ def _same(value: Any, members: Any) -> bool:
     if len(value) != len(members):
         return False
     if isinstance(value, dict):
-        return all(key in value and value[key] is member for key, member in members.items())
-    return isinstance(value, set) or all(a is b for a, b in zip(value, members, strict=True))
+        pairs = zip(value.items(), members.items(), strict=True)
+        return all(key == name and now is member for (key, now), (name, member) in pairs)
+    if isinstance(value, set):
+        return bool(value == members)
+    return all(a is b for a, b in zip(value, members, strict=True))
 
 
 def _put_back(value: Any, members: Any) -> Any:
-    if isinstance(value, list):
-        value[:] = members
-    elif isinstance(value, dict | set) and members is not None:
+    if members is not None:
         value.clear()
-        value.update(members)
+        # ``update`` of a Counter would add.
+        if isinstance(value, dict):
+            for key, member in members.items():
+                value[key] = member
+        elif isinstance(value, set):
+            value.update(members)
+        else:
+            value.extend(members)
     return value
 
 
