@@ -33,10 +33,14 @@ class Weighted(nn.Module):
                 "transposed": flat[:6].view(3, 2).t(),
             }.get(kind, flat[:6].view(2, 3))
         )
-        if kind in ("overlapping", "apart", "interleaved"):
-            other = {"overlapping": flat[3:9], "apart": flat[6:], "interleaved": flat[1::2]}[kind]
+        if kind in ("overlapping", "behind another", "apart", "interleaved"):
+            other = {"overlapping": flat[3:9], "apart": flat[6:]}.get(kind, flat[1::2])
             if kind == "interleaved":
                 self.a = nn.Parameter(flat[::2].view(2, 3))
+            if kind == "behind another":
+                # Between the first elements of the two, in their order, lies a parameter that shares none.
+                self.a, self.c = nn.Parameter(flat[::2].view(2, 3)), nn.Parameter(flat[1:2])
+                other = torch.as_strided(flat, (6,), (1,), 2)
             self.b = nn.Parameter(other.view(2, 3))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -83,7 +87,12 @@ def test_parameters_laid_out_in_any_way_are_trained_as_in_plain_pytorch(kind: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("overlapping", "a and b share memory"), ("expanded", "a has elements that are one place")]
+    ("kind", "said"),
+    [
+        ("overlapping", "a and b share memory"),
+        ("behind another", "a and b share memory"),
+        ("expanded", "a has elements that are one place"),
+    ],
 )
 def test_parameters_in_the_same_memory_are_refused(kind: str, said: str) -> None:
     for devices in (1, 2):

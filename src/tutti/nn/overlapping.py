@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor, nn
 
@@ -35,14 +33,18 @@ def check_memory(model: nn.Module) -> None:
         if storage:
             by_storage.setdefault(storage, []).append((*_span(parameter), name, parameter))
     for members in by_storage.values():
-        ordered = sorted(members, key=lambda member: member[:2])
-        for (_, end, first, a), (begin, _, second, b) in pairwise(ordered):
-            if begin < end and bool(torch.isin(_places(a), _places(b)).any()):
-                raise UsageError(
-                    f"the parameters {first} and {second} share memory and are not one parameter",
-                    why="an optimizer would update it twice, and devices that exchange parameters would part them",
-                    remedy="tie them (module.weight = other.weight), or make one of tensor.clone()",
-                )
+        seen: list[tuple[int, int, str, nn.Parameter]] = []
+        for member in sorted(members, key=lambda member: member[:2]):
+            begin, _, second, b = member
+            seen = [other for other in seen if other[1] > begin]
+            for _, _, first, a in seen:
+                if bool(torch.isin(_places(a), _places(b)).any()):
+                    raise UsageError(
+                        f"the parameters {first} and {second} share memory and are not one parameter",
+                        why="an optimizer would update it twice, and devices that exchange parameters would part them",
+                        remedy="tie them (module.weight = other.weight), or make one of tensor.clone()",
+                    )
+            seen.append(member)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
