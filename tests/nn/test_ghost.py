@@ -93,6 +93,13 @@ def test_a_lone_last_number_joins_the_ghost_before(kernels: str) -> None:
         ours(x[:1])
 
 
+def test_ghosts_of_a_single_number_a_channel_are_refused() -> None:
+    ours = ghost.GhostBatchNorm(nn.BatchNorm1d(3), 1)
+    with pytest.raises(UsageError, match="a single number has no variance"):
+        ours(torch.randn(4, 3))
+    assert ours(torch.randn(4, 3, 2)).isfinite().all() and ours.eval()(torch.randn(4, 3)).isfinite().all()
+
+
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}])
 def test_without_weights_or_without_statistics(options: dict[str, bool], kernels: str) -> None:
     x, dy = inputs("channels last")

@@ -82,14 +82,22 @@ class GhostBatchNorm(TakenOver):
             statistics; for an input of one ghost batch it is plain batch norm's result, too.
 
         Raises:
-            ValueError: ``input`` has fewer than two dimensions, or in training the whole batch has a single number a
-                channel.
+            ValueError: ``input`` has fewer than two dimensions, or in training the whole
+                batch has a single number a channel.
+            UsageError: in training every ghost batch has a single number a channel, which has no variance.
         """
         self._check_input_dim(input)
         points = input[0, 0].numel() if len(input) else 0
         first = ghosts(len(input), self.size, points)
         if not self.training or len(first) <= 2:
             return BatchNormBase.forward(self, input)
+        if self.size * points == 1:
+            raise UsageError(
+                "a ghost of 1 sample, with a single number a channel",
+                where=f"an input of shape {tuple(input.shape)}",
+                why="a single number has no variance, so that every output would be the bias",
+                remedy="give ghosts of at least 2 samples",
+            )
         result, means, scales = normalise(input, self.weight, self.bias, first, self.eps)
         if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(means, scales, first, points)
