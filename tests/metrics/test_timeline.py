@@ -36,6 +36,14 @@ def test_equal_calls_are_matched_in_order() -> None:
     assert third == ROWS[2]
 
 
+def test_ranks_after_a_loss_are_not_the_rows() -> None:
+    """Rank 0 is lost, and rows 0 and 1 are those of ranks 1 and 2."""
+    late = TimelineSegment("waiting", 1.0, 3.0, "sum", (1, 2)), TimelineSegment("waiting", 2.0, 3.0, "sum", (1, 2))
+    first, second = resolve_waits([[late[0]], [late[1]]], [1, 2])
+    assert [(s.phase, s.start, s.end) for s in first] == [("idle", 1.0, 2.0), ("communication", 2.0, 3.0)]
+    assert [s.phase for s in second] == ["communication"]
+
+
 def test_no_time_is_lost_or_made() -> None:
     for row, split in zip(ROWS, resolve_waits(ROWS), strict=True):
         assert sum(s.end - s.start for s in split) == pytest.approx(sum(s.end - s.start for s in row))

@@ -48,7 +48,7 @@ class TimelineSegment(NamedTuple):
 Row = Sequence[TimelineSegment]
 
 
-def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
+def resolve_waits(rows: Sequence[Row], ranks: Sequence[int] | None = None) -> list[list[TimelineSegment]]:
     """Split each wait for a collective into ``idle``, until the last rank has entered it, and ``communication``.
 
     Waits of different ranks belong to one collective if they have the same name and ranks (``call``, ``ranks``) and
@@ -58,19 +58,20 @@ def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
     Args:
         rows: for each rank in order its ``TimelineSegment``s, on one clock: intervals of time in one phase of training,
             such as ``forward`` or ``waiting`` (for a collective).
+        ranks: the rank of each row, which differs from its index after ranks were lost; None for 0, 1, 2 ….
 
     Returns:
-        The segments of each rank, none of which has the phase ``waiting``.
+        The segments of each row, none of which has the phase ``waiting``.
 
     >>> a, b = TimelineSegment("waiting", 0, 5, "sum", (0, 1)), TimelineSegment("waiting", 4, 5, "sum", (0, 1))
     >>> [[(s.phase, s.start, s.end) for s in row] for row in resolve_waits([[a], [b]])]
     [[('idle', 0, 4), ('communication', 4, 5)], [('communication', 4, 5)]]
     """
     arrivals: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
-    for rank, row in enumerate(rows):
+    for rank, row in zip(range(len(rows)) if ranks is None else ranks, rows, strict=True):
         for key, segment in _numbered(row):
             arrivals[key].setdefault(rank, segment.start)
-    return [list(_split(row, rank, arrivals)) for rank, row in enumerate(rows)]
+    return [list(_split(row, arrivals)) for row in rows]
 
 
 def _numbered(row: Row) -> Iterator[tuple[tuple[str, tuple[int, ...], int], TimelineSegment]]:
@@ -83,7 +84,7 @@ def _numbered(row: Row) -> Iterator[tuple[tuple[str, tuple[int, ...], int], Time
             yield (*call, seen[call]), segment
 
 
-def _split(row: Row, rank: int, arrivals: Mapping[tuple[str, tuple[int, ...], int], dict[int, float]]) -> Row:
+def _split(row: Row, arrivals: Mapping[tuple[str, tuple[int, ...], int], dict[int, float]]) -> Row:
     numbered = _numbered(row)
     found: list[TimelineSegment] = []
     for segment in row:

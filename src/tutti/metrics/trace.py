@@ -7,7 +7,7 @@ run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,16 +103,22 @@ class TraceRecorder:
         Raises:
             DiskError: rank 0 cannot write; raised there alone.
         """
-        rows = _gathered(self._comm, self._segments, self._start)
+        alive = self._comm.alive_ranks
+        rows = _gathered(self._comm, alive, self._segments, self._start)
         if self._comm.rank == 0:
             title = f"steps {self._step + 1} to {step} on {counted(self._comm.size, 'device')}"
-            _write(folder, timeline.resolve_waits(rows), title)
+            _write(folder, timeline.resolve_waits(rows, [self._comm.ranks[i] for i in alive]), title)
 
 
-def _gathered(comm: Communicator, own: list[TimelineSegment], start: float) -> list[list[TimelineSegment]]:
-    """Return every rank's segments, in seconds since its own start of the trace. Collective: one broadcast a rank."""
+def _gathered(
+    comm: Communicator, alive: Sequence[int], own: list[TimelineSegment], start: float
+) -> list[list[TimelineSegment]]:
+    """Return the segments of the ranks ``alive``, in seconds since each rank's own start of the trace.
+
+    Collective: one broadcast a rank.
+    """
     segments = [[s.phase, s.start - start, s.end - start, s.call, s.ranks] for s in own]
-    rows = [comm.broadcast_json(segments, source, "the trace") for source in comm.alive_ranks]
+    rows = [comm.broadcast_json(segments, source, "the trace") for source in alive]
     return [[TimelineSegment(p, a, b, call, tuple(ranks)) for p, a, b, call, ranks in row] for row in rows]
 
 
