@@ -119,6 +119,17 @@ def test_without_a_compiler_or_wanting_none(name: str, cache: Path, monkeypatch:
     assert not cache.exists()
 
 
+@needs_compiler
+def test_a_stray_quote_and_a_lock_that_cannot_be_opened(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f'{compiler} -DNAME="')
+    assert loading.find_compiler() == compiler
+    (cache / "lock").mkdir(parents=True)
+    cache.chmod(0o700)
+    built: list[Path] = []
+    monkeypatch.setattr(loading, "_build", lambda compiler, source, path: built.append(path))
+    assert loading.library(Path(loading.__file__).with_name("ghost.cpp")) is None and len(built) == 1
+
+
 def test_only_plain_dense_tensors_on_the_cpu_are_taken() -> None:
     dense = torch.zeros(2, 3, 4, 4)
     refused = [

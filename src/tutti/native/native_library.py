@@ -75,9 +75,10 @@ def library(source: Path) -> ctypes.CDLL | None:
         with tempfile.TemporaryDirectory() as own:
             return _build(compiler, source, Path(own) / "kernels.so")
     path = folder / f"{source.stem}-{_digest(source)}.so"
-    with (folder / "lock").open("w") as lock:
-        # The first process builds; the lock ends with its holder. On file systems without locks several build.
+    with contextlib.ExitStack() as held:
+        # The first process builds; the lock ends with its holder. Where no lock can be had, several build.
         with contextlib.suppress(OSError):
+            lock = held.enter_context((folder / "lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         return (_open(path) if path.exists() else None) or _build(compiler, source, path)
 
@@ -97,7 +98,12 @@ def find_compiler() -> str | None:
 
 
 def _compilers() -> Sequence[str]:
-    return (*shlex.split(os.environ.get("CXX", ""))[:1], *_COMPILERS)
+    text = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(text)
+    except ValueError:  # an unbalanced quote
+        words = text.split()
+    return (*words[:1], *_COMPILERS)
 
 
 def _digest(source: Path) -> str:
