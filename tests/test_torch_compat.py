@@ -116,6 +116,7 @@ from tutti.torch_compat import (
     shape_of_node,
     skip_graph_capture_checks,
     sparse_indices,
+    sparse_values,
     storage_key,
     tensor_version,
     tree_flatten,
@@ -199,6 +200,8 @@ def memory_is_told_apart() -> None:
 def indices_need_no_coalescing() -> None:
     twice = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
     assert not twice.is_coalesced() and sparse_indices(twice).tolist() == [[1, 1]]
+    sparse_values(twice).mul_(2)
+    assert twice.to_dense().tolist() == [0.0, 10.0, 0.0, 0.0]
 
 
 def subclasses_have_no_memory() -> None:
@@ -694,7 +697,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     a_false_condition_stops: "assert_async",
     writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
     memory_is_told_apart: "storage_key",
-    indices_need_no_coalescing: "sparse_indices",
+    indices_need_no_coalescing: "sparse_indices sparse_values",
     subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
     fused_optimizers_have_devices: "fused_optimizer_devices",

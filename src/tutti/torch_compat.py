@@ -120,6 +120,7 @@ __all__ = [
     "shape_of_node",
     "skip_graph_capture_checks",
     "sparse_indices",
+    "sparse_values",
     "storage_key",
     "tensor_version",
     "tree_flatten",
@@ -237,6 +238,18 @@ def sparse_indices(tensor: Tensor) -> Tensor:
         tensor: the sparse tensor, coalesced or not.
     """
     return tensor._indices()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse COO tensor, (entries, dense dimensions …), without coalescing it.
+
+    They share memory with the tensor. The public ``values()`` raises for an uncoalesced tensor, such as a sum of two on
+    an accelerator.
+
+    Args:
+        tensor: the sparse tensor, coalesced or not.
+    """
+    return tensor._values()
 
 
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import tutti
 from tests import worlds
 from tests.parallel.models import NATIVE, trained
 from tests.worlds import RankError
+from tutti.parallel.ddp.sparse_gradients import SparseReducer
 
 VOCABULARY = 11
 WORDS = torch.randint(0, VOCABULARY - 3, (24, 4), generator=torch.Generator().manual_seed(0))
@@ -360,3 +362,14 @@ def test_a_model_on_the_meta_device_is_refused_by_name(buffer: bool, name: str) 
             assert failure.kind == "UsageError"
             assert name in failure.text
             assert "to_empty" in failure.text
+
+
+def test_uncoalesced_sums_are_scaled() -> None:
+    """On an accelerator a sum of two sparse gradients, accumulated over reductions, is not coalesced."""
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    dense: Any = SimpleNamespace(scale=lambda factor: None)
+    reducer = SparseReducer(dense, [parameter], dense)
+    reducer._summed = {parameter: torch.zeros(4)}
+    reducer.scale(0.5)
+    assert parameter.grad.to_dense().tolist() == [0.0, 2.5, 0.0, 0.0]

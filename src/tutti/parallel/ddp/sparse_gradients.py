@@ -18,7 +18,7 @@ from tutti.errors import UsageError
 from tutti.nn.sparse_layers import sparse_parameters
 from tutti.parallel.ddp.buckets import ReducedSums
 from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer
-from tutti.torch_compat import sparse_indices
+from tutti.torch_compat import sparse_indices, sparse_values
 from tutti.types import StepContext
 
 
@@ -174,7 +174,7 @@ class SparseReducer:
             parameter.grad = self._summed[parameter]
         self._reducer.scale(factor)
         for parameter, gradient in sparse.items():
-            gradient.values().mul_(factor)
+            sparse_values(gradient).mul_(factor)
             parameter.grad = gradient
 
     def _make_all_dense(self) -> None:
