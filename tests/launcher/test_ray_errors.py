@@ -145,7 +145,5 @@ def test_processes_of_ray_that_do_not_start_are_no_defect(tmp_path: Path, monkey
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-    with pytest.raises(
-        PeerError, match=r"have not started \(local\): The current node timed out"
-    ):
+    with pytest.raises(PeerError, match=r"have not started \(local\): The current node timed out"):
         RayEngine(RayEngineConfig(address="local"), tmp_path)

@@ -370,7 +370,12 @@ class OracleRun:
         means = self._mean()
         if self._algorithm.outer is not None:
             rate, momentum = self._algorithm.outer
-            for theta, mean, velocity in zip(self._outer, means, self._velocities, strict=True):
+            tensors = zip(self._parameters(), self._outer, means, self._velocities, strict=True)
+            for parameter, theta, mean, velocity in tensors:
+                if not parameter.requires_grad:
+                    # What the script froze stays where it is, and what it writes itself is what it writes.
+                    theta.copy_(mean)
+                    continue
                 change = theta - mean
                 velocity.mul_(momentum).add_(change)
                 theta.sub_(rate * (change + momentum * velocity))

@@ -191,3 +191,37 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert [line["lr"] for line in lines if line["group"] == "train"] == [0.1] * 5 + [0.2] * 2
     # The names are for one resume alone.
     assert "change =" not in (tmp_path / "runs" / "a" / "config.toml").read_text()
+
+
+def thawing(strategy: str, folder: str, part: str) -> Any:
+    """Train two layers and save in between; or resume with one of them frozen, and then save again or thaw it."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net[0].requires_grad_(part == "first")
+    run = tutti.prepare(net, optimizer, data(24), loss, strategy=strategy, workers=2, batch_size=4, ema=0.8)
+    if part != "first":
+        run.restore(folder)
+    if part == "second":
+        return run.save(folder) is not None
+    for batch in run.epoch(run.at.epoch):
+        net[0].requires_grad_(True)
+        run.step(batch)
+        if part == "first" and run.clock == 2:
+            run.save(folder)
+    return [{name: tensor.tolist() for name, tensor in run.state(averaged).items()} for averaged in (False, True)]
+
+
+@pytest.mark.parametrize("strategy", ["sharded:stage=1", "local_sgd:period=3", "diloco:period=3"])
+def test_a_layer_that_is_frozen_at_restore_keeps_its_state(strategy: str, tmp_path: Path) -> None:
+    """Its moments, its average, and in local SGD each worker's copy of it."""
+    want = worlds.run(2, thawing, strategy=strategy, folder=str(tmp_path), part="first")
+    worlds.run(2, thawing, strategy=strategy, folder=str(tmp_path), part="second")
+    assert worlds.run(2, thawing, strategy=strategy, folder=str(tmp_path), part="third") == want
+
+
+def test_an_average_of_a_frozen_layer_has_no_place_in_shared_memory(tmp_path: Path) -> None:
+    worlds.run(2, thawing, strategy="central_storage", folder=str(tmp_path), part="first")
+    with pytest.raises(worlds.RankError) as caught:
+        worlds.run(2, thawing, strategy="central_storage", folder=str(tmp_path), part="second")
+    said = [failure.text for failure in caught.value.failures if failure is not None]
+    assert said and all("an average of 0.weight, which is frozen now" in text for text in said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti.checkpoint.state_shards import mine_of, read_local, written
 from tutti.config.averaging import Averaging
@@ -46,6 +46,7 @@ class ParameterAverage:
         self._names = list(trained)
         self._parameters = [self._rows.get(name, p) for name, p in trained.items()]
         self._values = [_wide(p.data).clone() for p in self._parameters]
+        self._on_all_ranks: Collection[str] = self._names
         self.updates = 0
 
     def adopt(self, names: Collection[str]) -> None:
@@ -63,18 +64,21 @@ class ParameterAverage:
         """
         new = {n: p for n, p in parameters(self._replica.parts) if n in names and n not in self._names}
         for name, parameter in new.items():
-            rows = self._replica.sharded.get(name)
-            if rows is None and self._run_context.rows:
+            if name not in self._replica.sharded and self._run_context.rows:
                 raise UsageError(
                     f"{name} is thawed between a forward and its backward, which cannot be combined with ema= here",
                     why="the average is sharded, and this parameter is sharded after the step alone",
                     remedy="thaw before the forward",
                 )
-            if rows is not None:
-                self._rows[name] = rows
-            self._names.append(name)
-            self._parameters.append(parameter if rows is None else rows)
-            self._values.append(_wide(self._parameters[-1].data).clone())
+            self._add(name, parameter)
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        rows = self._replica.sharded.get(name)
+        if rows is not None:
+            self._rows[name] = rows
+        self._names.append(name)
+        self._parameters.append(parameter if rows is None else rows)
+        self._values.append(_wide(self._parameters[-1].data).clone())
 
     def update(self) -> None:
         """Update the moving average of this rank's weights: average ← d · average + (1 - d) · parameter.
@@ -82,6 +86,10 @@ class ParameterAverage:
         d is the decay of this update, which may rise in a warm-up. Called once after each update of the parameters;
         increments the attribute ``updates``. Not collective.
         """
+        if any(p.shape != value.shape for p, value in zip(self._parameters, self._values, strict=True)):
+            # ZeRO stage 1 has cut a thawed parameter, and the model has another object in its place.
+            now = dict(parameters(self._replica.parts))
+            self._parameters = [self._rows.get(name, now[name]) for name in self._names]
         if self._values:
             share = self._averaging.share(self.updates)
             foreach_lerp_(self._values, [_wide(p.data) for p in self._parameters], share)
@@ -121,16 +129,23 @@ class ParameterAverage:
         """Restore the moving average (EMA) of this rank's weights from a checkpoint. Not collective.
 
         Args:
-            saved: the checkpoint. The averages are read from its group ``ema``; a parameter without an average there
-                starts from its own value in the group ``model``.
+            saved: the checkpoint. The averages are read from its group ``ema``, also those of parameters that are
+                frozen now; a parameter without an average there starts from its own value in the group ``model``.
             updates: number of updates averaged before the checkpoint was saved, which the warm-up of the decay depends
                 on.
+
+        Raises:
+            UsageError: the run cannot average a parameter that is frozen now and has an average in the checkpoint.
         """
-        names = saved.names("ema")
+        names, specs = saved.names("ema"), self._replica.specs
+        named = dict(parameters(self._replica.parts))
+        known = [name for name in named if any(n in names for n in (name, *specs[name].tied))]
+        for name in known:
+            if name not in self._on_all_ranks:
+                self._add(name, named[name])
         for name, value in zip(self._names, self._values, strict=True):
-            known = any(n in names for n in (name, *self._replica.specs[name].tied))
             if value.numel():
-                value.copy_(read_local(saved, "ema" if known else "model", name, self._replica, value.shape))
+                value.copy_(read_local(saved, "ema" if name in known else "model", name, self._replica, value.shape))
         self.updates = updates
 
 

@@ -328,6 +328,26 @@ def test_a_unit_that_was_frozen_is_thawed_in_the_rows_dtype() -> None:
         assert dtype == torch.float32 and moved > 0.0
 
 
+def matrices(strategy: str) -> list[list[float]]:
+    """Weights of Muon after three steps, where a layer is trained from the second on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    model[0].requires_grad_(False)
+    optimizer = tutti.optim.Muon(model.named_parameters(), lr=0.01)
+    inputs = torch.arange(72.0, dtype=torch.float64).view(18, 4).sin()
+    run = tutti.prepare(model, optimizer, (inputs, inputs), mean, strategy=strategy, workers=2, batch_size=6)
+    for batch in run.epoch(0):
+        run.step(batch)
+        model[0].requires_grad_(True)
+    return [tensor.flatten().tolist() for tensor in run.state().values()]
+
+
+def test_matrices_that_are_thawed_later_are_gathered() -> None:
+    want = worlds.alone(matrices, strategy="single")
+    for got in worlds.run(2, matrices, strategy="sharded:stage=1"):
+        assert [pytest.approx(tensor, abs=1e-6) for tensor in want] == got
+
+
 def scaled(strategy: str) -> tuple[float, dict[str, Any]]:
     """A ``GradScaler`` by hand, whose first scales make the last row of the gradient infinite."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False))

@@ -210,3 +210,26 @@ def test_a_tied_weight_is_resumed_under_any_of_its_names(before: str, tmp_path: 
         for name in ("head", "table")
     ]
     assert found[0] == found[1]
+
+
+def frozen_between(strategy: str) -> list[Any]:
+    """The first layer after each step; it is frozen after the first, while its copies differ."""
+    net = model()
+    name, parameter = next(iter(net.named_parameters()))
+    options: dict[str, Any] = {"strategy": strategy, "workers": 2, "batch_size": 25}
+    run = tutti.prepare(net, torch.optim.SGD(net.parameters(), 0.1), samples(), loss, **options)
+    seen = []
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            parameter.requires_grad_(False)
+            seen.append(run.state()[name].clone().numpy())
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:period=3", "diloco:period=3"])
+def test_a_frozen_layer_stays_where_it_is(strategy: str) -> None:
+    """Ranks may differ in it until the next average, and the outer momentum does not move it on."""
+    for first, *others in worlds.run(2, frozen_between, strategy=strategy):
+        assert len(others) > 4
+        assert all(abs(other - first).max() <= 1e-15 for other in others)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -471,7 +472,7 @@ class CentralAverage(ParameterAverage):
         homes: Mapping[str, Tensor],
     ) -> None:
         super().__init__(replica, averaging, run_context, {name for name, p in owned if p.requires_grad})
-        self._segment, self._whole = segment, values
+        self._segment, self._whole, self._on_all_ranks = segment, values, values
         for name, begun in zip(self._names, self._values, strict=True):
             values[name].copy_(begun)
         self._values = [values[name] for name in self._names]
@@ -488,9 +489,14 @@ class CentralAverage(ParameterAverage):
         Raises:
             UsageError: always.
         """
+        self._refuse(f"{next(iter(names))} is thawed after tutti.prepare, which")
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        self._refuse(f"the checkpoint has an average of {name}, which is frozen now. This")
+
+    def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
-            f"{next(iter(names))} is thawed after tutti.prepare, which cannot be combined with ema= under"
-            f" central_storage",
+            f"{what} cannot be combined with ema= under central_storage",
             why="the average lives in shared memory, which was laid out for the parameters that were trained then",
             remedy="freeze after tutti.prepare, leave out ema, or take --strategy mirrored",
         )

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint.state_shards import cut_state, mine_of, read_local, written
+from tutti.checkpoint.state_shards import (
+    cut_state,
+    load_optimizer,
+    mine_of,
+    optimizer_tensors,
+    read_local,
+    written,
+)
 from tutti.config.sync_config import RowsConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError, script_line
@@ -43,6 +50,7 @@ from tutti.parallel.fsdp.sharded_parameter import (
     ZeroSharding,
     along_rows,
     load_optimizer_rows,
+    local_rows,
     optimizer_pieces,
 )
 from tutti.parallel.grad_norm import norm_across_model
@@ -213,13 +221,16 @@ class ShardedSync:
         refuse_parts(optimizer, mixing, grid.stage, "stages of the model")
         if optimizer is None:
             return None
+        # Frozen parameters, too: once the script thaws them, these objects are their rows.
+        held = {rows.parameter: (rows.name, rows.local) for rows in self._rows}
+        held |= {p: (name, tuple(p.shape)) for name, p in self._fixed.items()}
         norms, wholes = None, None
         if hasattr(optimizer, "norms") and self._shards.size > 1:
             optimizer.norms = norms = RowNormReducer(self._shards)
         if hasattr(optimizer, "wholes") and self._shards.size > 1:
-            optimizer.wholes = wholes = RowGatherer(self._shards, self._rows)
+            optimizer.wholes = wholes = RowGatherer(self._shards, {p: local for p, (_, local) in held.items()})
         if self._run_context.grid.tensor > 1:
-            found = {r.parameter: SliceRegions.of(slices[r.name], r.local) for r in self._rows}
+            found = {p: SliceRegions.of(slices[name], local) for p, (name, local) in held.items()}
             split: dict[Tensor, SliceRegions] = {p: part for p, part in found.items() if part is not None}
             support_split_tensors(optimizer, split, self._run_context.comms.axis("tensor"), norms, wholes)
         if (mixing.rows or self._shards.size == 1) and ((mixing.rows and mixing.columns) or grid.tensor == 1):
@@ -559,8 +570,10 @@ class ShardedSync:
             whole = self._whole
             # The state of frozen rows too, because the script may unfreeze them.
             rows_here = [rows for rows in self._rows if whole is None or not whole.slices(rows.parameter)]
-            with self._updating([rows.parameter for rows in self._rows]):
+            uncut = self._uncut_members(self._optimizer)
+            with self._updating([*(rows.parameter for rows in self._rows), *(p for _, p in uncut)]):
                 load_optimizer_rows(self._optimizer, rows_here, saved)
+                load_optimizer(self._optimizer, uncut, saved, "optim", specs=self._slices)
                 if whole is not None:
                     named, specs = [(rows.name, rows.parameter) for rows in self._trained], self._replica.specs
                     whole.load(self._optimizer, named, saved, specs)
@@ -912,6 +925,15 @@ class ShardedSync:
         self._replica.replaced(sliced.replaced)
         self._engines.append(sliced)
         self._index()
+        if self._optimizer is not None:
+            # Whole tensors are made by the optimizer's constructor, slices of them are loaded from a checkpoint.
+            cut_state(self._optimizer, {rows.parameter: rows.spec for rows in sliced.rows})
+            cut_state(self._optimizer, {rows.parameter: self._within_slice(rows) for rows in sliced.rows})
+
+    def _within_slice(self, rows: ShardedParameter) -> ShardSpec:
+        """Return the place of this rank's rows in the tensor that they are cut from."""
+        whole = ShardSpec(rows.local, (0,) * len(rows.local))
+        return local_rows(rows.name, rows.parameter, whole, rows.local, self._shards).spec
 
     def _optimizer_state(self, mine: Sequence[ShardedParameter]) -> dict[str, Tensor | TensorSlice]:
         """Return the tensors of the optimizer's state that this rank writes; ``mine``: the rows that it writes."""
@@ -922,7 +944,14 @@ class ShardedSync:
         found = optimizer_pieces(optimizer, cut, self._shards.rank == 0)
         if whole is not None:
             found |= whole.tensors(optimizer, [(rows.name, rows.parameter) for rows in mine])
-        return found
+        uncut = self._uncut_members(optimizer)
+        shapes, comm = {name: tuple(p.shape) for name, p in uncut}, self._run_context.comms.replica
+        return found | written(optimizer_tensors(optimizer, uncut), self._replica, comm, shapes)
+
+    def _uncut_members(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        """Return the optimizer's parameters that are not cut into rows, such as those that were always frozen."""
+        members = {p for group in optimizer.param_groups for p in group["params"]}
+        return [(name, p) for name, p in self._fixed.items() if p in members]
 
     def _gradients(self) -> list[Tensor]:
         if self._acting_on is not None:

@@ -724,11 +724,11 @@ class RowGatherer:
 
     Args:
         comm: the ranks that each hold some rows (of the first dimension) of every parameter.
-        rows: this rank's rows of each parameter.
+        shapes: for each parameter, as the optimizer has it, the shape of the tensor that its rows are cut from.
     """
 
-    def __init__(self, comm: Communicator, rows: Iterable[ShardedParameter]) -> None:
-        self._comm, self._of = comm, {each.parameter: each for each in rows}
+    def __init__(self, comm: Communicator, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
+        self._comm, self._shapes = comm, shapes
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All-gather the full tensors of which ``tensors`` are this rank's rows.
@@ -745,7 +745,7 @@ class RowGatherer:
             One tensor for each of ``tensors``, of the parameter's shape before it was cut into rows: its full shape, or
             that of this rank's slice under tensor parallelism.
         """
-        shape = self._of[parameter].local  # type: ignore[index]
+        shape = self._shapes[parameter]
         most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank
         found = []
         for rows in tensors:

@@ -7,14 +7,14 @@ two copies of the parameters a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tutti.checkpoint.state_shards import mine_of, read_local, stored_name
 from tutti.config.sync_config import DiLoCoConfig
-from tutti.parallel.local_sgd.local_sgd import LocalSGDSync
+from tutti.parallel.local_sgd.local_sgd import OUTER, LocalSGDSync
 from tutti.torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_
 from tutti.types import (
     GradientReadyHook,
@@ -27,7 +27,7 @@ from tutti.types import (
     UpdateResult,
 )
 
-_PARAMETER, _MOMENTUM = "outer/parameter/", "outer/momentum/"
+_PARAMETER, _MOMENTUM = f"{OUTER}/parameter/", f"{OUTER}/momentum/"
 
 
 class DiLoCoSync(LocalSGDSync):
@@ -98,30 +98,6 @@ class DiLoCoSync(LocalSGDSync):
             foreach_copy_(self._outer, next(iter(self._copies.values())))
         return updated
 
-    def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train parameters that were frozen: give each worker, and the outer optimizer, a copy of them.
-
-        A worker is a logical worker, a fixed share of the global batch. Collective over the data ranks, which compare
-        the model's ``requires_grad``. DiLoCo's outer optimizer steps along the workers' mean change every H steps; its
-        copies of these parameters start at the current values with zero momentum. The outer state of all other
-        parameters stays.
-
-        Args:
-            names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the
-                script has set to True since the last call.
-            late: unused; True if a forward of this step has been computed already.
-
-        Raises:
-            MismatchError: the ranks have unfrozen different parameters.
-        """
-        known = {
-            name: pair
-            for (name, _), pair in zip(self._trained, zip(self._outer, self._velocities, strict=True), strict=True)
-        }
-        super().reattach(names, late)
-        pairs = [known.get(name) or (p.data.clone(), torch.zeros_like(p.data)) for name, p in self._trained]
-        self._outer, self._velocities = [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
-
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of which all ranks must hold equal copies. Not collective.
 
@@ -129,8 +105,8 @@ class DiLoCoSync(LocalSGDSync):
 
         Returns:
             A mapping from names to tensors, not copied, never None: the parameters of DiLoCo's outer optimizer as
-            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``, frozen parameters by their names in the
-            model, and trained ones while they are equal on all logical workers (shares of the global batch).
+            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``; by their names in the model those that
+            were never trained, and the others while they are equal on all logical workers (shares of the global batch).
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
@@ -188,9 +164,27 @@ class DiLoCoSync(LocalSGDSync):
                 outer.copy_(read_local(saved, "model", name, self._replica, outer.shape))
                 velocity.zero_()
 
+    def _train(self, names: Collection[str]) -> None:
+        """Give the outer optimizer a copy of each new parameter, too, with zero momentum; the other ones' stay."""
+        known = {
+            name: pair
+            for (name, _), pair in zip(self._trained, zip(self._outer, self._velocities, strict=True), strict=True)
+        }
+        super()._train(names)
+        pairs = [known.get(name) or (p.data.clone(), torch.zeros_like(p.data)) for name, p in self._trained]
+        self._outer, self._velocities = [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
+
     def _write(self, means: Sequence[Tensor]) -> None:
-        options = self._options
-        outer_step(self._outer, means, self._velocities, options.outer_lr, options.outer_momentum, options.nesterov)
+        options, moving = self._options, []
+        for (_, parameter), *tensors in zip(self._trained, self._outer, means, self._velocities, strict=True):
+            if parameter.requires_grad:
+                moving.append(tensors)
+            else:
+                # Frozen since the last outer update: the mean is its value, and momentum must not move it on.
+                tensors[0].copy_(tensors[1])
+        if moving:
+            outer, mean, velocity = zip(*moving, strict=True)
+            outer_step(outer, mean, velocity, options.outer_lr, options.outer_momentum, options.nesterov)
         super()._write(self._outer)
 
 

@@ -10,7 +10,7 @@ whole global batch, on its own copy and with its own optimizer, so that all copi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NoReturn
 
 import torch
@@ -45,6 +45,8 @@ from tutti.types import (
     StepStats,
     UpdateResult,
 )
+
+OUTER, _PARAMETER = "outer", "/parameter/"
 
 LOSS_LANES = 6 + METRICS + DIGESTS
 """Numbers that all workers add up in each local step, in float64: loss sums, norms, flags and digests."""
@@ -285,8 +287,7 @@ class LocalSGDSync:
         """
         self._take_written("after the last step")
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
-        fixed = {name: p.data for name, p in self._named if not p.requires_grad}
-        return {**fixed, **averages, **self._buffers.merged()}
+        return {**self._fixed(), **averages, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the parameters of which all ranks must hold equal copies. Not collective.
@@ -296,8 +297,8 @@ class LocalSGDSync:
         tensors over ranks.
 
         Returns:
-            A mapping from names in the model to tensors, not copied: the frozen parameters, and the trained ones while
-            they are equal on all workers; never None.
+            A mapping from names in the model to tensors, not copied: parameters that were never trained, and the others
+            while they are equal on all workers; never None.
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
@@ -305,7 +306,7 @@ class LocalSGDSync:
         self._take_written("after the last step")
         first = next(iter(self._copies.values()))
         trained = {name: copy for (name, _), copy in zip(self._trained, first, strict=True)} if self._equal else {}
-        return {**{name: p.data for name, p in self._named if not p.requires_grad}, **trained}
+        return {**self._fixed(), **trained}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``.
@@ -325,11 +326,11 @@ class LocalSGDSync:
         self._take_written("after the last step")
         own: dict[str, Tensor] = dict(self._buffers.state())
         for worker, copies in self._copies.items():
-            own |= {f"{worker}/parameter/{name}": c for (name, _), c in zip(self._trained, copies, strict=True)}
+            own |= {f"{worker}{_PARAMETER}{name}": c for (name, _), c in zip(self._trained, copies, strict=True)}
             if worker in self._of:
-                tensors = optimizer_tensors(self._of[worker], self._trained)
+                tensors = optimizer_tensors(self._of[worker], self._named)
                 own |= {f"{worker}/optimizer/{name}": tensor for name, tensor in tensors.items()}
-        first = optimizer_tensors(self._of[0], self._trained) if 0 in self._of else {}
+        first = optimizer_tensors(self._of[0], self._named) if 0 in self._of else {}
         return {"model": mine_of(self.merged(), comm.rank, comm.size), "optim": first, "workers": own}
 
     def load(self, saved: SavedState) -> None:
@@ -346,26 +347,27 @@ class LocalSGDSync:
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
         """
-        names, workers, specs = saved.names("workers"), self._run_context.workers, self._replica.specs
-
-        def stored(worker: int, name: str) -> str:
-            return stored_name(names, name, specs[name], f"{worker}/parameter/")
-
-        first = [name for name, _ in self._trained[:1]]
-        same = any(stored(workers - 1, name) in names and stored(workers, name) not in names for name in first)
+        names, specs = saved.names("workers"), self._replica.specs
+        owners = {entry.partition(_PARAMETER)[0] for entry in names if _PARAMETER in entry} - {OUTER}
+        same = owners == {str(worker) for worker in range(self._run_context.workers)}
         self._equal = not same
-        for name, parameter in self._named:
-            if not parameter.requires_grad:
-                parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        # Parameters that were trained before the checkpoint and are frozen now still differ between the workers.
+        there = {entry.partition(_PARAMETER)[2] for entry in names}
+        before = {name for name in self._fixed() if {name, *specs[name].tied} & there}
+        if before:
+            self._train(before)
+        for name, tensor in self._fixed().items():
+            tensor.copy_(read_local(saved, "model", name, self._replica, tensor.shape))
         for worker, copies in self._copies.items():
             for (name, _), copy in zip(self._trained, copies, strict=True):
-                if same:
-                    copy.copy_(saved.get("workers", stored(worker, name)))
+                own = stored_name(names, name, specs[name], f"{worker}{_PARAMETER}")
+                if same and own in names:
+                    copy.copy_(saved.get("workers", own))
                 else:
                     copy.copy_(read_local(saved, "model", name, self._replica, copy.shape))
             if worker in self._of:
                 group, prefix = ("workers", f"{worker}/optimizer/") if same else ("optim", "")
-                load_optimizer(self._of[worker], self._trained, saved, group, prefix, specs)
+                load_optimizer(self._of[worker], self._named, saved, group, prefix, specs)
         self._buffers.load(saved)
         self._note()
 
@@ -418,8 +420,21 @@ class LocalSGDSync:
             MismatchError: the ranks' new parameters differ.
         """
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
+        self._train(names)
+        for worker in self._run_context.mine:
+            if worker not in self._of and (made := self._make_optimizer(self._named)) is not None:
+                self._of[worker] = made
+        self.optimizers = tuple(self._of.values())
+
+    def _fixed(self) -> dict[str, Tensor]:
+        """Return the parameters that were never trained, of which all workers have the same."""
+        trained = {name for name, _ in self._trained}
+        return {name: p.data for name, p in self._named if name not in trained}
+
+    def _train(self, names: Collection[str]) -> None:
+        """Give each worker its own copy of these parameters, and of all others that are trainable."""
         before = {name: place for place, (name, _) in enumerate(self._trained)}
-        self._trained = [(name, p) for name, p in self._named if p.requires_grad or name in before]
+        self._trained = [(name, p) for name, p in self._named if p.requires_grad or name in before or name in names]
         for worker, copies in self._copies.items():
             # Frozen parameters were equal on all workers; from now on each worker has its own copy.
             self._copies[worker] = [
@@ -428,10 +443,6 @@ class LocalSGDSync:
             ]
         self._make_sums()
         self._note()
-        for worker in self._run_context.mine:
-            if worker not in self._of and (made := self._make_optimizer(self._named)) is not None:
-                self._of[worker] = made
-        self.optimizers = tuple(self._of.values())
 
     def _make_sums(self) -> None:
         comm, workers = self._run_context.comms.replica, self._run_context.workers
