@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -116,6 +117,37 @@ def test_a_transposed_layer_is_a_linear_layer() -> None:
     assert plan["2"].role == "row" and plan["2"].cuts == {"weight": TensorCut(0, 48)}
 
 
+class Shifted(nn.Module):
+    """A feed-forward block that takes numbers; ``shift`` mixes features unless it is 0, ``scale`` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, shift: int = 0, scale: float = 1.0, positions: int = 5) -> Tensor:
+        result: Tensor = self.last(self.first(x.view(2, positions, 8)).relu().roll(shift, -1) * scale)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("numbers", "split", "others"),
+    [
+        ({"shift": 0}, True, {"shift": 1}),
+        ({"shift": 3}, False, {}),
+        ({"scale": 0.0}, True, None),
+        ({"positions": 5}, True, None),
+    ],
+)
+def test_numbers_among_the_arguments(numbers: dict[str, Any], split: bool, others: dict[str, Any] | None) -> None:
+    """A split that holds for the recorded number alone is accepted with that number alone."""
+    recorded = BlockArguments((torch.zeros(2, 5, 8),), numbers, (True, False))
+    found = find_block_split(Shifted(), 2, None, recorded)
+    assert (found is not None) == split
+    if found is not None:
+        wanted = recorded.form if others else recorded.form_for_any_number
+        assert found.forms == [wanted] and (others is None or form_of(recorded.args, others) != wanted)
+
+
 def test_a_call_of_another_form_is_refused() -> None:
     class Split(HeadParallelBlock, Grouped):
         pass
@@ -127,3 +159,8 @@ def test_a_call_of_another_form_is_refused() -> None:
     split(*args, mask=None)
     with pytest.raises(UsageError, match="whole=block"):
         split(*args, mask=torch.randn(1, 6, 5, 5))
+    for one_number in (True, False):
+        run_within(split, WIDTH, [], [0], [form_of(args, {"mask": None, "more": 1}, values=one_number)])
+        split(*args, mask=None, more=1)
+        with pytest.raises(UsageError, match="None 2") if one_number else nullcontext():
+            split(*args, mask=None, more=2)

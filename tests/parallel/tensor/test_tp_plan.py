@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.shapes import SHAPES, Gated, Leaking, Nano, Normed, Residual, Separate, build, decoder, tied_gpt
+from tutti.parallel.tensor import tp_plan
 from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
 from tutti.parallel.tensor.tp_verify import TensorCut, find_block_split
 
@@ -140,9 +142,48 @@ def test_blocks_are_cut_by_head_where_heads_are_outermost() -> None:
     assert region is not None and region.columns == {"qkv": TensorCut(0, 4)}
 
 
-@pytest.mark.parametrize("block", [Normed(), Leaking(), Separate(kv=1), Nano(heads=1)])
+class Mixing(nn.Module):
+    """A feed-forward block that mixes features where ``mixes`` says so; its last layer may be zeros."""
+
+    def __init__(self, mixes: Any, zeros: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("turn", mixes.pop() if isinstance(mixes, list) else None)
+        self.mixes = mixes
+        if zeros:
+            nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        mixes = not self.training if self.mixes == "in evaluation" else self.turn is not None and bool(self.turn)
+        if mixes or self.mixes == (True,):
+            h = h / (1 + h.norm(dim=-1, keepdim=True))
+        result: Tensor = self.last(h)
+        return result
+
+
+WRONG = [Normed(), Leaking(), Separate(kv=1), Nano(heads=1), Mixing((True,), zeros=True), Mixing("in evaluation")]
+
+
+@pytest.mark.parametrize("block", WRONG)
 def test_what_would_be_wrong_is_not_split(block: nn.Module) -> None:
     assert find_block_split(block, 2) is None
+
+
+@pytest.mark.parametrize("both", [((False,), (True,)), ([torch.tensor(0)], [torch.tensor(1)])])
+def test_a_block_is_not_split_because_another_is(both: tuple[Any, Any]) -> None:
+    """Blocks that differ in a tuple or in a buffer alone are tried one by one; equal ones once."""
+    right, wrong, other = (Mixing(copy.deepcopy(mixes)) for mixes in (*both, both[0]))
+    found = roles(nn.ModuleList([wrong, right, other]))
+    assert [found.get(str(number)) for number in range(3)] == [None, "within", "within"]
+
+
+def test_equal_blocks_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList(Mixing([torch.tensor(0)]) for _ in range(3))
+    state, tried = torch.get_rng_state(), list[Any]()
+    monkeypatch.setattr(tp_plan, "find_block_split", lambda *rest: tried.append(rest) or find_block_split(*rest))
+    found = roles(model)
+    assert len(tried) == 1 and found["2"] == "within" and torch.equal(torch.get_rng_state(), state)
 
 
 def test_blocks_that_hold_more_than_what_is_split() -> None:

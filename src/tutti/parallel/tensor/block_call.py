@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -47,9 +47,19 @@ class BlockArguments:
 
         The call is one of a block of layers, such as attention. The text has the pytree structure of ``(args,
         kwargs)``, and for each tensor the word float, int or bool, the number of dimensions, and whether it needs a
-        gradient (see ``form_of``). Sizes do not enter, except whether a head dimension is larger than 1.
+        gradient (see ``form_of``). Sizes do not enter, except whether a head dimension is larger than 1; numbers enter
+        with their values.
         """
         return form_of(self.args, self.kwargs, self.learned)
+
+    @property
+    def form_for_any_number(self) -> str:
+        """Text that describes the kinds of this recorded call's arguments, without the values of numbers.
+
+        The call is one of a block of layers, such as attention. The text is equal to ``form`` where no argument is an
+        int or a float.
+        """
+        return form_of(self.args, self.kwargs, self.learned, values=False)
 
     def main_input(self, features: Collection[int]) -> int:
         """Return the index of the main input among the arguments of this recorded call of a block, such as attention.
@@ -82,8 +92,10 @@ class BlockArguments:
 
         Returns:
             ``(args, kwargs, learned)``: the positional and keyword arguments, with floating tensors as doubles and all
-            values but ``x`` copied, and the list of the copied tensors that require a gradient.
+            values but ``x`` copied, and the list of the copied tensors that require a gradient. Floating tensors of
+            zeros become random, since a product with zero would hide what the block computes.
         """
+        generator = torch.Generator().manual_seed(0)
         leaves, spec = tree_flatten((self.args, self.kwargs))
         made: list[Any] = []
         learned = []
@@ -91,8 +103,9 @@ class BlockArguments:
             if number == index:
                 made.append(x)
             elif isinstance(leaf, Tensor):
-                value = leaf.double() if leaf.is_floating_point() else leaf
-                made.append(value.clone().requires_grad_(self.learned[number]))
+                value = (leaf.double() if leaf.is_floating_point() else leaf).clone()
+                fill_zeros(value, generator)
+                made.append(value.requires_grad_(self.learned[number]))
                 learned += [made[-1]] if self.learned[number] else []
             else:
                 made.append(copy.deepcopy(leaf))
@@ -125,27 +138,44 @@ class BlockArguments:
             leaves = tree_leaves((args, kwargs))
             yield replace(self, args=args, kwargs=kwargs, learned=tuple(self._learned(leaf) for leaf in leaves))
 
+    def other_numbers(self) -> Iterator[BlockArguments]:
+        """Yield this call of a block once for each int or float among its arguments and each of four other values.
+
+        The values are 0, 1, and for a number v also v + 1 and 2 v + 1. Booleans are no numbers here.
+        """
+        leaves, spec = tree_flatten((self.args, self.kwargs))
+        for number, leaf in enumerate(leaves):
+            if not _is_number(leaf):
+                continue
+            for value in (type(leaf)(0), type(leaf)(1), leaf + 1, 2 * leaf + 1):
+                if value != leaf:
+                    args, kwargs = tree_unflatten([*leaves[:number], value, *leaves[number + 1 :]], spec)
+                    yield replace(self, args=args, kwargs=kwargs)
+
     def _learned(self, leaf: Any) -> bool:
         known = zip(tree_leaves((self.args, self.kwargs)), self.learned, strict=True)
         return any(own is leaf and learned for own, learned in known)
 
 
-def form_of(args: Any, kwargs: Any, learned: Collection[bool] | None = None) -> str:
+def form_of(args: Any, kwargs: Any, learned: Sequence[bool] | None = None, *, values: bool = True) -> str:
     """Return a text that describes the kinds of a call's arguments, equal for two calls of the same kinds.
 
     The text is the pytree structure of ``(args, kwargs)`` and one word for each leaf. A tensor is ``float``, ``int`` or
     ``bool`` and its number of dimensions, followed by ``h`` if the tensor has at least four dimensions and the third
-    from last (attention heads) is larger than 1, and by ``*`` if the tensor needs a gradient. Booleans, strings and
-    None appear with their values, other arguments as the names of their types.
+    from last (attention heads) is larger than 1, and by ``*`` if the tensor needs a gradient. Numbers, booleans,
+    strings and None appear with their values, other arguments as the names of their types.
 
     Args:
         args, kwargs: positional and keyword arguments of the call.
         learned: whether each leaf of ``(args, kwargs)``, flattened as a pytree, needs a gradient. Default (also for an
             empty collection): the ``requires_grad`` of tensors, False while gradients are disabled.
+        values: whether ints and floats appear with their values; otherwise as the names of their types.
     """
     leaves, spec = tree_flatten((args, kwargs))
     flags = learned or [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in leaves]
-    return f"{_text(spec)} " + " ".join(_kind(leaf) + "*" * flag for leaf, flag in zip(leaves, flags, strict=True))
+    return f"{_text(spec)} " + " ".join(
+        _kind(leaf, values) + "*" * flag for leaf, flag in zip(leaves, flags, strict=True)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -153,12 +183,28 @@ def _text(spec: Any) -> str:
     return " ".join(str(spec).split())
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: Any, values: bool) -> str:
     if isinstance(leaf, Tensor):
         kind = "float" if leaf.is_floating_point() else "bool" if leaf.dtype == torch.bool else "int"
         by_head = leaf.dim() > 3 and leaf.shape[-3] > 1
         return f"{kind}{leaf.dim()}" + "h" * by_head
-    return repr(leaf) if isinstance(leaf, bool | str | None) else type(leaf).__qualname__
+    named = isinstance(leaf, bool | str | None) or (values and _is_number(leaf))
+    return repr(leaf) if named else type(leaf).__qualname__
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (int, float)
+
+
+def fill_zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    """Fill a floating tensor of zeros, in place, with random numbers from 0.1 to 0.4; leave any other as it is.
+
+    Args:
+        tensor: the tensor, in float64 if it is floating.
+        generator: generator of the random numbers, on the CPU.
+    """
+    if tensor.is_floating_point() and not tensor.any():
+        tensor.uniform_(0.1, 0.4, generator=generator)
 
 
 def record_calls(

@@ -199,9 +199,9 @@ class HeadParallelBlock(TensorParallelLayer):
         """
         if (hooked := find_script_hook(self.tutti_inner)) is not None:
             refuse_hook(*hooked, self.tutti_slice.name)
-        if self.tutti_forms and (form := form_of(args, kwargs)) not in self.tutti_forms:
+        if self.tutti_forms and not any(form_of(args, kwargs, values=v) in self.tutti_forms for v in (False, True)):
             raise UsageError(
-                f"the layer is called with other arguments ({form}) than when its plan was made",
+                f"the layer is called with other arguments ({form_of(args, kwargs)}) than when its plan was made",
                 where=self.tutti_slice.name,
                 why="with them its code may combine heads, of which each tensor rank has some",
                 remedy=f"leave it whole: --strategy tensor:whole={self.tutti_slice.name}",

@@ -8,15 +8,16 @@ that saves memory, not time.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.rng_streams import module_draws
@@ -24,12 +25,20 @@ from tutti.nn.swap import registered_children
 from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
-from tutti.torch_compat import ConvBase, ConvTransposeBase, has_forward_hook, module_buffers, module_parameters
+from tutti.torch_compat import (
+    MODULE_ATTRIBUTES,
+    ConvBase,
+    ConvTransposeBase,
+    has_forward_hook,
+    module_buffers,
+    module_parameters,
+    tree_flatten,
+)
 
 ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
 SPLIT = ("column", "row", "heads", "vocabulary", "gathered")
 """Roles that a plan by hand can give to a layer."""
-_NUMBERS = ("training", "layer_idx", "layer_id", "layer_number")
+_NUMBERS = ("layer_idx", "layer_id", "layer_number")
 """Attributes in which equal blocks may differ: under the number of a layer caches file its keys and values."""
 _TABLES = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -131,8 +140,8 @@ class PlanFinder:
         """Derive the tensor-parallel plan of the model: which layers are split over tensor ranks, and how.
 
         Not collective. A block of the user's own class is split only where running its slices on random numbers gives
-        the outputs and gradients of the whole block; of blocks with the same class, numeric and text attributes, and
-        shapes one is tried for all. Layers that share a parameter are split alike or stay whole.
+        the outputs and gradients of the whole block, and in evaluation the outputs. Blocks that differ in their weights
+        or their number alone are tried once. Layers that share a parameter are split alike or stay whole.
 
         Returns:
             A ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
@@ -355,12 +364,22 @@ def blocks_with_arguments(model: nn.Module) -> list[str]:
 
 def _likeness(name: str, module: nn.Module) -> Hashable:
     """Return a key that is equal for modules that compute alike but for their weights."""
-    plain = ((k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool))
-    attributes = [(k, v) for k, v in plain if k not in _NUMBERS]
-    functions = [(k, v) for k, v in vars(module).items() if isinstance(v, FunctionType | BuiltinFunctionType)]
-    members = (*module_parameters(module).items(), *module_buffers(module).items())
-    tensors = [(k, t.shape) for k, t in members if t is not None]
-    return name, type(module), repr(module), tuple(attributes), tuple(functions), tuple(tensors)
+    own = {k: v for k, v in vars(module).items() if k not in MODULE_ATTRIBUTES and k not in _NUMBERS}
+    leaves, spec = tree_flatten((own, dict(module_buffers(module))))
+    shapes = tuple((k, None if p is None else p.shape) for k, p in module_parameters(module).items())
+    return name, type(module), repr(module), shapes, str(spec), tuple(map(_value, leaves))
+
+
+def _value(leaf: Any) -> Hashable:
+    """Return a key that is equal for equal values of attributes and buffers; for what has no value, the object."""
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return leaf.shape, leaf.dtype, hashlib.sha256(plain.view(torch.uint8).numpy().data).digest()
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
 
 
 def _within(name: str, patterns: Collection[str]) -> bool:

@@ -1,8 +1,9 @@
 """Find how a block may be split over ranks, and prove the split by computing in double precision on random numbers.
 
-The block runs as it is. Then each rank's slice of it runs in turn, with the sums over ranks that a real run makes. The
-split is right where outputs and the gradients of the input and of unsplit parameters are the same. After an error, a
-draw other than by dropout, or a difference the block is not split.
+The block runs as it is, but with random weights. Then each rank's slice of it runs in turn, with the sums over ranks
+that a real run makes. The split is right where outputs and the gradients of the input and of unsplit parameters are the
+same, and in evaluation the outputs. After an error, a draw other than by dropout, or a difference the block is not
+split.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.comm.partition import even_share
 from tutti.nn.untraced import Untraced
-from tutti.parallel.tensor.block_call import BlockArguments
+from tutti.parallel.tensor.block_call import BlockArguments, fill_zeros
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
 from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
@@ -122,7 +123,8 @@ def find_block_split(
 
     A block is a module of two to ``MOST_LINEAR`` (8) linear layers, such as attention. The slices of all
     tensor-parallel ranks are computed in this process, and their outputs and gradients must equal those of the whole
-    block, with its own weights and in training mode.
+    block; in evaluation, without gradients, their outputs. A copy of the block is computed with random parameters,
+    since its own may hide a difference, as an output layer of zeros does. Random generators stay as they are.
 
     Args:
         block: any module; it is not changed.
@@ -143,10 +145,34 @@ def find_block_split(
         return None
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            return _examine(copy.deepcopy(block).cpu().double().requires_grad_(False).train(), chosen, ranks, call)
+            trial = copy.deepcopy(block).cpu().double().requires_grad_(False).train()
+            _randomise(trial, chosen)
+            return _examine(trial, chosen, ranks, call)
     except Exception:
         # The block may need another kind of input, or shapes that a slice does not have.
         return None
+
+
+def _randomise(block: nn.Module, linears: Collection[str]) -> None:
+    """Make the parameters random, and buffers of zeros, in place.
+
+    Parameters of split layers, and all others of zeros such as a gate, get new numbers. Any other parameter is
+    multiplied by numbers near 1, as a vector may have to be positive; any other buffer may be a mask or a table.
+    """
+    generator = torch.Generator().manual_seed(0)
+    split = {id(p) for name in linears for p in block.get_submodule(name).parameters()}
+    for parameter in block.parameters():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        if parameter.dim() > 1 and (id(parameter) in split or not parameter.any()):
+            parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+        elif id(parameter) in split:
+            parameter.normal_(0.0, 0.5, generator=generator)
+        else:
+            fill_zeros(parameter, generator)
+            parameter.mul_(torch.empty_like(parameter.real).uniform_(0.8, 1.2, generator=generator))
+    for buffer in block.buffers():
+        fill_zeros(buffer, generator)
 
 
 def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: BlockArguments | None) -> BlockSplit | None:
@@ -158,11 +184,11 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
     for group, (fused, prefer_last) in ways:
         try:
             block_split = trial.split(reference, group, fused=fused, prefer_last=prefer_last)
+            if block_split is not None and trial.holds_in_evaluation(block_split, prefer_last):
+                return trial.with_other_calls(block_split, prefer_last)
         except Exception:
             # The shapes do not fit; another way to cut may.
             continue
-        if block_split is not None:
-            return trial.with_other_masks(block_split, prefer_last)
     return None
 
 
@@ -199,6 +225,7 @@ class _Whole(NamedTuple):
         groups: layers that may be split together.
         draws: shapes of the inputs of dropout and of attention, by call.
         dropout: whether attention itself applies dropout.
+        drops: whether any call applies dropout.
     """
 
     x: Tensor
@@ -208,6 +235,7 @@ class _Whole(NamedTuple):
     groups: list[_Group]
     draws: list[torch.Size]
     dropout: bool
+    drops: bool
 
 
 class _Watch(TorchFunctionMode):
@@ -216,18 +244,20 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[torch.Size] = []
-        self.dropout = False
+        self.dropout = self.drops = False
         self.events: list[tuple[str, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in DROPOUTS:
             self.draws.append(args[0].shape)
+            self.drops = self.drops or _is_active(*args, **kwargs)
             return args[0]
         if func is ATTENTION:
             self.draws.append(args[0].shape)
             self.events.append(("", args[0]))
             self.dropout = self.dropout or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
+            self.drops = self.drops or self.dropout
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             else:
@@ -260,6 +290,10 @@ class _Watch(TorchFunctionMode):
             heads = next((t.shape[-3] for name, t in self.events if not name and t.dim() > 3), None)
             found.append(_Group(names[:-1], names[-1], heads))
         return found
+
+
+def _is_active(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> bool:
+    return training and train and p > 0.0
 
 
 class _Probe(LocalShapeMode):
@@ -327,11 +361,12 @@ class _Trial:
         outs = [leaf for leaf in tree_leaves(self.block(*args, **kwargs)) if isinstance(leaf, Tensor)]
         return outs, [x, *learned, *self.others]
 
-    def with_other_masks(self, split: BlockSplit, prefer_last: bool) -> BlockSplit:
+    def with_other_calls(self, split: BlockSplit, prefer_last: bool) -> BlockSplit:
         """Return the split with the forms of calls (kinds of arguments) for which it has been verified.
 
         These are the recorded call's form, and those of calls with other attention masks, with which the split is tried
-        here. The split of a block of one argument is returned as it is.
+        here. The forms are those for any number where the split holds for all other numbers with which the block runs.
+        The split of a block of one argument is returned as it is.
 
         Args:
             split: the split, verified with the recorded call.
@@ -339,17 +374,52 @@ class _Trial:
         """
         if self.call is None:
             return split
-        forms = [self.call.form]
+        calls = [self.call]
         for call in self.call.variants(self.block, self.index):
-            if call.form in forms:
-                continue
-            other = _Trial(self.block, self.linears, self.ranks, call)
-            with suppress(Exception):
-                whole = other.reference()
-                found = whole and other._prove(split, whole, prefer_last)
-                if found and (found.sizes, found.draws) == (split.sizes, split.draws):
-                    forms.append(call.form)
-        return replace(split, forms=forms)
+            if call.form not in [each.form for each in calls]:
+                with suppress(Exception):
+                    calls += [call] if self._holds(split, call, prefer_last) else []
+        any_number = all(self._holds_or_fails(split, call, prefer_last) for call in self.call.other_numbers())
+        return replace(split, forms=[call.form_for_any_number if any_number else call.form for call in calls])
+
+    def _holds(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
+        """Return whether the split is right for another call. Raises any error of the block or of a slice."""
+        other = _Trial(self.block, self.linears, self.ranks, call)
+        whole = other.reference()
+        found = whole and other._prove(split, whole, prefer_last)
+        same = found and (found.sizes, found.draws) == (split.sizes, split.draws)
+        return bool(same) and other.holds_in_evaluation(split, prefer_last)
+
+    def _holds_or_fails(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
+        """Return whether the split is right for another call, or the whole block raises an error in it."""
+        try:
+            _Trial(self.block, self.linears, self.ranks, call).reference()
+        except Exception:
+            return True
+        try:
+            return self._holds(split, call, prefer_last)
+        except Exception:
+            return False
+
+    def holds_in_evaluation(self, split: BlockSplit, prefer_last: bool) -> bool:
+        """Return whether the split gives the same outputs in evaluation, without gradients.
+
+        Raises any error of the block or of a slice.
+
+        Args:
+            split: the split, verified in training.
+            prefer_last: cut the last size of a view that can be cut, not the first.
+        """
+        self.block.eval()
+        try:
+            with torch.no_grad():
+                whole = self.reference()
+                found = whole and self._prove(split, whole, prefer_last)
+        finally:
+            self.block.train()
+        if not whole or not found or found.sizes != split.sizes:
+            return False
+        return found.draws == split.draws or (not whole.drops and len(found.draws) <= len(split.draws))
 
     def reference(self) -> _Whole | None:
         """Run the whole block, not split, on random numbers in double precision, to compare its slices with.
@@ -387,11 +457,9 @@ class _Trial:
             return None
         learned = [out for out in outs if out.requires_grad]
         directions = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in learned]
-        gradients: list[Tensor | None] = []
-        gradients += torch.autograd.grad(learned, wanted, directions, allow_unused=True)
-        groups, dropout = watch.groups(), watch.dropout
+        gradients = _gradients(learned, wanted, directions)
         plain = [out.detach() for out in outs]
-        return _Whole(x.detach(), plain, directions, gradients, groups, watch.draws, dropout)
+        return _Whole(x.detach(), plain, directions, gradients, watch.groups(), watch.draws, watch.dropout, watch.drops)
 
     def split(self, whole: _Whole, group: _Group, *, fused: bool, prefer_last: bool) -> BlockSplit | None:
         """Return the split of ``group`` if the results are the same, else None. Raises any error of running a slice.
@@ -431,9 +499,11 @@ class _Trial:
         for run in runs:
             run.forward(None)
         total = torch.stack([run.part for run in runs]).sum(0)
-        for run in runs:
-            run.backward(total, None)
-        sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in block_split.columns}
+        sums = None
+        if torch.is_grad_enabled():
+            for run in runs:
+                run.backward(total, None)
+            sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in block_split.columns}
         for run in runs:
             outs, gradients = run.backward(total, sums)
             if not (_all_same(outs, whole.outs) and _all_same(gradients, whole.gradients)):
@@ -508,8 +578,7 @@ class _Run:
         """
         outs, wanted = self.forward(total, sums)
         learned = [out for out in outs if out.requires_grad]
-        gradients = torch.autograd.grad(learned, wanted, self._whole.directions, allow_unused=True)
-        return [out.detach() for out in outs], list(gradients)
+        return [out.detach() for out in outs], _gradients(learned, wanted, self._whole.directions)
 
     def _column(self, name: str, cut: TensorCut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
         linear, ranks = self._trial.linears[name], self._trial.ranks
@@ -532,6 +601,11 @@ class _Nobody(NamedTuple):
 
     rank: int
     size: int
+
+
+def _gradients(outs: list[Tensor], wanted: list[Tensor], directions: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of tensors; without a gradient of any output, none."""
+    return list(torch.autograd.grad(outs, wanted, directions, allow_unused=True)) if outs else []
 
 
 def _all_same(found: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> bool:
