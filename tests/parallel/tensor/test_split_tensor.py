@@ -167,6 +167,21 @@ def _beside(m: Layers, x: Tensor) -> Tensor:
     return whole.cumsum(1)
 
 
+def _through_views(m: Layers, x: Tensor) -> Tensor:
+    x = x * 1
+    turned = x.transpose(0, 1)
+    x[:, 1:4].mul_(m.scale)
+    x.unsqueeze(0).select(-1, 2).add_(m.number)
+    part = x.narrow(1, 4, 4)
+    part.sub_(2)
+    total = part.sum()
+    del part
+    with torch.no_grad():
+        torch.add(m.shift, 1, out=x.data[1])
+        torch._foreach_mul_([x.data], 3)
+    return m.norm(x) + turned.square().transpose(0, 1) + x.detach() * total
+
+
 PLACES: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "norm": lambda m, x: x + m.norm(x),
     "root norm": lambda m, x: m.root(x).tanh(),
@@ -182,6 +197,7 @@ PLACES: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "product": lambda m, x: x @ x.mT,
     "in place": _in_place,
     "beside": _beside,
+    "in place, through views": _through_views,
     "two": lambda m, x: m.norm(x) * m.linear(x) + x.transpose(0, 1).transpose(0, 1),
     "other dimension": lambda m, x: x[:, :2] + x[:, :2].transpose(0, 1),
     "converted": lambda m, x: x.float().double().to(torch.float64).contiguous().clone() + x.detach() + x.data,
@@ -222,9 +238,14 @@ def test_places_one_by_one(size: int) -> None:
         assert {name: d for name, d in answer.items() if not d <= 1e-12} == {}
 
 
+def _with_a_view(x: Tensor) -> list[Tensor]:
+    return [x[:2, 1:], x.exp_()]
+
+
 def changed() -> list[str]:
     said = []
-    for change in (lambda x: x.__setitem__((0, 0), 1), lambda x: x.cumsum_(1), lambda x: x.register_hook(print)):
+    writes = (lambda x: x.__setitem__((0, 0), 1), lambda x: x.cumsum_(1), lambda x: _with_a_view(x.transpose(1, 2)))
+    for change in (*writes, lambda x: x.register_hook(print)):
         try:
             change(share(scores(), -1, ranks())[1])
         except UsageError as error:
@@ -234,5 +255,5 @@ def changed() -> list[str]:
 
 def test_what_would_be_lost_is_refused() -> None:
     for said in worlds.run(2, changed):
-        assert len(said) == 3 and all("tensor:whole=a layer" in text for text in said)
-        assert ["in place" in text or "takes the gradient" in text for text in said] == [True] * 3
+        assert len(said) == 4 and all("tensor:whole=a layer" in text for text in said)
+        assert ["in place" in text or "takes the gradient" in text for text in said] == [True] * 4

@@ -2,13 +2,15 @@
 
 ``SplitTensor`` has the global shape. It computes on this rank's slice where that gives the same result: elementwise
 functions, dropout, norms and linear layers over other dimensions, views, and the cross-entropy of split classes. Every
-other function computes on the whole tensor after an all-gather; so the result is never wrong.
+other function computes on the whole tensor after an all-gather; so the result is never wrong. Writes into the gathered
+tensor, through a view of it such as ``x[:, :2]``, are copied into the slice when the slice is next read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,16 +18,52 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import functional
+from torch.utils.weak import TensorWeakRef
 
 from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError, script_line
 from tutti.parallel.tensor import loss_parallel
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import IS_VIEW, VERSION_ATTRIBUTE, TorchFunctionDisabled, is_hook_of_fsdp, tensor_version
+from tutti.torch_compat import (
+    IS_VIEW,
+    VERSION_ATTRIBUTE,
+    TorchFunctionDisabled,
+    is_hook_of_fsdp,
+    storage_key,
+    tensor_version,
+    tree_leaves,
+)
 
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """Code of the call of an autograd function, around its forward."""
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """The whole tensor, gathered from the slices.
+
+    Attributes:
+        part: this rank's slice.
+        cut: the split dimension.
+        slice_: ranks and size of the split.
+        whole: the tensor.
+        version: version of ``whole`` with which the slice agrees.
+        key: version of the slice, and whether gradients were enabled, when both agreed.
+        views: tensors of the script that share the memory of ``whole``.
+    """
+
+    part: Tensor
+    cut: int
+    slice_: LayerSlice
+    whole: Tensor
+    version: int
+    key: tuple[int, bool]
+    views: list[TensorWeakRef] = field(default_factory=list)
+
+    def in_use(self) -> bool:
+        self.views = [view for view in self.views if view() is not None]
+        return bool(self.views)
 
 
 class SplitTensor(Tensor):
@@ -42,10 +80,19 @@ class SplitTensor(Tensor):
         slice_: ranks and size of the split; its ``length`` is the size of the whole tensor along ``cut``.
     """
 
-    part: Tensor
     cut: int
     slice_: LayerSlice
-    _known: tuple[int, bool, Tensor] | None
+    _part: Tensor
+    _known: _Gathered | None
+    _viewed: list[_Gathered]
+    """Gathered tensors of which the script has views; one list of all split tensors that share memory."""
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's slice, a plain tensor."""
+        if self._viewed:
+            _take_over_writes(self._viewed)
+        return self._part
 
     @classmethod
     def of(cls, part: Tensor, cut: int, slice_: LayerSlice) -> SplitTensor:
@@ -60,7 +107,7 @@ class SplitTensor(Tensor):
             A ``SplitTensor`` with the shape of the whole tensor, whose ``part`` is the slice.
         """
         new = part.as_subclass(cls)
-        new.part, new.cut, new.slice_, new._known = part, cut % part.dim(), slice_, None
+        new._part, new.cut, new.slice_, new._known, new._viewed = part, cut % part.dim(), slice_, None, []
         return new
 
     @classmethod
@@ -76,10 +123,10 @@ class SplitTensor(Tensor):
             if handler is not None and args:
                 result = handler(func, *args, **kwargs)
                 if result is not NotImplemented:
-                    return result
+                    return _sharing(result, args[0])
             if args and isinstance(args[0], SplitTensor) and _changes(func, kwargs):
                 _refuse(args[0], func)
-            return func(*whole(args), **whole(kwargs))
+            return _noted(func(*whole(args), **whole(kwargs)), args, kwargs)
 
 
 def whole(value: Any) -> Any:
@@ -183,12 +230,63 @@ def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
 
 def _gathered(value: SplitTensor) -> Tensor:
     part, place, key = value.part, value.slice_, (tensor_version(value.part), torch.is_grad_enabled())
-    if value._known is None or value._known[:2] != key:
+    if value._known is None or value._known.key != key:
         # In the memory order of the whole tensor, because dropout draws in it.
         order = sorted(range(part.dim()), key=lambda d: -part.stride()[d])
         found = place.ranks.gather(part.permute(order), order.index(value.cut), place.length, place.name)
-        value._known = *key, found.permute([order.index(d) for d in range(part.dim())])
-    return value._known[2]
+        found = found.permute([order.index(d) for d in range(part.dim())])
+        value._known = _Gathered(part, value.cut, place, found, tensor_version(found), key)
+    return value._known.whole
+
+
+def _sharing(result: Any, source: Any) -> Any:
+    """Return a split tensor, which shares the list of gathered tensors with the one of which it is a view."""
+    both = isinstance(result, SplitTensor) and isinstance(source, SplitTensor) and result is not source
+    if both and storage_key(result._part) == storage_key(source._part):
+        result._viewed = source._viewed
+    return result
+
+
+def _noted(result: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a function of gathered tensors, after a note of what shares memory with them."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    for value in tree_leaves((args, kwargs)):
+        if not isinstance(value, SplitTensor) or (known := value._known) is None:
+            continue
+        views = [tensor for tensor in tensors if storage_key(tensor) == storage_key(known.whole)]
+        written = tensor_version(known.whole) != known.version
+        if (views or written) and all(known is not each for each in value._viewed):
+            value._viewed.append(known)
+        if result is known.whole:
+            result = known.whole.view_as(known.whole)
+            views = [result]
+        known.views += [TensorWeakRef(view) for view in views]
+        if written:
+            _take_over_writes(value._viewed)
+    return result
+
+
+def _take_over_writes(viewed: list[_Gathered]) -> None:
+    """Copy what was written into gathered tensors into the slice. Raises UsageError where another view would differ."""
+    for known in list(viewed):
+        if tensor_version(known.whole) != known.version:
+            _check_views([each for each in viewed if each is not known])
+            place = known.slice_
+            with TorchFunctionDisabled(), torch.set_grad_enabled(known.whole.requires_grad):
+                known.part.copy_(place.ranks.take(known.whole, known.cut, place.length, place.name))
+            known.version, known.key = tensor_version(known.whole), (tensor_version(known.part), known.key[1])
+    viewed[:] = [known for known in viewed if known.in_use()]
+
+
+def _check_views(gathered: Sequence[_Gathered]) -> None:
+    """Raise UsageError where the script has views of gathered tensors, before a write that they would not show."""
+    for name in [known.slice_.name for known in gathered if known.in_use()]:
+        raise UsageError(
+            f"the model or the script changes the output of {name} in place and keeps a view of it",
+            where=script_line(),
+            why="the output is split over tensor ranks, and the view is of a gathered copy, which the write misses",
+            remedy=f"make a new tensor, or leave the layer whole: --strategy tensor:whole={name}",
+        )
 
 
 def _shape(value: SplitTensor) -> list[int]:
@@ -298,6 +396,8 @@ def _each(func: Any, *args: Any, **options: Any) -> Any:
         return NotImplemented
     if first is not args[0] and _changes(func, options):
         return NotImplemented
+    if first._viewed and _changes(func, options):
+        _check_views(first._viewed)
     place, back = first.slice_, first.part.dim() - first.cut
     given = [_aligned(v, place, back) if isinstance(v, Tensor) else v for v in args]
     result = func(*given, **options)
@@ -364,6 +464,7 @@ def _dropout(
         return value
     result = dropped(value.part, p, value.cut, value.slice_)
     if inplace:
+        _check_views(value._viewed)
         value.part.copy_(result)
         return value
     return SplitTensor.of(result, value.cut, value.slice_)
