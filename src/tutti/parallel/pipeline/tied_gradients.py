@@ -91,7 +91,8 @@ class SharedGradients:
 
         Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
         Collective over the ranks that hold the same parameters: for each parameter one all-reduce or, for more than two
-        ranks, one all-gather.
+        ranks, one all-gather. The message has one number more, the number of ranks with a gradient: where it is 0,
+        ``.grad`` stays None, so that the optimizer skips the parameter.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.
@@ -100,8 +101,10 @@ class SharedGradients:
             rows = range(micro_batches if self._exact else 1)
             parts = [self._parts[p].get(row) for row in rows]
             if comm is not None:
-                empty = torch.zeros_like(p, memory_format=torch.contiguous_format)
-                parts = list(_summed(comm, torch.stack([empty if g is None else g for g in parts])))
+                empty, any_here = torch.zeros_like(p), any(g is not None for g in parts)
+                rows_here = [(empty if g is None else g).reshape(-1) for g in parts]
+                summed = _summed(comm, torch.cat([*rows_here, p.detach().new_tensor([float(any_here)])]))
+                parts = list(summed[:-1].view(len(parts), *p.shape)) if bool(summed[-1]) else []
             total = self._before[p]
             for part in parts:
                 if part is not None:
