@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.nn.absent_tensor import METADATA
 from tutti.nn.swap import parameters
+from tutti.torch_compat import TorchFunctionDisabled, storage_key, tree_leaves
 
 DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 """The function that a read of ``tensor.data`` calls; its result shares the tensor's memory and not its version."""
@@ -32,6 +32,43 @@ def may_write(func: Any) -> bool:
     """
     name = getattr(func, "__name__", "")
     return func == DATA or name in _NAMES or (name.endswith("_") and not name.startswith("__"))
+
+
+def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Return whether a tensor of ``some`` has elements in memory that also holds elements of a tensor of ``others``.
+
+    Of two tensors in one storage the ranges from the first element to the last are compared. Tensors without a storage,
+    such as sparse ones, count as having memory of their own.
+
+    Args:
+        some: a few tensors.
+        others: any number of tensors.
+    """
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for tensor in some:
+        if (key := _storage(tensor)) is not None:
+            ranges.setdefault(key, []).append(_range(tensor))
+    for tensor in others if ranges else ():
+        if (key := _storage(tensor)) in ranges:
+            begin, end = _range(tensor)
+            if any(low < end and begin < high for low, high in ranges[key]):
+                return True
+    return False
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of the storage where a tensor's first element begins and its last one ends."""
+    size = tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    last = sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * size if tensor.numel() else begin
 
 
 def parameters_unwritten(parts: Iterable[nn.Module]) -> AbstractContextManager[Any]:
@@ -54,18 +91,21 @@ class _NoWrites(TorchFunctionMode):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._watched: Any = WeakIdKeyDictionary(dict.fromkeys(parameters, True))
+        self._watched = [*parameters]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Dynamo traces this mode with the code that it compiles.
-        if torch.compiler.is_compiling() or func in METADATA or not (args and may_write(func)):
+        if (
+            torch.compiler.is_compiling()
+            or func in METADATA
+            or func == DATA
+            or not (may_write(func) or "out" in kwargs)
+        ):
             return func(*args, **kwargs)
-        written = args[0] if isinstance(args[0], tuple | list) else args[:1]
-        if not any(isinstance(each, Tensor) and each in self._watched for each in written):
-            return func(*args, **kwargs)
-        if func != DATA:
-            raise RuntimeError("the forward writes a parameter")
-        data = func(*args)
-        self._watched[data] = True
-        return data
+        written = [*args[:1], kwargs.get("out")] if may_write(func) else [kwargs["out"]]
+        tensors = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+        with TorchFunctionDisabled():
+            if share_memory(tensors, self._watched):
+                raise RuntimeError("the forward writes a parameter")
+        return func(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.nn.absent_tensor import METADATA
 from tutti.nn.script_mode import QuietMode, tensors_among, tutti_caller
-from tutti.nn.written_tensors import may_write
+from tutti.nn.written_tensors import may_write, share_memory
 from tutti.torch_compat import TorchFunctionDisabled
-
-_VIEWS = frozenset(
-    ("detach", "view", "view_as", "reshape", "flatten", "t", "transpose", "select", "narrow", "diagonal")
-)
 
 
 class StageWrites(QuietMode):
@@ -35,11 +31,11 @@ class StageWrites(QuietMode):
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of PyTorch, after copying each parameter of this rank that the function may write.
+        """Call a function of PyTorch, and copy this rank's parameters that it may write or returns views of.
 
-        The mode calls this method for each function of PyTorch that the script calls on tensors. The parameters are
-        those of this rank's pipeline stages. Each is copied once after a ``forget``: before the first function that may
-        write it, or that returns a view such as ``detach`` or ``transpose``. ``undo`` copies the values back.
+        This function mode copies a parameter of this rank's pipeline stages at the script's first call, since
+        ``forget``, of a function that may write the parameter, or that returns a tensor which shares its memory.
+        ``undo`` copies the value back.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -48,19 +44,27 @@ class StageWrites(QuietMode):
         Returns:
             The result of ``func(*args, **kwargs)``, unchanged.
         """
-        if not self.quiet and func not in METADATA and _may_change(func, kwargs):
-            for tensor in tensors_among(args, kwargs):
-                if (
-                    tensor in self._present
-                    and all(tensor is not kept for kept, _ in self._kept)
-                    and tutti_caller(__name__) is None
-                ):
-                    self._keep(tensor)
-        return func(*args, **kwargs)
-
-    def _keep(self, parameter: Any) -> None:
+        if self.quiet or func in METADATA:
+            return func(*args, **kwargs)
+        given = [
+            tensor
+            for tensor in tensors_among(args, kwargs)
+            if tensor in self._present and all(tensor is not kept for kept, _ in self._kept)
+        ]
+        if not given or tutti_caller(__name__) is not None:
+            return func(*args, **kwargs)
+        if may_write(func) or "out" in kwargs:
+            self._keep(given)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
         with TorchFunctionDisabled():
-            self._kept.append((parameter, parameter.detach().clone()))
+            views = [tensor for tensor in given if share_memory([tensor], tensors_among((result,), {}))]
+        self._keep(views)
+        return result
+
+    def _keep(self, parameters: Sequence[Any]) -> None:
+        with TorchFunctionDisabled():
+            self._kept += [(parameter, parameter.detach().clone()) for parameter in parameters]
 
     def forget(self) -> None:
         """Accept the script's writes to this rank's parameters so far: free the copies kept from before these writes.
@@ -80,8 +84,3 @@ class StageWrites(QuietMode):
             for parameter, before in self._kept:
                 parameter.copy_(before)
         self.forget()
-
-
-def _may_change(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function writes an argument in place, or returns a view of an argument."""
-    return may_write(func) or getattr(func, "__name__", "") in _VIEWS or "out" in kwargs
