@@ -255,7 +255,9 @@ class Checks:
 
     def _sums(self, loss: LossFn, batch: Batch, key: int = 0) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the loss function's own count; ``key``: of its RNG streams."""
-        micro_batch = MicroBatch(0, 0, batch, length(batch), 1.0, key, True)
+        # A copy: the forward may write its input in place.
+        copied = map_tensors(batch, torch.clone)
+        micro_batch = MicroBatch(0, 0, copied, length(batch), 1.0, key, True)
         total, count = self._run.replica.run([micro_batch], loss, None).sums[:2].tolist()
         return float(total), float(count)
 

@@ -16,14 +16,14 @@ from tests import worlds
 
 
 class Outside(nn.Module):
-    """Reads its layer's weight from outside of the layer, too, and has one of its own."""
+    """Reads its layer's weight from outside of the layer, too, through a gate that is zero at first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.layer, self.gate = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) * self.scale + inputs @ self.layer.weight
+        return self.layer(inputs) + inputs @ self.layer.weight * self.gate
 
 
 class Again(nn.Module):
@@ -50,6 +50,33 @@ class Attending(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0].sum(1)
 
 
+class Spectrum(nn.Linear):
+    """Returns complex numbers, as conjugates that are a flag on the memory."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.fft.rfft(super().forward(inputs)).conj()
+
+
+class Back(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(torch.fft.irfft(inputs, n=4))
+
+
+class Viewed(nn.Module):
+    """Writes a tensor in place after a cut, and reads a view of it that was taken before the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        flat = hidden.view(-1)
+        other = self.last(inputs)
+        hidden.add_(other)
+        return flat.view(-1, 4) + other
+
+
 class Slow(nn.Linear):
     """Takes time and has few parameters."""
 
@@ -67,6 +94,7 @@ def build(kind: str) -> nn.Module:
         "attention": [Attending(), Attending()],
         "twice": [nn.Linear(4, 4), twice, nn.Linear(4, 4), twice, nn.Linear(4, 4), twice],
         "lstm": [nn.Linear(4, 4), Recurrent(), nn.Linear(4, 4)],
+        "complex": [Spectrum(4, 4), Back(4, 4)],
     }[kind]
     return nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 2)).double()
 
@@ -101,6 +129,32 @@ def test_layers_that_are_not_simple_are_exact(kind: str) -> None:
     for schedule in ("1f1b", "zero_bubble", "interleaved"):
         got = worlds.run(2, train, kind=kind, strategy=f"pipeline:schedule={schedule},micro_batches=4")
         assert got == [want] * 2, schedule
+
+
+def test_complex_numbers_cross_a_cut() -> None:
+    want = worlds.alone(train, kind="complex", strategy="single", micro_batch=2)
+    assert worlds.run(2, train, kind="complex", strategy="pipeline:cuts=2,micro_batches=4") == [want] * 2
+
+
+def written(kind: str) -> str:
+    model = Viewed() if kind == "view" else nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    cut = "last" if kind == "view" else "2"
+    run = tutti.prepare(model, "sgd", torch.randn(8, 4), mean, strategy=f"pipeline:cuts={cut}", batch_size=8)
+    try:
+        run.step(next(run.epoch(0)))
+    except tutti.errors.TuttiError as error:
+        # Also that the other rank, which was refused, has not answered.
+        return f"{error} {run.updates}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("kind", "said"), [("view", "has taken a view"), ("input", "its argument 'input'")])
+def test_writes_that_other_stages_would_not_see_are_refused(kind: str, said: str) -> None:
+    try:
+        got = worlds.run_within(5.0, 2, written, kind=kind)
+        assert any(said in each for each in got) and all(each.endswith(" 0") for each in got), got
+    finally:
+        worlds.forget(2)
 
 
 def slow(strategy: str) -> str:

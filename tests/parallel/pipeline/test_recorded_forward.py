@@ -168,8 +168,26 @@ class Direct(Decoder):
         return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
+class InPlace(Direct):
+    """Writes its input and what its blocks return, in place."""
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        mask = torch.ones(words.shape[1], words.shape[1]).tril().bool() if words.shape[1] > 1 else None
+        words.sub_(5).abs_()
+        x = self.body.embed(words)
+        for block in self.body.blocks:
+            h = block(x, mask)
+            h += x
+            x = h.mul_(0.5)
+        scores = self.head(self.body.norm(x))
+        scores[..., 0] = 1.0
+        assert labels is not None
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
 MODELS = {
     "direct": Direct,
+    "in place": InPlace,
     "decoder": Decoder,
     "decoder with dropout": lambda: Decoder(0.2),
     "translator": Translator,
@@ -205,6 +223,7 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 
 
 PLACES = [
+    ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("direct", 2, "pipeline:micro_batches=4", False),
     ("direct", 3, "pipeline:micro_batches=4", True),
     ("decoder", 2, "model_parallel", True),
@@ -249,6 +268,22 @@ class Reading(Decoder):
         output = super().forward(words, labels)
         assert output.loss is not None
         return Output(output.scores, output.loss + self.head.weight.square().sum())
+
+
+class Sharing(InPlace):
+    """Writes what a block returns of its argument's memory, and reads the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Identity()
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        x = self.body.embed(words)
+        same = self.same(x)
+        same *= 2
+        scores = self.head(self.body.norm(x))
+        assert labels is not None and words.shape[1] < 100
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
 class Turning(Decoder):
@@ -327,6 +362,7 @@ WRONG = {
     "draws": (Drawing, loss, "draws random numbers"),
     "reads": (Reading, loss, "reads body.embed.weight outside of its blocks"),
     "writes": (lambda: with_blocks(Writing), loss, "writes its arguments in place"),
+    "shares": (Sharing, loss, "writes in place what same returns or was given"),
     "spills": (lambda: with_blocks(Spilling), spilled, "body.blocks.0.figure, which this rank does not have"),
     "asks later": (Telling, later, "the loss depends on a value of another stage that the stages do not send"),
     "penalises": (Decoder, penalised, "which this rank does not have"),

@@ -42,7 +42,7 @@ from tutti.parallel.pipeline.stage_writes import StageWrites
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import is_compiled, is_fake, tree_leaves
+from tutti.torch_compat import is_compiled, is_fake, tensor_version, tree_leaves
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
 
 
@@ -525,12 +525,18 @@ class PipelineRunner(ReplicaPart):
         Raises:
             StageReached: on every stage but the last, after the sends of this stage's activations have started. The
                 exception ends the loss function.
-            UsageError: a forward hook of the script has kept a tensor with its autograd graph on a stage but the last.
+            UsageError: a forward hook of the script has kept a tensor with its autograd graph on a stage but the last;
+                or the stage has written in place what other stages have a copy of.
         """
         virtual_stage = self._virtual_stages[stage // self._ranks]
-        if stage > 0:
-            self._enter(flight, stage)
+        shared = self._enter(flight, stage) if stage > 0 else []
+        # Stages that follow a recorded forward all write what the model's own code writes between blocks.
+        traced = self.cuts is not None and self.cuts.record is None
+        arguments = {name: given[name] for name in virtual_stage.given} if traced else {}
+        before = {name: _versions(value) for name, value in arguments.items()}, _versions(shared)
         result = virtual_stage.module(*(given[name] for name in virtual_stage.given), *flight.values)
+        if traced:
+            self._check_written(stage, arguments, shared, before)
         if self.split_backwards:
             self.split_backwards[stage // self._ranks].stop()
         if stage == self._last:
@@ -539,10 +545,29 @@ class PipelineRunner(ReplicaPart):
         self._check_kept(stage // self._ranks, values)
         if self._drawing:
             values.append(self.draws.state.to(self._comm.device))
-        forms = self._messages.send("activations", values, (stage + 1, *flight.key))
+        beside = [leaf for leaf in tree_leaves((arguments, shared)) if isinstance(leaf, Tensor)]
+        forms = self._messages.send("activations", values, (stage + 1, *flight.key), beside)
         if self._learns[stage + 1]:
             flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
         raise StageReached
+
+    def _check_written(
+        self, stage: int, arguments: Mapping[str, Any], shared: Sequence[Tensor], before: tuple[Any, Any]
+    ) -> None:
+        """Raise UsageError for a write in place to a tensor of which another stage has a copy or a view of its own."""
+        changed = [name for name, value in arguments.items() if _versions(value) != before[0][name]]
+        if changed and (stage < self._last or shared):
+            what = f"its argument '{changed[0]}'"
+        elif _versions(shared) != before[1]:
+            what = "a tensor of which an earlier stage has taken a view"
+        else:
+            return
+        raise UsageError(
+            f"the model's forward writes {what} in place",
+            where=f"stage {stage}, from {self.cuts.names[stage - 1]} on" if stage and self.cuts else f"stage {stage}",
+            why="every stage has its own copy, and the others would read it unchanged",
+            remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take --strategy mirrored",
+        )
 
     def _check_kept(self, chunk: int, values: Sequence[Any]) -> None:
         """Raise UsageError for a forward hook that keeps a tensor with its graph for the loss, on another stage."""
@@ -557,8 +582,11 @@ class PipelineRunner(ReplicaPart):
                 " --strategy mirrored",
             )
 
-    def _enter(self, flight: MicroBatchState, stage: int) -> None:
-        """Receive the previous stage's activations and the RNG state, and hook the gradients of the activations."""
+    def _enter(self, flight: MicroBatchState, stage: int) -> list[Tensor]:
+        """Receive the previous stage's activations and the RNG state, and hook the gradients of the activations.
+
+        Returns the activations that share memory with others, or with arguments of the model's call, on their stage.
+        """
         values, forms = self._messages.receive("activations", (stage, *flight.key))
         if self._drawing:
             self.draws.state = values[-1].cpu()
@@ -568,6 +596,9 @@ class PipelineRunner(ReplicaPart):
             flight.entered = [v for v, form in zip(values, forms, strict=True) if form.learns]
             for number, tensor in enumerate(flight.entered):
                 tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
+            pairs = zip(flight.values, forms, strict=False)
+            flight.values = [_Entering.apply(v) if form.learns else v for v, form in pairs]  # type: ignore[no-untyped-call]
+        return [value for value, form in zip(flight.values, forms, strict=False) if form.shared]
 
     def whole(self, args: Any, kwargs: Any) -> Any:
         """Run the forward of a model that is not cut into pipeline stages, on this rank, and return its output.
@@ -592,6 +623,24 @@ class PipelineRunner(ReplicaPart):
             sums.copy_(turn.total.sums)
         self._comm.broadcast_unchecked(sums, self._ranks - 1, "totals of the last stage")
         return LossSums(sums, names, samples)
+
+
+class _Entering(torch.autograd.Function):
+    """Identity at the begin of a stage, in the same memory: the result is no leaf, and may be written in place."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _versions(values: Any) -> list[int]:
+    """Return the versions of the tensors among values; inference tensors have none."""
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [tensor_version(leaf) for leaf in leaves if not leaf.is_inference()]
 
 
 @dataclass

@@ -23,6 +23,7 @@ from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.swap import buffers, training_mode
 from tutti.nn.untraced import Untraced, has_hooks
+from tutti.nn.written_tensors import share_memory
 from tutti.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -34,6 +35,7 @@ from tutti.torch_compat import (
     tensor_version,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
     tree_unflatten,
     uncompiled_call,
 )
@@ -105,10 +107,13 @@ class ForwardRecord:
         calls: the calls of blocks, in order.
         reads: the blocks' tensors from which the model's output or the loss is computed outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks, on every stage.
+        written: the blocks' tensors that the code outside of blocks writes in place. Every stage writes a copy.
+        writes_inputs: whether that code writes tensors in place that it has not computed, such as the model's inputs.
 
     Raises:
-        UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, or calls
-            other blocks in training than in evaluation.
+        UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, calls other
+            blocks in training than in evaluation, or writes a block's tensor in place and then reads a tensor that
+            shares its memory through a block.
     """
 
     def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
@@ -123,6 +128,8 @@ class ForwardRecord:
             for one, other in zip(with_gradient.calls, without.calls, strict=True)
         ]
         self.reads = frozenset(with_gradient.reads | without.reads)
+        self.written = frozenset(with_gradient.written | without.written)
+        self.writes_inputs = with_gradient.writes_inputs or without.writes_inputs
 
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
         untraced = Untraced(self.plain)
@@ -145,6 +152,9 @@ class ForwardRecord:
         if recording.drawn:
             why = f"its own forward draws random numbers by {recording.drawn[0]}, which would depend on the stages"
             raise _uncut(self.plain, why)
+        if recording.outdated:
+            why = f"its forward writes in place what {recording.outdated[0]} returns or was given, and then reads"
+            raise _uncut(self.plain, f"{why} a tensor that shares its memory through this block")
         self.buffers |= recording.buffers
         recording.reads |= recording.sources(result)
         return recording
@@ -267,6 +277,8 @@ class RecordedStage(nn.Module):
         [record] = self._record
         for name in record.opened:
             record.plain.get_submodule(name).training = self.training
+        if record.writes_inputs:
+            args, kwargs = tree_map_only(Tensor, _written_once(bool(self.sent)), (args, kwargs))
         return record.dispatch.run(_StageRun(record, self, values), args, kwargs)
 
 
@@ -294,7 +306,7 @@ class _BlockDispatch:
                 }
                 for name, module in self.blocks.items()
             }
-        self._forms: dict[Any, tuple[Any, list[Any]]] = {}
+        self._forms: dict[Any, tuple[Any, list[Any], list[set[int]]]] = {}
         self._first = {inner: dict(vars(inner)) for block in self.blocks.values() for inner in block.modules()}
 
     def run(self, run: _Recording | _StageRun, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -344,6 +356,21 @@ class _BlockDispatch:
         Raises:
             UsageError: the block writes its arguments in place.
         """
+        return self.shape_and_memory(name, block, args, kwargs)[0]
+
+    def shape_and_memory(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[set[int]]]:
+        """Return what ``shape`` returns, and for each tensor in it the tensors with which it shares memory.
+
+        These are given by indices among the leaves of ``(args, kwargs)``, continued by the result's own tensors.
+
+        Args:
+            name: name of the block in the whole model.
+            block: the block.
+            args, kwargs: positional and keyword arguments of the call.
+
+        Raises:
+            UsageError: the block writes its arguments in place.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(_form, leaves))
         simple = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
@@ -356,12 +383,15 @@ class _BlockDispatch:
             if versions != [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]:
                 raise _uncut(self._plain, f"its block {name} writes its arguments in place")
             found, returned = tree_flatten(result)
+            tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+            memory = [_same_memory(leaf, [*entering, *tensors[:at]]) for at, leaf in enumerate(tensors)]
             if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in found):
-                return result
-            self._forms[key] = returned, found
-        returned, found = self._forms[key]
+                return result, memory
+            self._forms[key] = returned, found, memory
+        returned, found, memory = self._forms[key]
         with self.fakes, torch.no_grad():
-            return tree_unflatten([torch.empty_like(f) if isinstance(f, Tensor) else f for f in found], returned)
+            made = [torch.empty_like(f) if isinstance(f, Tensor) else f for f in found]
+        return tree_unflatten(made, returned), memory
 
     @contextmanager
     def _attributes(self, block: nn.Module) -> Iterator[None]:
@@ -388,6 +418,10 @@ class _Recording(TorchDispatchMode):
         drawn: operations outside of blocks that draw random numbers.
         read: names of parameters that are read outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks.
+        written: the blocks' tensors that operations outside of blocks write in place.
+        writes_inputs: whether such operations write tensors in place that none of them has computed.
+        outdated: names of blocks that return memory of their arguments, or the same memory twice, of which one tensor
+            is written in place outside of blocks and another one is read later.
     """
 
     def __init__(self, dispatch: _BlockDispatch) -> None:
@@ -398,8 +432,15 @@ class _Recording(TorchDispatchMode):
         self.drawn: list[str] = []
         self.read: list[str] = []
         self.buffers: set[str] = set()
+        self.written: set[BlockOutput] = set()
+        self.writes_inputs = False
+        self.outdated: list[str] = []
         self._sources: dict[int, set[BlockOutput]] = {}
         self._alive: list[Tensor] = []
+        self._computed: set[int] = set()
+        self._returned: dict[int, BlockOutput] = {}
+        self._partners: dict[int, dict[int, str]] = {}
+        self._stale: dict[int, str] = {}
         self._parameters = {id(p): name for name, p in dispatch._plain.named_parameters()}
         self._buffers = {
             id(slot.get()): slot.name for slot in buffers([dispatch._plain]) if slot.owner in dispatch.opened
@@ -419,6 +460,10 @@ class _Recording(TorchDispatchMode):
         if self.inside:
             return result
         entering = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._look(entering)
+        for leaf in _written(func, args, kwargs):
+            self._write(storage_key(leaf))
+        self._keep(result, entering)
         self.read += [self._parameters[id(leaf)] for leaf in entering if id(leaf) in self._parameters]
         self.buffers |= {self._buffers[id(leaf)] for leaf in entering if id(leaf) in self._buffers}
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
@@ -438,6 +483,28 @@ class _Recording(TorchDispatchMode):
         leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         return set().union(*(self._sources.get(storage_key(leaf), set()) for leaf in leaves))
 
+    def _look(self, leaves: Iterable[Any]) -> None:
+        """Note tensors that are read after a write to memory that they share through a block."""
+        self.outdated += [
+            self._stale[key] for x in leaves if isinstance(x, Tensor) and (key := storage_key(x)) in self._stale
+        ]
+
+    def _write(self, key: int) -> None:
+        """Note a write in place to a storage."""
+        self._stale |= self._partners.get(key, {})
+        if key in self._returned:
+            self.written.add(self._returned[key])
+        elif key not in self._computed:
+            self.writes_inputs = True
+
+    def _keep(self, result: Any, entering: Iterable[Tensor]) -> None:
+        """Note the storages that an operation outside of blocks has made."""
+        given = {storage_key(leaf) for leaf in entering}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and (key := storage_key(leaf)) not in given:
+                self._alive.append(leaf)
+                self._computed.add(key)
+
     def _mark(self, tensor: Tensor, sources: set[BlockOutput]) -> None:
         self._alive.append(tensor)
         self._sources.setdefault(storage_key(tensor), set()).update(sources)
@@ -453,11 +520,14 @@ class _Recording(TorchDispatchMode):
             block: the block.
             args, kwargs: positional and keyword arguments of the call.
         """
-        reads = self.sources((args, kwargs))
-        result = self.dispatch.shape(name, block, args, kwargs)
+        reads, leaves = self.sources((args, kwargs)), tree_leaves((args, kwargs))
+        self._look(leaves)
+        result, memory = self.dispatch.shape_and_memory(name, block, args, kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for number, tensor in enumerate(tensors):
+        for number, (tensor, same) in enumerate(zip(tensors, memory, strict=True)):
             self._mark(tensor, {BlockOutput(len(self.calls), number)})
+            self._returned[storage_key(tensor)] = BlockOutput(len(self.calls), number)
+            self._pair(storage_key(tensor), {storage_key([*leaves, *tensors][index]) for index in same}, name)
         self.calls.append(BlockCall(name, frozenset(reads), len(tensors)))
         return result
 
@@ -468,7 +538,14 @@ class _Recording(TorchDispatchMode):
             output: what the recorded forward has returned, with fake tensors.
         """
         self.reads |= self.sources(output)
+        self._look(tree_leaves(output))
         return output
+
+    def _pair(self, key: int, others: set[int], name: str) -> None:
+        """Note that a block's result has the memory of its arguments, and of what had that memory before."""
+        for other in others | {known for one in others for known in self._partners.get(one, {})}:
+            self._partners.setdefault(key, {})[other] = name
+            self._partners.setdefault(other, {})[key] = name
 
 
 class _StageRun:
@@ -516,7 +593,7 @@ class _StageRun:
             leaves, spec = tree_flatten(self._record.dispatch.shape(name, block, args, kwargs))
             places = iter(BlockOutput(number, tensor) for tensor in range(len(leaves)))
             return tree_unflatten(
-                [self._known.get(next(places), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+                [self._received(next(places), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
             )
         self._check((args, kwargs), f"the arguments of {name}")
         result = uncompiled_call(block)(*args, **kwargs)
@@ -525,7 +602,28 @@ class _StageRun:
         self._known |= {BlockOutput(number, tensor): value for tensor, value in enumerate(tensors)}
         if number == own[-1] and self._stage.sent:
             raise _StageEnd(tuple(self._known[place] for place in self._stage.sent))
-        return result
+        return self._unwritten(number, result, tree_leaves((args, kwargs)))
+
+    def _received(self, place: BlockOutput, fake: Tensor) -> Tensor:
+        """Return the received tensor of another stage's block, a copy where the forward writes it, or ``fake``."""
+        value = self._known.get(place, fake)
+        return value.clone() if place in self._record.written and not is_fake(value) else value
+
+    def _unwritten(self, number: int, result: Any, given: Sequence[Any]) -> Any:
+        """Return a block's result, with copies of tensors that the forward writes and the stage sends as they were.
+
+        A tensor that has the memory of an argument is copied, too: the argument may be sent.
+        """
+        written = {place.tensor for place in self._record.written if place.call == number}
+        if not written:
+            return result
+        leaves, spec = tree_flatten(result)
+        tensors = iter(range(len(leaves)))
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and (tensor := next(tensors)) in written:
+                sent = BlockOutput(number, tensor) in self._stage.sent
+                leaves[at] = leaf.clone() if sent or _same_memory(leaf, given) else leaf
+        return tree_unflatten(leaves, spec)
 
     def _check(self, values: Any, what: str) -> None:
         if any(is_fake(leaf) for leaf in tree_leaves(values)):
@@ -575,6 +673,28 @@ class _TrialModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+
+def _written_once(copied: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function of the model's inputs: of copies, or of tensors in the same memory with versions of their own.
+
+    Several stages of a rank would write the same inputs; other micro-batches, which have the rest of the batch, must
+    not appear as written.
+    """
+    return lambda tensor: tensor.clone() if copied else tensor.data
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+    """Return the tensors that an operation writes in place."""
+    arguments = operator_arguments(func)
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs or {})
+    changed = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+
+
+def _same_memory(tensor: Tensor, leaves: Sequence[Any]) -> set[int]:
+    """Return the indices of the leaves that are tensors and share memory with a tensor."""
+    return {index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and share_memory([tensor], [leaf])}
 
 
 def _dropout_rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> float | None:

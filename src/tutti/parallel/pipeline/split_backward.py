@@ -7,7 +7,7 @@ each of these outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,8 @@ class SplitBackward:
 
     Some parameters' gradients cannot be computed from the outputs of layers, such as those of a weight that is read
     outside of its layer, or of a layer with several outputs. The weight half computes these by a backward through the
-    whole stage. The first micro-batch finds these parameters by comparing all gradients bit by bit.
+    whole stage. The first micro-batch, and each later one that calls other layers, finds these parameters: from the
+    autograd graph, since a gradient may be 0 in this micro-batch alone, and by comparing all gradients bit by bit.
 
     Args:
         stage: module of the virtual stage; forward hooks are registered on its layers.
@@ -55,7 +56,7 @@ class SplitBackward:
     def __init__(self, stage: nn.Module) -> None:
         self._all = list(stage.parameters())
         self._trained: list[nn.Parameter] = []
-        self._late: set[nn.Parameter] | None = None
+        self._late: dict[tuple[nn.Module, ...], set[nn.Parameter]] = {}
         self._calls: list[LayerOutput] | None = None
         for module in stage.modules():
             own = next(module.parameters(recurse=False), None)
@@ -71,7 +72,7 @@ class SplitBackward:
         """
         trained = [p for p in self._all if p.requires_grad]
         if len(trained) != len(self._trained) or any(a is not b for a, b in zip(trained, self._trained, strict=True)):
-            self._trained, self._late = trained, None
+            self._trained, self._late = trained, {}
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Take over new parameter objects that have replaced former ones in this pipeline stage.
@@ -82,7 +83,7 @@ class SplitBackward:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
         """
         self._all = [by.get(p, p) for p in self._all]
-        self._trained = [by.get(p, p) for p in self._trained]
+        self._trained, self._late = [by.get(p, p) for p in self._trained], {}
 
     def record(self) -> list[LayerOutput]:
         """Start to record the outputs of this pipeline stage's layers with trained weights, before a forward.
@@ -135,19 +136,23 @@ class SplitBackward:
             The parameters that have received a gradient, in the order of the stage's parameters.
         """
         found: dict[nn.Parameter, Tensor] = {}
+        layers = tuple(layer for layer, _ in calls)
+        late = self._late.get(layers)
         for (layer, edge), gradient in reversed(list(zip(calls, gradients, strict=True))):
-            own = [p for p in layer.parameters(recurse=False) if p.requires_grad and p not in (self._late or ())]
+            own = [p for p in layer.parameters(recurse=False) if p.requires_grad and p not in (late or ())]
             if own and gradient is not None:
                 for p, g in zip(own, _gradients(BackwardRoots([edge], [gradient]), own), strict=True):  # type: ignore[list-item]
                     if g is not None:
                         found[p] = found[p] + g if p in found else g
-        if self._late is None:
+        if late is None:
             whole = _gradients(roots, self._trained) if self._trained else ()
-            self._late = {p for p, g in zip(self._trained, whole, strict=True) if not _same(found.get(p), g)}
+            late = _used_elsewhere(roots, calls, self._trained)
+            late |= {p for p, g in zip(self._trained, whole, strict=True) if not _same(found.get(p), g)}
+            self._late[layers] = late
             found = {p: g for p, g in zip(self._trained, whole, strict=True) if g is not None}
-        elif self._late:
-            late = [p for p in self._trained if p in self._late]
-            found |= {p: g for p, g in zip(late, _gradients(roots, late), strict=True) if g is not None}
+        elif late:
+            wanted = [p for p in self._trained if p in late]
+            found |= {p: g for p, g in zip(wanted, _gradients(roots, wanted), strict=True) if g is not None}
         for p, g in found.items():
             p.grad = torch.empty_like(p).copy_(g) if p.grad is None else p.grad.add_(g)
         return [p for p in self._trained if p in found]
@@ -159,6 +164,49 @@ class SplitBackward:
         own = any(p.requires_grad for p in layer.parameters(recurse=False))
         if own and isinstance(output, Tensor) and output.requires_grad:
             self._calls.append(LayerOutput(layer, get_gradient_edge(output)))
+
+
+def _used_elsewhere(
+    roots: BackwardRoots, calls: Sequence[LayerOutput], trained: Iterable[nn.Parameter]
+) -> set[nn.Parameter]:
+    """Return parameters of which a path in the autograd graph does not lead through the one call of their layer."""
+    bits: dict[tuple[Any, int], int] = {}
+    own: dict[nn.Parameter, int] = {}
+    for number, (layer, edge) in enumerate(calls):
+        place = edge.node, edge.output_nr
+        bits[place] = bits.get(place, 0) | 1 << number
+        for p in layer.parameters(recurse=False):
+            own[p] = own.get(p, 0) | 1 << number
+    starts = [get_gradient_edge(tensor) for tensor in roots.tensors if tensor.requires_grad]
+    # For each node the calls that some path from the roots to it avoids, one bit each.
+    avoided: dict[Any, int] = {}
+    for edge in starts:
+        avoided[edge.node] = avoided.get(edge.node, 0) | ~bits.get((edge.node, edge.output_nr), 0)
+    for node in _in_order(edge.node for edge in starts):
+        for following, output in node.next_functions:
+            if following is not None:
+                passed = avoided[node] & ~bits.get((following, output), 0)
+                avoided[following] = avoided.get(following, 0) | passed
+    late = set()
+    for p in trained:
+        through = own.get(p, 0)
+        if through.bit_count() != 1 or avoided.get(get_gradient_edge(p).node, 0) & through:
+            late.add(p)
+    return late
+
+
+def _in_order(starts: Iterable[Any]) -> list[Any]:
+    """Return the nodes of an autograd graph, each before the nodes to which it passes gradients."""
+    order, seen, ahead = list[Any](), set[Any](), [(node, False) for node in starts]
+    while ahead:
+        node, behind = ahead.pop()
+        if behind:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            ahead.append((node, True))
+            ahead += [(following, False) for following, _ in node.next_functions if following is not None]
+    return order[::-1]
 
 
 def _gradients(roots: BackwardRoots, wanted: Sequence[Any]) -> tuple[Tensor | None, ...]:

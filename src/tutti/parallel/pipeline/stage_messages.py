@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tutti.comm.communicator import Communicator, Pending
 from tutti.errors import UsageError
+from tutti.nn.written_tensors import share_memory
 
 KINDS = {"activations": 1, "gradients": -1}
 """Direction along the stages: 1 to the next rank, -1 to the previous one."""
@@ -27,8 +28,10 @@ class MessageForm(NamedTuple):
         shape: shape of the tensor; None for a value that is no tensor.
         dtype: name of the dtype in ``torch``, such as ``float32``; "" for a value that is no tensor.
         memory: memory format, ``contiguous`` or ``channels_last``; "" for a value that is no tensor.
-        learns: whether the tensor may have a gradient: its dtype is a floating-point type.
+        learns: whether the tensor may have a gradient: its dtype is a floating-point or complex type.
         value: the value itself where it is no tensor; None for a tensor.
+        shared: whether the tensor shared memory with another value or an argument of the model's call, on the stage
+            that computed both; known for activations from the first batch of a key.
     """
 
     shape: tuple[int, ...] | None
@@ -36,6 +39,7 @@ class MessageForm(NamedTuple):
     memory: str
     learns: bool
     value: Any = None
+    shared: bool = False
 
     def __str__(self) -> str:
         return f"{self.value}" if self.shape is None else f"{self.dtype} {self.shape}"
@@ -64,7 +68,9 @@ class StageMessages:
         self._under_way: list[tuple[Pending, Tensor]] = []
         self._ahead: dict[str, deque[_Coming]] = {kind: deque() for kind in KINDS}
 
-    def send(self, kind: str, values: Sequence[Any], key: tuple[Any, ...]) -> list[MessageForm]:
+    def send(
+        self, kind: str, values: Sequence[Any], key: tuple[Any, ...], beside: Sequence[Tensor] = ()
+    ) -> list[MessageForm]:
         """Start to send activations to the next pipeline stage, or gradients to the previous one. Does not block.
 
         The first call with a ``kind`` and ``key`` also sends the values' forms: shapes, dtypes and memory formats. The
@@ -76,6 +82,7 @@ class StageMessages:
             key: tuple that is equal for batches whose values have the same forms. Its first entry is the index, in the
                 whole model, of the stage that receives the activations or sends the gradients; the others tell batches
                 apart, such as the shapes of a batch's tensors.
+            beside: tensors that later stages may read or write, and whose memory ``values`` may share.
 
         Returns:
             A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order.
@@ -85,18 +92,23 @@ class StageMessages:
                 value that JSON can hold.
         """
         forms = [_form(value) for value in values]
-        if self._forms.setdefault((kind, *key), forms) is forms:
+        known = self._forms.get((kind, *key))
+        if known is None:
+            forms = _with_shared(forms, values, beside) if kind == "activations" else forms
+            self._forms[kind, *key] = known = forms
             self._tell(kind, forms)
-        elif (known := self._forms[kind, *key]) != forms:
-            now, before = next((a, b) for a, b in zip_longest(forms, known) if a != b)
+        elif (first := [form._replace(shared=False) for form in known]) != forms:
+            now, before = next((a, b) for a, b in zip_longest(forms, first) if a != b)
             raise UsageError(
                 f"a stage's {kind} are {now} and were {before} for an equal batch",
                 remedy="the shape of every tensor between stages must depend only on the batch's shape",
             )
         for value, form in zip(values, forms, strict=True):
             if form.shape is not None:
-                self._start(kind, value.detach().contiguous(memory_format=_FORMATS[form.memory]))
-        return forms
+                # A conjugate is a flag on the memory that is sent.
+                plain = value.detach().resolve_conj().resolve_neg()
+                self._start(kind, plain.contiguous(memory_format=_FORMATS[form.memory]))
+        return known
 
     def send_gradients(
         self, gradients: Sequence[Tensor | None], values: Sequence[Tensor], key: tuple[Any, ...]
@@ -241,7 +253,17 @@ def _form(value: Any) -> MessageForm:
         return MessageForm(None, "", "", False, _tuples(value))
     last = value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
     memory = "channels_last" if last else "contiguous"
-    return MessageForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), memory, value.is_floating_point())
+    learns = value.is_floating_point() or value.is_complex()
+    return MessageForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), memory, learns)
+
+
+def _with_shared(forms: Sequence[MessageForm], values: Sequence[Any], beside: Sequence[Tensor]) -> list[MessageForm]:
+    found = []
+    for number, (form, value) in enumerate(zip(forms, values, strict=True)):
+        others = [other for i, other in enumerate(values) if i != number and isinstance(other, Tensor)]
+        shared = form.shape is not None and share_memory([value], [*others, *beside])
+        found.append(form._replace(shared=shared))
+    return found
 
 
 def _tuples(value: Any) -> Any:

@@ -17,7 +17,7 @@ from tutti.nn.untraced import Untraced
 from tutti.parallel.pipeline.balance import balance
 from tutti.parallel.pipeline.graph_trace import UntraceableError, openable, trace
 from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError
-from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of
+from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of, writes
 
 _EVEN = 1.25
 """A module is traced into where the largest stage is more than this many times the mean."""
@@ -219,9 +219,19 @@ class _TracedForward:
         }
         put_attributes_away(self._plain, blocks, ())
         try:
-            return trace(self._plain, opened)
+            graph = trace(self._plain, opened)
         finally:
             before.undo()
+        for node in graph.nodes:
+            if name := writes(node, "placeholder"):
+                # Every stage has its own. A recorded forward writes it on each of them.
+                raise UntraceableError(
+                    f"a {type(self._plain).__name__} cannot be cut into stages",
+                    why=f"its forward writes its argument '{name}' in place ({node.target}), and later stages and the"
+                    " loss function would read it unchanged",
+                    remedy=f"make a new tensor, such as {name} * 2 in place of {name}.mul_(2)",
+                )
+        return graph
 
     def openable(self, name: str) -> bool:
         return openable(self._plain.get_submodule(name))

@@ -299,7 +299,7 @@ def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None
     for stage, nodes in enumerate(stages):
         for name in read_directly(nodes, plain):
             readers.setdefault(name, []).append(stage)
-    for name in sorted({str(node.args[0].target) for nodes in stages for node in nodes if _writes(node)}):  # type: ignore[union-attr]
+    for name in sorted({writes(node) for nodes in stages for node in nodes} - {""}):
         if len(readers[name]) > 1:
             raise UsageError(
                 f"the model's own forward writes {name} on one side of a cut and reads it on another",
@@ -309,10 +309,16 @@ def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None
             )
 
 
-def _writes(node: fx.Node) -> bool:
-    """Return whether a node changes a parameter or buffer of the model in place."""
-    if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
-        return False
+def writes(node: fx.Node, op: str = "get_attr") -> str:
+    """Return the name of the parameter or buffer of the model that a graph node changes in place; "" for none.
+
+    Args:
+        node: a node of the graph of the model's forward.
+        op: ``placeholder`` for the name of the argument of the forward that the node changes.
+    """
+    if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != op:
+        return ""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-    return in_place or (node.op == "call_function" and node.target in _IN_PLACE)
+    in_place = in_place or (node.op == "call_function" and node.target in _IN_PLACE)
+    return str(node.args[0].target) if in_place else ""
