@@ -299,7 +299,8 @@ class RayEngine:
                 "Ray's own processes have not started",
                 where=address,
                 why=first_line(error),
-                remedy="try again when this machine is less busy; their logs are in /tmp/ray/session_latest/logs",
+                remedy="try again when this machine is less busy; their logs are in session_latest/logs of Ray's"
+                " temporary folder",
             ) from error
 
     def _room(self, resources: Mapping[str, float]) -> int:
