@@ -87,7 +87,7 @@ def test_fragmented_memory_of_a_device_is_advised_about() -> None:
 
 @pytest.mark.parametrize("folder", ["tutti", "torch"])
 def test_a_script_in_a_folder_named_like_a_package_has_its_line(folder: str) -> None:
-    file = f"/home/me/{folder}/train.py"
+    file = f"/srv/me/{folder}/train.py"
     names: dict[str, Any] = {"line": errors.script_line}
     exec(compile("found = line()\ndef fails():\n    raise ValueError", file, "exec"), names)
     assert names["found"] == f"{file}:1"
