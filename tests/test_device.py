@@ -129,7 +129,7 @@ def test_mps_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     assert choose("auto", 0, 1, "rank 0") == choose("mps", 0, 1, "rank 0") == torch.device("mps", 0)
-    with pytest.raises(UsageError, match="2 processes on this host share 1 GPUs"):
+    with pytest.raises(UsageError, match="2 processes on this host share 1 GPU "):
         choose("mps", 1, 2, "rank 1")
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))

@@ -189,7 +189,7 @@ REFUSED = {
     "done": (2, "loop over run.epochs(number)"),
     "workers": (4, "made with workers 4, not 3"),
     "optimizer": (4, "made with optimizer_class SGD, not Adam"),
-    "groups": (4, "the checkpoint's optimizer has 1 parameter groups, not 6"),
+    "groups": (4, "the checkpoint's optimizer has 1 parameter group, not 6"),
 }
 
 

@@ -288,7 +288,6 @@ def begun(folder: str) -> Any:
     for batch in run.epoch(0):
         run.step(batch)
     held_out = run.evaluate(DataLoader(Texts(), 4, collate_fn=padded, drop_last=True))
-    run.feed.reader.close()
     return held_out.samples
 
 

@@ -308,7 +308,7 @@ class GradientOrigin:
             MismatchError: ranks hold different gradients; the error names a parameter.
         """
         run, place = self._run, self._sync.gradient_at
-        if not self._sync.editable:
+        if place == "slices" and not self._sync.editable:
             raise UsageError(
                 "a script cannot edit gradients of split layers that are sharded, too",
                 where=f"step {run.clock + 1}",
@@ -317,7 +317,7 @@ class GradientOrigin:
             )
         comms = run.context.comms
         comm = comms.world if place in ("slices", "rows") else comms.replica
-        if comm.size == 1 or place == "shards":
+        if comm.size == 1 or place in ("shards", "servers"):
             return
         names = {p: name for name, p in self._sync.named_trained()}
         seen = self.script_parameters()

@@ -757,13 +757,14 @@ class AllReduceSync:
         """Sum each row over the ranks of one replica; also return whether any of them asks to stop.
 
         Collective: an all-reduce over the ranks of one replica (stages × tensor ranks), and in the first call an
-        all-gather of the ranks' numbers of parameters. Raises MismatchError where the ranks are in different steps.
+        all-gather of the rows' lengths. Raises MismatchError where the ranks are in different steps.
         """
         model = self._run_context.comms.model
         if model.size > 1:
             if self._parts is None:
-                # A place for each parameter, frozen ones too: a stage that trains more later changes no other's place.
-                mine = torch.tensor([max(len(rows[0]), len(self._named))])
+                # Where rows have a number for each parameter, also a place for each frozen one: a stage that trains
+                # more later changes no other's place.
+                mine = torch.tensor([len(self._named) if self.by_worker else len(rows[0])])
                 self._parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
             width = sum(self._parts)
             whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=model.device)
