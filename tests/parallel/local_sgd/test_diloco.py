@@ -233,18 +233,3 @@ def test_a_frozen_layer_stays_where_it_is(strategy: str) -> None:
     for first, *others in worlds.run(2, frozen_between, strategy=strategy):
         assert len(others) > 4
         assert all(abs(other - first).max() <= 1e-15 for other in others)
-
-
-@pytest.mark.parametrize("strategy", ["local_sgd:period=3", "diloco:period=3"])
-def test_on_one_device_the_script_reads_what_the_run_returns(strategy: str, tmp_path: Path) -> None:
-    net = model()
-    run = tutti.prepare(net, "adam:lr=0.01", samples(), loss, strategy=strategy, workers=4, batch_size=25)
-    for batch in run.epoch(0):
-        run.step(batch)
-        state = run.state()
-        assert all(torch.equal(p, state[name]) for name, p in net.named_parameters())
-        if run.clock == 2:
-            run.save(tmp_path)
-    run.restore(tmp_path)
-    state = run.state()
-    assert all(torch.equal(p, state[name]) for name, p in net.named_parameters())

@@ -256,7 +256,6 @@ class LocalSGDSync:
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
         self._equal = self._due(step_context)
-        self._show()
         nonfinite: dict[str, None] = {}
         if not stats.finite:
             found, self._culprits = "\n".join(list(self._culprits)[:3]), {}
@@ -370,9 +369,6 @@ class LocalSGDSync:
                 group, prefix = ("workers", f"{worker}/optimizer/") if same else ("optim", "")
                 load_optimizer(self._of[worker], self._named, saved, group, prefix, specs)
         self._buffers.load(saved)
-        if len(self._run_context.mine):
-            self._put(self._run_context.mine[0])
-        self._show()
         self._note()
 
     def own_gradients(self) -> NoReturn:
@@ -464,17 +460,6 @@ class LocalSGDSync:
         self._inside = worker
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
             parameter.data = copy
-
-    def _show(self) -> None:
-        """Where a single rank has several workers that differ, put their mean into the model, as ``merged`` has it.
-
-        A script may read parameters between steps, for an average of its own, and must not take one worker for all.
-        """
-        if not self._equal and self._run_context.comms.replica.size == 1 and len(self._run_context.mine) > 1:
-            self._inside = -1
-            for (_, parameter), mean in zip(self._trained, self._average(), strict=True):
-                parameter.data = mean
-            self._note()
 
     def _take_written(self, where: str) -> None:
         """Let a rank's only worker go on from ``.data`` that the script has assigned; with several, refuse writes.
