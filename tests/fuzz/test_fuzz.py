@@ -32,6 +32,9 @@ KNOWN = {
     "never cleared on servers, two bodies a batch": Script(
         place=Place("parameter_server", 1, 2, 1), layers=("Linear",), samples=9, loop=Loop(zero="never")
     ),
+    "a rate set between backward and step, where ranks have one body and two": Script(
+        place=Place("mirrored", 2, 3, 2), layers=("Linear",), samples=9, edits=(Edit("between"),)
+    ),
     "hooked in the first of several bodies": Script(
         layers=("Linear",), samples=9, micro=2, loop=Loop(backward="two"), edits=(Edit(where="between", kind="hook"),)
     ),

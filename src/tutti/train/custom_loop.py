@@ -103,6 +103,8 @@ class CustomLoop:
         self._busy: Sequence[int] = ()
         self._idle: Sequence[int] = ()
         self._bank: dict[tuple[int, int], Contribution] = {}
+        # The optimizers' settings at each call of the first body, by which ranks of any number of bodies compare them.
+        self._settings: dict[int, str] = {}
         self._mixed = False
         self._pending: list[StepStats] = []
         self._latest: StepStats | None = None
@@ -160,6 +162,7 @@ class CustomLoop:
             run.hooks.watch(run.replica.parts)
             run._written.watch()
         self._bank.clear()
+        self._settings.clear()
         work = run._cells(batch, step_context)
         step_context = run._step_context_now
         if run.replica.sharded:
@@ -337,6 +340,7 @@ class CustomLoop:
         self._check_carried()
         local = self._take_local(micro_batch, means)
         call, self._calls = self._calls, self._calls + 1
+        self._settings.setdefault(call, self._run.settings.text())
         if self._final:
             self._complete(micro_batch, call, local, work)
         else:
@@ -378,7 +382,7 @@ class CustomLoop:
         """Reduce the gradients of this call over ranks. Collective."""
         run, sync = self._run, self._sync
         self._check_remote()
-        step_context = replace(run._step_context_now, call=call, settings=run.settings.text())
+        step_context = replace(run._step_context_now, call=call, settings=self._settings.pop(call))
         run._step_context_now = step_context
         held = sync.pop_gradients()
         sync.begin_worker(micro_batch.worker, step_context)
