@@ -224,8 +224,8 @@ class RayEngine:
     def _make_actor(self, bundle: int) -> Any:
         """Return a new actor on one bundle of the placement group.
 
-        It runs one call at a time, in its main thread: where another thread runs calls, Ray wakes the main thread a
-        hundred times a second, which doubles the processor time that the actor takes from the ranks.
+        It runs one call at a time, in its main thread: with calls in other threads an actor woke twice as often and
+        took twice the processor time from the ranks.
         """
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         options = ray.remote(RankSupervisor).options(
