@@ -57,13 +57,8 @@ class GradientParts:
         probe = torch.tensor(_PROBE, dtype=parameters[0].dtype, device=parameters[0].device)
         for parameter in parameters:
             made = PartGradient(parameter, place)
-            made.parts, made.own, made.place_in_parts, made.probe, made.scaled = (
-                self,
-                own,
-                len(self._parts),
-                probe,
-                scaled,
-            )
+            made.parts, made.place_in_parts, made.probe = self, len(self._parts), probe
+            made.own, made.scaled = own, scaled
             parameter.grad = made
         self._parts.append((made, counted))
 
@@ -78,16 +73,13 @@ class GradientParts:
             A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits.
         """
         if order not in self._norms:
-            own = [(part.own(), counted) for part, counted in self._parts]
-            kinds = [g.dtype for g, _ in own if g is not None]
-            wide = torch.float64 if torch.float64 in kinds else torch.float32
+            own = [part.own() if counted else None for part, counted in self._parts]
+            there = [None if g is None or not g.numel() else g for g in own]
+            # By the parameters' dtypes, which are the same on all ranks.
+            double = any(part.probe.dtype == torch.float64 for part, _ in self._parts)
+            wide = torch.float64 if double else torch.float32
             zero = self._parts[index][0].probe.new_zeros((), dtype=wide)
-            local = [
-                torch.linalg.vector_norm(g.to(wide), order).to(zero.device)
-                if g is not None and g.numel() and counted
-                else zero
-                for g, counted in own
-            ]
+            local = [zero if g is None else torch.linalg.vector_norm(g.to(wide), order).to(zero.device) for g in there]
             # The norm of the parts' norms is the norm of the whole.
             self._norms[order] = torch.linalg.vector_norm(self._gather(torch.stack(local)), order, dim=0)
         return self._norms[order][index]
@@ -169,8 +161,10 @@ class PartGradient(IncompleteGradient):
 
 def _acts_on_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation on parts gives the part of its result on the whole, or is a norm of whole tensors."""
-    rest = [value for value in tree_leaves((args[1:], dict(kwargs))) if isinstance(value, Tensor)]
-    if any(isinstance(value, IncompleteGradient) or (value.dim() and value.numel() > 1) for value in rest):
+    rest = [*args[1:], *kwargs.values()]
+    if any(isinstance(value, IncompleteGradient | list | tuple) for value in rest):
+        return False
+    if any(isinstance(value, Tensor) and value.dim() and value.numel() > 1 for value in rest):
         return False
     if name not in _NORMS:
         return name in _SCALING
