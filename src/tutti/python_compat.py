@@ -51,8 +51,7 @@ def run_exit_handlers() -> None:
 def import_uncollected(names: Iterable[str]) -> None:
     """Import modules with Python's garbage collector suspended.
 
-    What an import makes stays, and each full collection visits all of it: 0.6 s of the 3 s in which torch and
-    ``torch._dynamo`` are imported.
+    The objects of a module stay for good, and each full collection during the import of torch visits all of them.
     """
     enabled = gc.isenabled()
     gc.disable()

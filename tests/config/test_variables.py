@@ -160,3 +160,11 @@ def test_diagnostics_call_the_loss_unless_they_are_off(value: str, calls: int, t
     done = ran("script.py", cwd=tmp_path, TUTTI_DIAGNOSTICS=value)
     assert (done.returncode, done.stdout) == (0, "called\n" * calls), done.stderr
     assert ("loss is a sum" in done.stderr) == (value == "on")
+
+
+def test_a_launched_script_has_the_limit_of_saves(tmp_path: Path) -> None:
+    script = "import tutti\nfrom tutti.launcher import watchdog\ntutti.init()\nprint(watchdog.save_limit())\n"
+    (tmp_path / "script.py").write_text(script)
+    words = ["-m", "tutti", "run", "-np", "1", "script.py"]
+    environ = PLAIN | {"PYTHONPATH": str(ROOT / "src"), "TUTTI_SAVE_TIMEOUT": "77"}
+    assert run(words, tmp_path, environ, 300).stdout.splitlines()[-1] == "77.0"

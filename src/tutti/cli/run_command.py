@@ -161,7 +161,7 @@ def run(
         raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
     if max_restarts < 0:
         raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
-    limits = WatchdogLimits.make(start_timeout, step_timeout, None)
+    limits = WatchdogLimits.make(start_timeout, step_timeout, WatchdogLimits.read(os.environ).save)
     script, *arguments = command
     if script.startswith("-"):
         raise UsageError(

@@ -949,7 +949,7 @@ class ShardedSync:
         return found | written(optimizer_tensors(optimizer, uncut), self._replica, comm, shapes)
 
     def _uncut_members(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        """Return the optimizer's parameters that are not cut into rows, such as those that were always frozen."""
+        """Return the optimizer's parameters that are not cut into rows, such as parameters that were always frozen."""
         members = {p for group in optimizer.param_groups for p in group["params"]}
         return [(name, p) for name, p in self._fixed.items() if p in members]
 

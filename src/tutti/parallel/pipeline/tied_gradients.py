@@ -23,7 +23,8 @@ class SharedGradients:
 
     Attributes:
         parameters: the shared parameters of this rank that are trained.
-        copies: of these the ones that other ranks hold, too: pairs of the communicator over these ranks and parameters.
+        copies: pairs of a communicator and a list of these parameters, of which all ranks of the communicator hold
+            copies.
     """
 
     def __init__(self, groups: Sequence[tuple[Communicator | None, Sequence[nn.Parameter]]], exact: bool) -> None:
