@@ -152,6 +152,34 @@ def test_a_call_that_was_completed_before_is_a_deadlock_the_second_time() -> Non
     assert [text.split()[0] for text in said] == ["MismatchError"] * 2
 
 
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_a_call_that_failed_on_one_rank_fails_on_ranks_that_would_wait_for_it(seconds: float) -> None:
+    """Rank 1 notices that rank 2 has ended, lives on, and sends rank 0 nothing more."""
+    store, call, said = dist.HashStore(), Call("sum 1", (0, 1, 2)), ["", ""]
+
+    def wait(rank: int) -> None:
+        start = time.monotonic()
+
+        def done(limit: timedelta) -> bool:
+            if rank == 1 and time.monotonic() - start >= seconds:
+                raise PeerError("sum 1 failed: connection reset")
+            time.sleep(limit.total_seconds())
+            return False
+
+        try:
+            StallInspector(store, rank, 3, 20, [], {}).poll(done, call)
+        except PeerError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "connection reset" in said[1], said
+    assert "sum 1 failed" in said[0] and "it failed on rank 1" in said[0], said
+
+
 def test_notes_that_were_never_true_at_once_are_no_deadlock() -> None:
     one, two = Call("sum 1", (0, 1)), Call("sum 2", (0, 1))
     notes = _Notes()

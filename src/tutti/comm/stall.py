@@ -4,7 +4,8 @@ A rank that waits longer than 2 s writes a note with its call to the shared stor
 the notes of all ranks. If *every* rank waits and no call has all of its ranks, none can ever complete: MismatchError is
 raised at once, with all calls. A rank that has left a call counts among its ranks: it has sent its data, which are on
 their way, as those of a broadcast are when its source waits in the next call. Otherwise, at the timeout, PeerError
-names the ranks that are waited for and wait for none themselves. A collective that completes within 2 s does not access
+names the ranks that are waited for and wait for none themselves. A collective that fails on one of its ranks, because
+another has ended, fails on its other ranks, too, within seconds. A collective that completes within 2 s does not access
 the store.
 """
 
@@ -37,6 +38,9 @@ _POLL = timedelta(seconds=0.5)
 _STALE = 6 * _POLL.total_seconds()
 # The beat of a rank that has given up. Its note stays, so that ranks that time out later do not report it as missing.
 _GAVE_UP = -1
+# The beat of a rank whose call failed because another rank of it ended. In a collective over sockets only ranks that
+# exchange data with the ended rank notice it; the others would wait until their timeout while this rank lives on.
+_BROKEN = -2
 # Completed calls that a rank remembers: more than a source of broadcasts can be ahead of the other ranks.
 _REMEMBERED = 64
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
@@ -102,7 +106,11 @@ class _Notes:
     def waiting(self) -> dict[int, Call]:
         """Return the ranks that wait or have given up, with their calls."""
         now = time.monotonic()
-        return {rank: call for rank, (call, _, beat, at) in self._seen.items() if beat == _GAVE_UP or now - at < _STALE}
+        return {rank: call for rank, (call, _, beat, at) in self._seen.items() if beat < 0 or now - at < _STALE}
+
+    def broken(self, call: Call) -> list[int]:
+        """Return the ranks for which ``call`` failed."""
+        return [rank for rank, (there, _, beat, _) in self._seen.items() if beat == _BROKEN and there == call]
 
     def together(self) -> dict[int, Call]:
         """Return the ranks that wait in one call since a moment that is the same for all of them, with their calls.
@@ -190,12 +198,20 @@ class StallInspector:
         """
         before = heartbeat.training.enter(Phase.WAITING)
         try:
-            if not done(_PATIENCE):
+            if not self._done(done, _PATIENCE, call):
                 self._explain(done, call)
             if call.counted:
                 self._leave(call)
         finally:
             heartbeat.training.enter(before)
+
+    def _done(self, done: Callable[[timedelta], bool], limit: timedelta, call: Call) -> bool:
+        """Call ``done``; where it raises PeerError, leave a note that ``call`` failed, for the call's other ranks."""
+        try:
+            return done(limit)
+        except PeerError:
+            self._note(call, _BROKEN)
+            raise
 
     def _leave(self, call: Call) -> None:
         """Count a completed call, and forget the one that was completed longest ago."""
@@ -206,27 +222,35 @@ class StallInspector:
     def _explain(self, done: Callable[[timedelta], bool], call: Call) -> None:
         """Continue to wait, with a note in the store; raise on a deadlock or at the timeout."""
         start, seen, beat = time.monotonic(), _Notes(), 0
-        try:
-            while True:
-                self._note(call, beat)
-                heartbeat.training.beat(call.text)
-                if done(_POLL):
-                    break
-                beat += 1
-                notes = self._notes()
-                if notes is not None:
-                    seen.look(notes)
-                    self._check_deadlock(call, seen.together(), beat)
-                if time.monotonic() - start > self._timeout:
-                    late = self._late(call, seen.waiting())
-                    # Ranks that began to wait a moment later shall reach their own timeout before this rank's
-                    # connections close.
-                    time.sleep(2 * _POLL.total_seconds())
-                    raise late
-        except BaseException:
-            self._note(call, _GAVE_UP)
-            raise
+        self._note(call, beat)
+        while not self._done(done, _POLL, call):
+            beat += 1
+            notes = self._notes()
+            if notes is not None:
+                seen.look(notes)
+                self._check_broken(call, seen.broken(call))
+                self._check_deadlock(call, seen.together(), beat)
+            if time.monotonic() - start > self._timeout:
+                late = self._late(call, seen.waiting())
+                # Ranks that began to wait a moment later shall reach their own timeout before this rank's connections
+                # close.
+                time.sleep(2 * _POLL.total_seconds())
+                self._note(call, _GAVE_UP)
+                raise late
+            self._note(call, beat)
+            heartbeat.training.beat(call.text)
         self._ask(lambda: self._store.set(self._key(self._rank), ""))
+
+    def _check_broken(self, call: Call, broken: list[int]) -> None:
+        """Raise PeerError if the call has failed for one of its other ranks."""
+        if broken:
+            self._note(call, _GAVE_UP)
+            raise PeerError(
+                f"{call.text} failed",
+                where=f"rank {self._rank}",
+                why=f"it failed on {', '.join(f'rank {rank}' for rank in broken)}",
+                remedy="another rank ended or the network broke: look for the first error in the other ranks' logs",
+            )
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
         """Raise MismatchError if all ranks wait, each still in the same call, and no call has all of its ranks."""
@@ -236,6 +260,7 @@ class StallInspector:
         for later in range(1, 9):
             self._note(call, beat + later)
             time.sleep(_POLL.total_seconds() / 2)
+        self._note(call, _GAVE_UP)
         calls: dict[str, list[str]] = {}
         for rank in range(self._size):
             calls.setdefault(waiting[rank].text, []).append(f"rank {rank}")
