@@ -42,6 +42,7 @@ class Callbacks:
 
     Attributes:
         reason: why a callback has stopped training; None while it goes on.
+        in_epoch: whether ``on_epoch_begin`` has been called and ``on_epoch_end`` has not.
 
     Raises:
         UsageError: an object is no callback, or its state cannot be saved.
@@ -51,7 +52,9 @@ class Callbacks:
         self.own = [_checked(each) for each in given]
         self.reason: str | None = None
         self._asked = ""
+        self.in_epoch = False
         self._inside = self._begun = False
+        self._step_open = self._left_step = self._left_training = False
 
     def names(self) -> list[str]:
         """Return a text for each callback of the run, which must be equal on all ranks.
@@ -100,9 +103,108 @@ class Callbacks:
         """
         if not self._begun:
             self._begun = True
-            self.call("on_train_begin", run)
+            self._call("on_train_begin", run)
 
-    def call(self, event: str, run: Run, *arguments: Any) -> None:
+    def end(self, run: Run) -> None:
+        """Call ``on_train_end`` of the run's callbacks. Collective over all ranks if a callback has the method.
+
+        Args:
+            run: the training run, passed to the callbacks.
+        """
+        self._call("on_train_end", run)
+
+    def begin_epoch(self, run: Run, number: int) -> None:
+        """Call ``on_epoch_begin`` of the run's callbacks. Collective over all ranks if a callback has the method.
+
+        Args:
+            run: the training run, passed to the callbacks.
+            number: the epoch, from 0.
+        """
+        self.in_epoch = True
+        self._call("on_epoch_begin", run, number)
+
+    def end_epoch(self, run: Run, number: int) -> None:
+        """Call ``on_epoch_end`` of the run's callbacks, once an epoch: later calls for the same epoch do nothing.
+
+        Collective over all ranks if a callback has the method. ``tutti train`` calls this before it saves, because a
+        checkpoint holds the states of callbacks after the events of its step.
+
+        Args:
+            run: the training run, passed to the callbacks.
+            number: the epoch, from 0.
+        """
+        if self.in_epoch:
+            self.in_epoch = False
+            self._call("on_epoch_end", run, number)
+
+    def step_taken(self) -> None:
+        """Note that the run has taken a step, whose ``on_step_end`` is due."""
+        self._step_open = True
+
+    def end_step(self, run: Run) -> None:
+        """Call ``on_step_end`` of the run's callbacks for the last step, once: later calls do nothing.
+
+        Collective over all ranks if a callback has the method. ``tutti train`` calls this before it saves, because a
+        checkpoint holds the states of callbacks after the events of its step.
+
+        Args:
+            run: the training run, passed to the callbacks.
+        """
+        if self._step_open:
+            self._step_open = False
+            self._call("on_step_end", run)
+
+    def leave_step(self) -> None:
+        """Note that a ``break`` or an exception has left a loop over batches within a step; see ``end_left``."""
+        self._left_step = True
+
+    def leave_training(self) -> None:
+        """Note that a ``break`` or an exception has left a loop over epochs; see ``end_left``."""
+        self._left_training = True
+
+    def end_left(self, run: Run) -> None:
+        """Call ``on_step_end`` and ``on_train_end`` where a ``break`` out of a loop has left them out.
+
+        Collective over all ranks if there are such callbacks. Called before each collective call of the script: Python
+        swallows exceptions in the end of a generator, and does not tell it a ``break`` from an exception.
+
+        Args:
+            run: the training run, passed to the callbacks.
+        """
+        step, self._left_step = self._left_step, False
+        training, self._left_training = self._left_training, False
+        if step:
+            self.end_step(run)
+        if training:
+            self.end(run)
+
+    def checkpoint_written(self, run: Run, path: Path) -> None:
+        """Call ``on_checkpoint`` of the run's callbacks. Collective over all ranks if a callback has the method.
+
+        Args:
+            run: the training run, passed to the callbacks.
+            path: the checkpoint's directory.
+        """
+        self._call("on_checkpoint", run, path)
+
+    def evaluated(self, run: Run, evaluation: Evaluation) -> None:
+        """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
+
+        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and the
+        ranks then agree whether to stop. Without such a callback nothing happens.
+
+        Args:
+            run: the training run, passed to the callbacks.
+            evaluation: this rank's result, which may differ from rank 0's in the last bit.
+        """
+        if not self.handles("on_evaluation"):
+            return
+        # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
+        mine = [encode_json(evaluation.loss, "loss"), encode_json(evaluation.metrics, "metrics")]
+        loss, metrics = decode_json(run.context.comms.world.broadcast_json(mine, 0, "evaluation for the callbacks"))
+        self._call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
+
+    def _call(self, event: str, run: Run, *arguments: Any) -> None:
         """Call the method ``event`` of each callback that has it, in order, and agree over ranks whether to stop.
 
         A callback with ``ranks = "first"`` is called on rank 0 alone. If any callback has the method, the call is
@@ -135,23 +237,6 @@ class Callbacks:
         reasons = run.context.comms.world.all_gather_strings(self._asked, f"reasons to stop, {event}")
         self._asked = ""
         self.reason = self.reason or next(filter(None, reasons), None)
-
-    def evaluated(self, run: Run, evaluation: Evaluation) -> None:
-        """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
-
-        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and the
-        ranks then agree whether to stop. Without such a callback nothing happens.
-
-        Args:
-            run: the training run, passed to the callbacks.
-            evaluation: this rank's result, which may differ from rank 0's in the last bit.
-        """
-        if not self.handles("on_evaluation"):
-            return
-        # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
-        mine = [encode_json(evaluation.loss, "loss"), encode_json(evaluation.metrics, "metrics")]
-        loss, metrics = decode_json(run.context.comms.world.broadcast_json(mine, 0, "evaluation for the callbacks"))
-        self.call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
     def facts(self) -> list[Any]:
         """Return the states of the run's callbacks for a checkpoint.

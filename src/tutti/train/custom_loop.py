@@ -89,7 +89,7 @@ class CustomLoop:
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
-        self._run, self.optimizers, self._choice = run, optimizers, choice
+        self._run, self._lifecycle, self.optimizers, self._choice = run, run.lifecycle, optimizers, choice
         self._sync = cast(CustomLoopSync, run.gradient_sync)
         self._replica = cast(CustomLoopRunner, run.replica)
         self.stepped = False
@@ -154,25 +154,20 @@ class CustomLoop:
 
     def _bodies_of(self, batch: Batch) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of a global batch; the script's loop body runs on each."""
-        run = self._run
-        step_context = run._step_context()
+        run, lifecycle = self._run, self._lifecycle
+        work = lifecycle.begin(batch, None)
         self._begun, self._accounted = True, False
         self._bodies.begin_batch()
-        if run._trainability(late=False):
-            run.hooks.watch(run.replica.parts)
-            run._written.watch()
         self._bank.clear()
         self._settings.clear()
-        work = run._cells(batch, step_context)
-        step_context = run._step_context_now
-        if run.replica.sharded:
-            work = run._even(work, step_context)
+        work = lifecycle.padded(work)
+        step_context = lifecycle.context
         busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
         # Shares differ by at most one sample, so that workers without samples are the last ones.
         self._idle = [worker for worker, micro_batches in work if not micro_batches]
-        if not busy and run._drawn is not None:
+        if not busy:
             worker, *self._idle = self._idle
-            busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
+            busy = [(worker, [lifecycle.dummy_micro_batch(worker)])]
         self._busy = [worker for worker, _ in busy]
         if len(set(self._busy)) < len(self._busy):
             self._refuse_parts_of_worker(len(busy))
@@ -254,7 +249,7 @@ class CustomLoop:
         self._origin.watch()
         self._run.checks.begin_body(micro_batch)
         self._replica.begin(micro_batch)
-        self._run._enter(Phase.COMPUTE)
+        self._lifecycle.enter(Phase.COMPUTE)
 
     def _leave_body(self) -> None:
         """Close the body of a micro-batch, after the script's code for it has ended."""
@@ -286,7 +281,7 @@ class CustomLoop:
                     remedy="call run.backward and optimizer.step() for each, or take --strategy mirrored",
                 )
             self._accounted = True
-            self._run._advance(None, None)
+            self._lifecycle.count_batch(None, None)
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -382,8 +377,8 @@ class CustomLoop:
         """Reduce the gradients of this call over ranks. Collective."""
         run, sync = self._run, self._sync
         self._check_remote()
-        step_context = replace(run._step_context_now, call=call, settings=self._settings.pop(call))
-        run._step_context_now = step_context
+        step_context = replace(self._lifecycle.context, call=call, settings=self._settings.pop(call))
+        self._lifecycle.context = step_context
         held = sync.pop_gradients()
         sync.begin_worker(micro_batch.worker, step_context)
         for worker in self._busy[:-1]:
@@ -405,7 +400,7 @@ class CustomLoop:
             sync.end_worker(worker, None)
         if self._idle:
             sync.begin_worker(micro_batch.worker, step_context)
-        run._enter(Phase.COMPUTE)
+        self._lifecycle.enter(Phase.COMPUTE)
         stats = sync.reduce_gradients(step_context)
         run.hooks.check_sum(stats, step_context)
         self._check_counts(stats, step_context.samples)
@@ -468,7 +463,7 @@ class CustomLoop:
     def _follow_script(self) -> None:
         """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
         self._sync.apply_clearing()
-        if self._run._trainability(late=True):
+        if self._run.trainability(late=True):
             if self._bank:
                 self._bodies.refuse_different()
             self._bodies.retrained()
@@ -554,7 +549,7 @@ class CustomLoop:
         reductions = list(self._pending)
         stats = self._stats_for(members, bool(edited))
         step_context = self._adapted(stats, reductions)
-        with run._open_gate(), self._sync.stepping(index, members):
+        with self._lifecycle.updating(), self._sync.stepping(index, members):
             updated = run.gradient_sync.optimizer_step(stats, step_context)
         self._after(stats, updated, index)
         return True
@@ -569,7 +564,7 @@ class CustomLoop:
         Raises:
             UsageError: AdaScale, and the gradient is not that of one reduction.
         """
-        run, step_context = self._run, self._run._step_context_now
+        run, step_context = self._run, self._lifecycle.context
         if run.adascale is None:
             return step_context
         if len(reductions) != 1 or self._sync.accumulated:
@@ -588,10 +583,10 @@ class CustomLoop:
         Collective if it has. Settings that are changed earlier are compared with the gradients. Raises UsageError on
         every rank where they differ.
         """
-        run, before = self._run, self._run._step_context_now
+        run, before = self._run, self._lifecycle.context
         now = replace(before, settings=run.settings.text())
         if now.settings != before.settings and self._sync.loss_normalisation == "step":
-            run._step_context_now = now
+            self._lifecycle.context = now
             try:
                 agree_on_settings(run.context.comms.replica, now)
             except MismatchError as error:
@@ -657,7 +652,7 @@ class CustomLoop:
         pending, self._pending = self._pending, []
         latest = self._latest
         if latest is None:
-            latest = StepStats(math.nan, run._step_context_now.samples, {}, math.nan, True)
+            latest = StepStats(math.nan, self._lifecycle.context.samples, {}, math.nan, True)
         if len(pending) > 1:
             metrics = {name: value for stats in pending for name, value in stats.metrics.items()}
             loss = sum(stats.loss for stats in pending)
@@ -676,18 +671,17 @@ class CustomLoop:
             self._unapplied = False
             return latest
         if edited or len(pending) != 1 or len(self.optimizers) > 1 or sync.accumulated:
-            norm = sync.norm_of(members, run._step_context_now)
+            norm = sync.norm_of(members, self._lifecycle.context)
             latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
         run.stats = self._latest = latest
         return latest
 
     def _after(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
-        run = self._run
         first, self._accounted = not self._accounted, True
         if first:
             self._begun = False
-            run._advance(stats, updated.global_step)
-        run._after_update(stats, updated, None if index is None else self.optimizers[index])
+            self._lifecycle.count_batch(stats, updated.global_step)
+        self._lifecycle.count_update(stats, updated, None if index is None else self.optimizers[index])
         heartbeat.training.enter(Phase.IDLE)
 
     def step_with(
@@ -782,12 +776,12 @@ class CustomLoop:
 
         self.stepped = True
         updated = UpdateResult(1)
-        with run._open_gate():
+        with self._lifecycle.updating():
             try:
                 loss = plain(handed)
             except _NothingWritten as skipped:
                 loss = skipped.loss
-                updated = run.gradient_sync.optimizer_step(found[0], run._step_context_now)
+                updated = run.gradient_sync.optimizer_step(found[0], self._lifecycle.context)
         if not (updated.skipped or all(stats.finite for stats in found) or all(map(is_finite, members))):
             raise NonFiniteError(
                 f"{type(self.optimizers[index]).__name__} has written NaN or infinity into the parameters",

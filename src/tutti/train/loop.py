@@ -354,8 +354,9 @@ def train_loop(
                 _check_watch(watch, run, held_out, speed)
                 unchecked = False
             with speed.paused():
-                run.end_step()
-                run.end_epoch(number)
+                run.callbacks.end_step(run)
+                if run.at.epoch > number:
+                    run.callbacks.end_epoch(run, number)
             # Before the save: the checkpoint records the held-out values of its own step.
             fresh = None
             # A stop by a callback is followed by the evaluation of the last weights.
@@ -375,7 +376,7 @@ def train_loop(
     heartbeat.training.enter(Phase.END)
     if evaluated is None and held_out is not None:
         evaluated = _evaluate(run, held_out, max(run.at.epoch - (run.at.batch == 0), 0), speed, listener)
-    run.callbacks.call("on_train_end", run)
+    run.callbacks.end(run)
     return {
         "epochs": run.samples / contract.dataset if contract.dataset is not None else run.at.epoch,
         "steps": run.clock,
@@ -555,7 +556,7 @@ def _tell_checkpoint(run: Run, saver: Checkpoints) -> None:
     saver.wait()
     path = saver.folder / step_name(run.clock)
     if run.context.comms.world.broadcast_json(path.is_dir(), 0, "checkpoint for the callbacks"):
-        run.callbacks.call("on_checkpoint", run, path)
+        run.callbacks.checkpoint_written(run, path)
 
 
 def _evaluate(run: Run, held_out: Any, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:

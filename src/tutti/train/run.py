@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,15 +20,14 @@ from tutti.config.gradient_noise import Multiplicative
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
 from tutti.data.adapt import Collate
-from tutti.data.batches import CollatedBatch, shown
+from tutti.data.batches import shown
 from tutti.data.feed import Feed
 from tutti.data.reader import Position, RankBatch
 from tutti.device import release_graph_results
-from tutti.errors import NonFiniteError, UsageError, counted
+from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.adascale import AdaScale
-from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import SeveralOptimizers
@@ -50,19 +47,17 @@ from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
 from tutti.train.shared_settings import SharedSettings
 from tutti.train.step import train_step
+from tutti.train.step_lifecycle import StepLifecycle
 from tutti.train.step_windows import profiled, traced
 from tutti.train.trainability import TrainabilityWatch
-from tutti.train.written_parameters import WrittenParameters
 from tutti.types import (
     Average,
     Batch,
     GradientReadyHook,
     GradientSync,
     LossFn,
-    MicroBatch,
     ReplicaRunner,
     RunContext,
-    StepContext,
     StepStats,
     UpdateResult,
 )
@@ -143,12 +138,14 @@ class Run:
         average: average of the weights; None for none.
         optimizer: the caller's optimizer, several as one; None where ``tutti.prepare`` was given options.
         savers: checkpoint manager by folder and ``keep``, for ``save`` and ``restore``.
+        lifecycle: begins each step, opens its update, and counts it.
         custom: runs custom training loops.
         loss_scale: factor on the loss in backward; None without loss scaling.
         noise: noise on the gradient; None for none.
         adascale: AdaScale's gain of each step; None without AdaScale.
         noise_probe: measures the gradient noise scale in some steps; None for never.
         hooks: refuses gradient hooks that the strategy cannot call.
+        trainability: detects parameters that the script thaws, freezes or replaces.
         conversions: refuses conversions of the model to another dtype or device; None until ``tutti.prepare`` sets it.
         state_guards: guards of ``state`` of the caller's optimizers where this rank does not have all of it.
         checks: checks for common mistakes, and their findings.
@@ -191,31 +188,25 @@ class Run:
         self.optimizer_settings, self.epochs_as_steps = settings.optimizer_settings, settings.epochs_as_steps
         self.in_bf16 = settings.in_bf16
         self.changes: list[dict[str, Any]] = []
-        self._max_nonfinite = settings.max_nonfinite
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
         self.at = Position()
         self.within: int | None = None
         self.stats: StepStats | None = None
         self.updated: UpdateResult | None = None
-        self._nonfinite, self._rate = 0, 1.0
-        self._drawn: RankBatch | None = None
         self._resumed: Position | None = None
-        self._stepping = self._stop = self._warm = False
-        self._step_told = self._epoch_told = True
-        self._left_step = self._left_training = False
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
-        self._trainability = TrainabilityWatch(
+        self.trainability = TrainabilityWatch(
             replica, sync, optimizers, self.average, hooks.originals.values(), run_context.grid.shard > 1
         )
         self.settings = SharedSettings(optimizers)
-        self._written = WrittenParameters(self)
-        self.custom = CustomLoop(self, optimizers, choice)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
         self.checks = Checks(self, settings.warn)
         tracks = settings.fault_tolerant and run_context.grid.rank == 0
         self.losses = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
         self._script_code = ExitStack()
+        self.lifecycle = StepLifecycle(self, settings.max_nonfinite)
+        self.custom = CustomLoop(self, optimizers, choice)
 
     def begin_script(self) -> None:
         """Begin to check the reads and writes that the user's script makes of parameters that are split over ranks.
@@ -271,7 +262,7 @@ class Run:
 
         The loop over steps must then end. Returns at once, is not collective, and may be called in a signal handler.
         """
-        self._stop = True
+        self.lifecycle.stop_asked = True
 
     def stop(self, reason: str) -> None:
         """End training on every rank after the event that a callback handles; only callbacks may call this method.
@@ -308,79 +299,41 @@ class Run:
             UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
-        self._end_left()
-        self._trainability.check_replaced()
+        self.callbacks.end_left(self)
+        self.trainability.check_replaced()
         self.hooks.check_tree()
         start = self._start(number) if start is None else start
         self.callbacks.begin(self)
         if self.callbacks.ended():
             return
-        self._epoch_told = False
-        self.callbacks.call("on_epoch_begin", self, number)
-        self.within, self._rate = number, self.feed.epochs.phase(number).rate
+        self.callbacks.begin_epoch(self, number)
+        self.within, self.lifecycle.rate = number, self.feed.epochs.phase(number).rate
         parts = iter(()) if start is None else self.feed.read(number, start)
         while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
-            self._drawn, taken = part, self.taken
+            self.lifecycle.drawn, taken = part, self.taken
             try:
                 yield shown(part.batch)
             except GeneratorExit:
                 # A break, or an exception of one rank alone: what is collective waits for a call of all ranks.
-                if self._drawn is part:
-                    self._drawn, self._left_step = None, True
+                if self.lifecycle.drawn is part:
+                    self.lifecycle.drawn = None
+                    self.callbacks.leave_step()
                 raise
             finally:
                 # Also after an exception or a break in the caller's loop: the step is over.
                 heartbeat.training.enter(Phase.IDLE)
             if self.taken > taken:
-                self.end_step()
-        self._drawn = None
-        if self.callbacks.ended() and not self._epoch_told:
+                self.callbacks.end_step(self)
+        self.lifecycle.drawn = None
+        if self.callbacks.ended() and self.callbacks.in_epoch:
             # The epoch is not over: a checkpoint saved from here on resumes within it.
             return
         # A checkpoint saved from here on resumes after this epoch's loop.
         self.within = None
         self.schedulers.after_epoch()
-        if not self._epoch_told:
-            self._epoch_told = True
-            self.callbacks.call("on_epoch_end", self, number)
+        self.callbacks.end_epoch(self, number)
         if seldom(self):
             check_replicas(self, f"epoch {number + 2}")
-
-    def end_step(self) -> None:
-        """Call ``on_step_end`` of the run's callbacks for the last step; do nothing if that has been done.
-
-        Collective over all ranks if there are callbacks. ``epoch`` calls this method after the body of the caller's
-        loop. ``tutti train`` calls this and ``end_epoch`` within the body, because the checkpoint of a step holds the
-        states of callbacks after the step's events.
-        """
-        if not self._step_told:
-            self._step_told = True
-            self.callbacks.call("on_step_end", self)
-
-    def _end_left(self) -> None:
-        """Call ``on_step_end`` and ``on_train_end`` where a ``break`` out of a loop has left them out.
-
-        Collective over all ranks if there are such callbacks. Called before each collective call of the script: Python
-        swallows exceptions in the end of a generator, and does not tell it a ``break`` from an exception.
-        """
-        step, self._left_step = self._left_step, False
-        training, self._left_training = self._left_training, False
-        if step:
-            self.end_step()
-        if training:
-            self.callbacks.call("on_train_end", self)
-
-    def end_epoch(self, number: int) -> None:
-        """Call ``on_epoch_end`` of the run's callbacks if the epoch's last batch has been consumed.
-
-        Later calls for the same epoch do nothing. Collective over all ranks if there are callbacks.
-
-        Args:
-            number: the epoch, from 0.
-        """
-        if self.at.epoch > number and not self._epoch_told:
-            self._epoch_told = True
-            self.callbacks.call("on_epoch_end", self, number)
 
     def _start(self, number: int) -> int | None:
         """Return the first batch of epoch ``number``; None if a restored run has consumed all of them."""
@@ -398,7 +351,7 @@ class Run:
 
     def _draw(self, parts: Iterator[RankBatch]) -> RankBatch | None:
         """Return this rank's part of the next global batch; None at the end."""
-        self._enter(Phase.DATA)
+        self.lifecycle.enter(Phase.DATA)
         try:
             with self.replica.model_code():
                 return next(parts, None)
@@ -424,7 +377,7 @@ class Run:
             NonFiniteError: too many steps in a row had a gradient that is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
-        self._end_left()
+        self.callbacks.end_left(self)
         if self.loss_fn is None:
             raise UsageError("run.step needs a loss function", remedy="give tutti.prepare a loss_fn")
         if self._closure is not None:
@@ -433,74 +386,35 @@ class Run:
                 remedy="loop over run.microbatches(epoch) and call optimizer.step(closure), one worker a device",
             )
         with self.replica.model_code():
-            self._enter(Phase.COMPUTE)
-            step_context = self._step_context()
-            if self._trainability(late=False):
-                self.hooks.watch(self.replica.parts)
-                self._written.watch()
-            work = self._cells(batch, step_context)
+            self.lifecycle.enter(Phase.COMPUTE)
+            work = self.lifecycle.begin(batch, self.loss_fn)
             if self.feed.together and not work[0][1]:
-                work = [(work[0][0], [self._dummy_micro_batch(work[0][0], step_context)])]
-            if self.replica.sharded:
-                work = self._even(work, step_context)
-            step_context = self._step_context_now
+                work = [(work[0][0], [self.lifecycle.dummy_micro_batch(work[0][0])])]
+            work = self.lifecycle.padded(work)
+            step_context = self.lifecycle.context
             if self.context.compile is not None and self.context.compile.records_graphs:
                 release_graph_results()
             try:
-                with self._open_gate():
+                with self.lifecycle.updating():
                     stats, updated = train_step(
                         self.replica,
                         self.gradient_sync,
                         self.grad_hook,
                         work,
-                        self._written.guarded(self.checks.probed(self.loss_fn), work),
+                        self.lifecycle.guarded(self.loss_fn, work),
                         step_context,
                         self.hooks,
                         self.adascale,
                         self.noise_probe,
                     )
-                return self._record(stats, updated)
+                self.lifecycle.count_batch(stats, updated.global_step)
+                self.lifecycle.count_update(stats, updated)
+                return stats.loss
             except Exception as error:
                 error.step = step_context.taken + 1  # type: ignore[attr-defined]
                 raise
             finally:
                 heartbeat.training.enter(Phase.IDLE)
-
-    def _dummy_micro_batch(self, worker: int, step_context: StepContext) -> MicroBatch:
-        """Return the dummy micro-batch with which a rank without samples takes part in the collectives."""
-        if self._drawn is None or self._drawn.dummy is None:
-            raise UsageError(
-                "a batch without samples",
-                why="batch_norm='sync' and sharded weights need every device to take part",
-                remedy="bring at least one sample on every rank",
-            )
-        return self.feed.dummy_micro_batch(self._drawn.dummy, step_context.taken, worker)
-
-    def _even(
-        self, work: list[tuple[int, list[MicroBatch]]], step_context: StepContext
-    ) -> list[tuple[int, list[MicroBatch]]]:
-        """Pad ``work`` with leading dummy micro-batches to equally many on every rank, as forwards all-gather weights.
-
-        Collective for a batch that the caller made: an all-gather of the numbers of micro-batches.
-        """
-        present = sum(len(micro_batches) for _, micro_batches in work)
-        if self._drawn is not None:
-            most = self.feed.most_micro_batches(step_context.samples)
-        else:
-            comm = self.context.comms.replica
-            counts = comm.gather_slices(torch.tensor([present], device=comm.device), "micro-batches of a batch")
-            most = int(counts.max())
-        if present >= most:
-            return work
-        index = next((i for i, (_, micro_batches) in enumerate(work) if micro_batches), 0)
-        worker, micro_batches_here = work[index]
-        micro_batches_here = micro_batches_here or [self._dummy_micro_batch(worker, step_context)]
-        missing = most - max(present, 1)
-        dummies = [
-            self.feed.dummy_micro_batch(micro_batches_here[0].batch, step_context.taken, worker, last=False)
-            for _ in range(missing)
-        ]
-        return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
 
     @property
     def within_batch(self) -> bool:
@@ -508,7 +422,7 @@ class Run:
 
         In the middle of a global batch ``save`` raises UsageError.
         """
-        return self.custom.within_batch or self._stepping
+        return self.custom.within_batch or self.lifecycle.in_update
 
     @property
     def stepping(self) -> bool:
@@ -517,131 +431,7 @@ class Run:
         If so, the wrapped ``step`` of the script's optimizers updates parameters at once; otherwise such a call is the
         script's, in a custom training loop.
         """
-        return self._stepping
-
-    @contextmanager
-    def _open_gate(self) -> Iterator[None]:
-        self._stepping = True
-        # The phase's rate is below 1 where the batch size could not grow as much as its schedule asks.
-        optimizers = self.gradient_sync.optimizers if self.optimizer is None else (self.optimizer,)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        rates = multiply_learning_rates(groups, self._rate if self.lr_schedule is None else 1)
-        try:
-            yield
-        finally:
-            self._stepping = False
-            restore_learning_rates(rates)
-
-    def _cells(self, batch: Batch, step_context: StepContext) -> list[tuple[int, list[MicroBatch]]]:
-        noise = 0.0 if self.noise is None else self.noise.sigma(step_context.samples)
-        normalisation = self.gradient_sync.loss_normalisation
-        batch = self._collated(batch)
-        work = self.feed.micro_batches(
-            batch, step_context.taken, step_context.samples, normalisation, step_context.loss_scale, noise
-        )
-        micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
-        if shared := self.feed.contract.shared:
-            alone = self.feed.is_single(step_context.samples)
-        else:
-            alone = all(micro_batch.whole for micro_batch in micro_batches)
-        self.hooks(alone)
-        whole = alone and (shared or bool(micro_batches)) and normalisation == "step"
-        self._step_context_now = replace(step_context, whole=whole)
-        if self.checks.looking:
-            custom_loop = self.custom.within_batch
-            self.checks.look(batch, work, None if custom_loop else self.loss_fn, given=self._drawn is None)
-        return work
-
-    def _collated(self, batch: Batch) -> Batch:
-        """Return the drawn batch as its micro-batches if the script's own function has collated it."""
-        drawn = None if self._drawn is None else self._drawn.batch
-        if isinstance(batch, CollatedBatch) or not isinstance(drawn, CollatedBatch) or len(drawn.parts) != 1:
-            return batch
-        # The script may have edited the batch that it was shown.
-        return CollatedBatch((batch,), drawn.sizes)
-
-    def _step_context(self) -> StepContext:
-        """Return the facts that all workers share in the coming step."""
-        if self._drawn is None and self.feed.epochs.growth is not None:
-            raise UsageError(
-                "a batch that does not come from the run cannot grow",
-                remedy="loop over run.epoch(), or leave batch_growth out",
-            )
-        if self.conversions is not None:
-            self.conversions.check()
-        for guard in self.state_guards:
-            guard.check()
-        samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
-        factor = self.lr_schedule(self.progress) * self._rate if self.lr_schedule is not None else None
-        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        facts = StepContext(
-            self.taken,
-            samples,
-            factor,
-            self._stop,
-            scale,
-            settings=self.settings.text(),
-            written=self._written.digest(),
-            compare=self._written.compare,
-        )
-        if self._drawn is not None:
-            facts = replace(facts, place=(self._drawn.after.epoch, self._drawn.after.batch))
-        self._step_context_now = facts
-        return self._step_context_now
-
-    def _enter(self, phase: int) -> None:
-        """Report this step's phase to the watchdog; the first step may compile and is reported as start-up."""
-        heartbeat.training.enter(phase if self._warm else Phase.START, self.clock + 1)
-
-    def _record(self, stats: StepStats, updated: UpdateResult) -> float:
-        self._advance(stats, updated.global_step)
-        self._after_update(stats, updated)
-        return stats.loss
-
-    def _advance(self, stats: StepStats | None, clock: int | None) -> None:
-        """Count a global batch as consumed; ``clock``: steps of all workers together, None to count this rank's."""
-        self._warm = True
-        self._step_told = False
-        self.taken += 1
-        self.clock = self.taken if clock is None else max(self.clock, clock)
-        if self._drawn is not None:
-            samples = self.samples + self._drawn.samples
-            self.samples = samples if clock is None else self.feed.epochs.consumed(self.clock)
-            self.at = self._drawn.after
-        elif stats is not None:
-            self.samples += round(stats.count)
-        if self.losses is not None:
-            self.losses.look()
-
-    def _after_update(self, stats: StepStats, updated: UpdateResult, optimizer: Optimizer | None = None) -> None:
-        """Update counters, schedulers, average and loss scale after an update; raise NonFiniteError if due.
-
-        Args:
-            stats: reduced results of the step.
-            updated: result of the update, which may have been skipped.
-            optimizer: the script's optimizer that made it; None for all.
-        """
-        self.stats, self.updated = stats, updated
-        self.updates += updated.updates
-        self._written.note()
-        if not updated.skipped:
-            self.schedulers.after_update(optimizer)
-        if self.average is not None and updated.updates and updated.together:
-            self.average.update()
-        # A lower loss scale may cure an overflow of the gradient, but not of the loss.
-        curable = self.loss_scale is not None and self.loss_scale.can_fall and math.isfinite(stats.loss)
-        if not (updated.skipped and curable):
-            self._nonfinite = self._nonfinite + 1 if updated.skipped else 0
-        if self.loss_scale is not None:
-            self.loss_scale.update(not updated.skipped)
-        if self._nonfinite >= self._max_nonfinite:
-            raise NonFiniteError(
-                f"{counted(self._nonfinite, 'step')} in a row had a NaN or infinite gradient",
-                where=f"step {self.clock}, {', '.join(updated.nonfinite[:3])}",
-                why="the loss diverged, or a batch holds values that are not finite",
-                remedy="lower the learning rate, warm up, clip the gradient (--clip 1), or check the data"
-                + ", or take --precision bf16, whose range is wider" * (self.loss_scale is not None),
-            )
+        return self.lifecycle.in_update
 
     # --- custom training loops: see ``CustomLoop`` -----------------------------------------------------------------
 
@@ -784,17 +574,17 @@ class Run:
         return self._until_stopped(left) if self.callbacks.own else left
 
     def _until_stopped(self, epochs: Iterable[int]) -> Iterator[int]:
-        self._end_left()
+        self.callbacks.end_left(self)
         self.callbacks.begin(self)
         for epoch in epochs:
             if not self.callbacks.ended():
                 try:
                     yield epoch
                 except GeneratorExit:
-                    self._left_training = True
+                    self.callbacks.leave_training()
                     raise
-        self._end_left()
-        self.callbacks.call("on_train_end", self)
+        self.callbacks.end_left(self)
+        self.callbacks.end(self)
 
     # --- evaluation, profiling, state ------------------------------------------------------------------------------
 
@@ -955,7 +745,7 @@ class Run:
 
     def _read_whole(self, averaged: bool) -> None:
         """Compare over ranks this call and the copies of the model. Collective."""
-        self._trainability.check_replaced()
+        self.trainability.check_replaced()
         self.hooks.check_tree()
         self.together("reading the whole state" + " with the average" * averaged)
         check_replicas(self, "reading the whole state")
@@ -1044,14 +834,14 @@ class Run:
                 "a run cannot be saved in the middle of a global batch",
                 remedy="save where run.stepped is true after optimizer.step(), or after run.microbatches() has ended",
             )
-        self._end_left()
-        self._trainability.check_replaced()
+        self.callbacks.end_left(self)
+        self.trainability.check_replaced()
         self.hooks.check_tree()
         saver = run_state.saver(self, Path(folder), keep)
         saver.save(run_state.run_facts(self, extra or {}))
         saver.wait()
         path = saver.folder / step_name(self.clock)
-        self.callbacks.call("on_checkpoint", self, path)
+        self.callbacks.checkpoint_written(self, path)
         return path
 
     def restore(self, folder: str | Path, change: str | Sequence[str] = ()) -> dict[str, Any] | None:
@@ -1076,7 +866,7 @@ class Run:
                 the checkpoint has another number of workers, and ``tutti.prepare`` was not given ``workers`` (if it
                 was, there is only a warning).
         """
-        self._end_left()
+        self.callbacks.end_left(self)
         named = NamedChanges.parse(change)
         named.check({key for group in self.optimizer_settings for key in group}, "change")
         if "lr" in named.names and self.schedulers.facts():
@@ -1100,7 +890,7 @@ class Run:
         Raises:
             MismatchError: calls or step numbers differ between ranks.
         """
-        self._end_left()
+        self.callbacks.end_left(self)
         self.context.comms.world.agree(
             [f"{call} after step {self.clock}"],
             "the call under way",

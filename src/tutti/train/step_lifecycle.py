@@ -1,0 +1,274 @@
+"""Beginning and end of each step of a run, the same in ``run.step`` and in custom training loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from tutti.data.batches import CollatedBatch
+from tutti.data.reader import RankBatch
+from tutti.errors import NonFiniteError, UsageError, counted
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
+from tutti.train.written_parameters import WrittenParameters
+from tutti.types import Batch, LossFn, MicroBatch, StepContext, StepStats, UpdateResult
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+WorkerBatches: TypeAlias = list[tuple[int, list[MicroBatch]]]
+"""Pairs (index of a logical worker, its micro-batches) of this rank's workers, in order; workers without samples have
+none."""
+
+
+class StepLifecycle:
+    """Begins each step of a run, opens its update, and counts it when it is over.
+
+    ``begin`` makes this rank's micro-batches of the global batch before the forwards; ``updating`` surrounds the update
+    of the parameters; ``count_batch`` and ``count_update`` bring the run's counters, schedulers, average and loss scale
+    up to date. The object keeps what is true of the step under way; what a checkpoint holds are attributes of the run.
+    A worker is a logical worker, a fixed share of the global batch.
+
+    Args:
+        run: the run, whose step number, position in the data and results are updated.
+        max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
+
+    Attributes:
+        context: facts of the step under way that all workers share.
+        drawn: this rank's part of the global batch under way; None for a batch that the caller made.
+        rate: factor on the learning rates of the epoch's phase: below 1 where the batch size could not grow as much as
+            its schedule asks.
+        in_update: whether the run itself is making an update at this moment.
+        stop_asked: whether this rank asks all ranks to stop after the next step.
+    """
+
+    def __init__(self, run: Run, max_nonfinite: int) -> None:
+        self._run = run
+        self._written = WrittenParameters(run)
+        self.context = StepContext(run.taken, run.feed.contract.batch)
+        self.drawn: RankBatch | None = None
+        self.rate = 1.0
+        self.in_update = self.stop_asked = self._warm = False
+        self._nonfinite, self._max_nonfinite = 0, max_nonfinite
+
+    def enter(self, phase: int) -> None:
+        """Report the step's phase to the watchdog; the first step may compile and is reported as start-up.
+
+        Args:
+            phase: a value of ``Phase``, such as ``Phase.COMPUTE``.
+        """
+        heartbeat.training.enter(phase if self._warm else Phase.START, self._run.clock + 1)
+
+    # --- before the forwards ---------------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch, loss: LossFn | None) -> WorkerBatches:
+        """Begin a step: set ``context``, and return this rank's micro-batches of the global batch.
+
+        Collective if the script has thawed parameters, and in the first steps of several workers, whose batches are
+        compared over data ranks.
+
+        Args:
+            batch: this rank's share of the global batch.
+            loss: the loss function, which the checks for mistakes read; None in a custom training loop.
+
+        Raises:
+            UsageError: the caller made the batch, and the batch size grows; or the script has converted the model,
+                replaced optimizer state, thawed a parameter that the strategy cannot train, or registered gradient
+                hooks that the strategy cannot call.
+        """
+        run = self._run
+        self.context = self._facts()
+        if run.trainability(late=False):
+            run.hooks.watch(run.replica.parts)
+            self._written.watch()
+        noise = 0.0 if run.noise is None else run.noise.sigma(self.context.samples)
+        normalisation = run.gradient_sync.loss_normalisation
+        batch = self._collated(batch)
+        work = run.feed.micro_batches(
+            batch, self.context.taken, self.context.samples, normalisation, self.context.loss_scale, noise
+        )
+        micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
+        if shared := run.feed.contract.shared:
+            alone = run.feed.is_single(self.context.samples)
+        else:
+            alone = all(micro_batch.whole for micro_batch in micro_batches)
+        run.hooks(alone)
+        whole = alone and (shared or bool(micro_batches)) and normalisation == "step"
+        self.context = replace(self.context, whole=whole)
+        if run.checks.looking:
+            run.checks.look(batch, work, loss, given=self.drawn is None)
+        return work
+
+    def _facts(self) -> StepContext:
+        """Return the facts that all workers share in the coming step."""
+        run, drawn = self._run, self.drawn
+        if drawn is None and run.feed.epochs.growth is not None:
+            raise UsageError(
+                "a batch that does not come from the run cannot grow",
+                remedy="loop over run.epoch(), or leave batch_growth out",
+            )
+        if run.conversions is not None:
+            run.conversions.check()
+        for guard in run.state_guards:
+            guard.check()
+        return StepContext(
+            run.taken,
+            run.feed.contract.batch if drawn is None else drawn.samples,
+            run.lr_schedule(run.progress) * self.rate if run.lr_schedule is not None else None,
+            self.stop_asked,
+            run.loss_scale.value if run.loss_scale is not None else 1.0,
+            settings=run.settings.text(),
+            place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
+            written=self._written.digest(),
+            compare=self._written.compare,
+        )
+
+    def _collated(self, batch: Batch) -> Batch:
+        """Return the drawn batch as its micro-batches if the script's own function has collated it."""
+        drawn = None if self.drawn is None else self.drawn.batch
+        if isinstance(batch, CollatedBatch) or not isinstance(drawn, CollatedBatch) or len(drawn.parts) != 1:
+            return batch
+        # The script may have edited the batch that it was shown.
+        return CollatedBatch((batch,), drawn.sizes)
+
+    def dummy_micro_batch(self, worker: int) -> MicroBatch:
+        """Return the dummy micro-batch with which a rank without samples takes part in the collectives.
+
+        Args:
+            worker: index of the logical worker that computes it.
+
+        Raises:
+            UsageError: the caller made the batch, of which there is no sample to take the shape from.
+        """
+        if self.drawn is None or self.drawn.dummy is None:
+            raise UsageError(
+                "a batch without samples",
+                why="batch_norm='sync' and sharded weights need every device to take part",
+                remedy="bring at least one sample on every rank",
+            )
+        return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.context.taken, worker)
+
+    def padded(self, work: WorkerBatches) -> WorkerBatches:
+        """Return ``work`` padded with leading dummy micro-batches to equally many on every rank.
+
+        Needed where the weights are sharded, because each forward all-gathers them; otherwise ``work`` is returned.
+        Collective for a batch that the caller made: an all-gather of the numbers of micro-batches.
+
+        Args:
+            work: the result of ``begin``.
+
+        Raises:
+            UsageError: the caller made the batch, and this rank has no sample of it.
+        """
+        run = self._run
+        if not run.replica.sharded:
+            return work
+        present = sum(len(micro_batches) for _, micro_batches in work)
+        if self.drawn is not None:
+            most = run.feed.most_micro_batches(self.context.samples)
+        else:
+            comm = run.context.comms.replica
+            counts = comm.gather_slices(torch.tensor([present], device=comm.device), "micro-batches of a batch")
+            most = int(counts.max())
+        if present >= most:
+            return work
+        index = next((i for i, (_, micro_batches) in enumerate(work) if micro_batches), 0)
+        worker, micro_batches_here = work[index]
+        micro_batches_here = micro_batches_here or [self.dummy_micro_batch(worker)]
+        missing = most - max(present, 1)
+        dummies = [
+            run.feed.dummy_micro_batch(micro_batches_here[0].batch, self.context.taken, worker, last=False)
+            for _ in range(missing)
+        ]
+        return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
+
+    def guarded(self, loss: LossFn, work: WorkerBatches) -> LossFn:
+        """Return the loss function of ``run.step`` with the checks of the first steps around it.
+
+        The checks find a loss that mixes samples, and a forward that changes parameters in every micro-batch.
+
+        Args:
+            loss: the loss function.
+            work: the micro-batches of the step.
+        """
+        return self._written.guarded(self._run.checks.probed(loss), work)
+
+    # --- the update, and after it ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Return a context manager within which the wrapped ``step`` of the script's optimizers updates parameters.
+
+        The learning rates of optimizers without a schedule of the run are multiplied by ``rate`` within it.
+        """
+        run = self._run
+        self.in_update = True
+        optimizers = run.gradient_sync.optimizers if run.optimizer is None else (run.optimizer,)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rates = multiply_learning_rates(groups, self.rate if run.lr_schedule is None else 1)
+        try:
+            yield
+        finally:
+            self.in_update = False
+            restore_learning_rates(rates)
+
+    def count_batch(self, stats: StepStats | None, clock: int | None) -> None:
+        """Count a global batch as consumed: the run's steps, samples and position in the data.
+
+        Args:
+            stats: reduced results of the step; None for a global batch without an update.
+            clock: steps of all workers together; None to count this rank's.
+        """
+        run, drawn = self._run, self.drawn
+        self._warm = True
+        run.callbacks.step_taken()
+        run.taken += 1
+        run.clock = run.taken if clock is None else max(run.clock, clock)
+        if drawn is not None:
+            run.samples = run.samples + drawn.samples if clock is None else run.feed.epochs.consumed(run.clock)
+            run.at = drawn.after
+        elif stats is not None:
+            run.samples += round(stats.count)
+        if run.losses is not None:
+            run.losses.look()
+
+    def count_update(self, stats: StepStats, updated: UpdateResult, optimizer: Optimizer | None = None) -> None:
+        """Bring the run's counters, schedulers, average and loss scale up to date after an update.
+
+        Args:
+            stats: reduced results of the step.
+            updated: result of the update, which may have been skipped.
+            optimizer: the script's optimizer that made it; None for all.
+
+        Raises:
+            NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
+        """
+        run = self._run
+        run.stats, run.updated = stats, updated
+        run.updates += updated.updates
+        self._written.note()
+        if not updated.skipped:
+            run.schedulers.after_update(optimizer)
+        if run.average is not None and updated.updates and updated.together:
+            run.average.update()
+        # A lower loss scale may cure an overflow of the gradient, but not of the loss.
+        curable = run.loss_scale is not None and run.loss_scale.can_fall and math.isfinite(stats.loss)
+        if not (updated.skipped and curable):
+            self._nonfinite = self._nonfinite + 1 if updated.skipped else 0
+        if run.loss_scale is not None:
+            run.loss_scale.update(not updated.skipped)
+        if self._nonfinite >= self._max_nonfinite:
+            raise NonFiniteError(
+                f"{counted(self._nonfinite, 'step')} in a row had a NaN or infinite gradient",
+                where=f"step {run.clock}, {', '.join(updated.nonfinite[:3])}",
+                why="the loss diverged, or a batch holds values that are not finite",
+                remedy="lower the learning rate, warm up, clip the gradient (--clip 1), or check the data"
+                + ", or take --precision bf16, whose range is wider" * (run.loss_scale is not None),
+            )
