@@ -8,7 +8,7 @@ multiplies its gradient by a factor once, after summing; the factors are here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -103,6 +103,20 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
         return 1.0, norm
     factor = largest / (norm + 1e-6)
     return factor, norm * factor
+
+
+def clip_norm(norm: float, largest: float | None, scale: Callable[[float], None]) -> float:
+    """Clip a gradient as ``torch.nn.utils.clip_grad_norm_`` does, and return its norm afterwards.
+
+    Args:
+        norm: L2 norm of the gradient.
+        largest: largest norm that is not clipped; None for no clipping.
+        scale: multiplies the gradient by a factor, in place; called only if the gradient is clipped.
+    """
+    factor, after = clipped(norm, largest)
+    if factor != 1.0:
+        scale(factor)
+    return after
 
 
 def is_finite(gradient: Tensor | None) -> bool:

@@ -43,7 +43,7 @@ from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clipped, divisor_of_backward, is_finite, mean_factor, nonfinite_names
+from tutti.parallel.normalisation import clip_norm, divisor_of_backward, is_finite, mean_factor, nonfinite_names
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
@@ -601,10 +601,7 @@ class AllReduceSync:
         Returns:
             The norm afterwards.
         """
-        factor, after = clipped(norm, self._run_context.clip)
-        if factor != 1.0:
-            self._scale(factor)
-        return after
+        return clip_norm(norm, self._run_context.clip, self._scale)
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.

@@ -55,7 +55,7 @@ from tutti.parallel.fsdp.sharded_parameter import (
 )
 from tutti.parallel.grad_norm import norm_across_model
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clipped, divisor_of_backward, is_finite, mean_factor
+from tutti.parallel.normalisation import clip_norm, divisor_of_backward, is_finite, mean_factor
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
@@ -853,10 +853,7 @@ class ShardedSync:
         Returns:
             The norm afterwards.
         """
-        factor, after = clipped(norm, self._run_context.clip)
-        if factor != 1.0:
-            scale_all(self._gradients(), factor)
-        return after
+        return clip_norm(norm, self._run_context.clip, lambda factor: scale_all(self._gradients(), factor))
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether this strategy steps ``optimizer``, and the optimizer updates full parameters on this rank.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Literal, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_stat
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clipped, is_finite, nonfinite_names, own_mean, own_sum
+from tutti.parallel.normalisation import clip_norm, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
 from tutti.torch_compat import foreach_copy_
 from tutti.types import (
@@ -182,9 +183,7 @@ class LocalSGDSync:
             norm = own_mean(gradients, part, self._step_context.loss_scale)
             self._buffers.verify()
             if math.isfinite(norm):
-                factor, left = clipped(norm, self._run_context.clip)
-                if factor != 1.0:
-                    scale_all(gradients, factor)
+                left = clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
                 optimizer_step(self._of[worker], self._step_context.lr_factor, left)
             else:
                 bad = 1
@@ -509,9 +508,7 @@ class LocalSGDSync:
         """Make the same update on every worker's copy, or none where the gradient is non-finite."""
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
-            factor, norm = clipped(stats.grad_norm, self._run_context.clip)
-            if factor != 1.0:
-                reducer.scale(factor)
+            norm = clip_norm(stats.grad_norm, self._run_context.clip, reducer.scale)
             for worker, optimizer in self._of.items():
                 self._put(worker)
                 optimizer_step(optimizer, step_context.lr_factor, norm)

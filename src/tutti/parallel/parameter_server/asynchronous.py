@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Literal, NoReturn
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_stat
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clipped, nonfinite_names, own_mean
+from tutti.parallel.normalisation import clip_norm, nonfinite_names, own_mean
 from tutti.parallel.parameter_server.client import Reply
 from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
@@ -250,9 +251,7 @@ class AsynchronousServerSync(RemoteGradients):
         if not math.isfinite(norm):
             self._culprits += nonfinite_names(zip([name for name, _ in self._trained], gradients, strict=True))
             return False
-        factor, _ = clipped(norm, self._run_context.clip)
-        if factor != 1.0:
-            scale_all(there, factor)
+        clip_norm(norm, self._run_context.clip, partial(scale_all, there))
         self._norms.append(norm)
         return True
 
