@@ -954,9 +954,12 @@ class GradientSync(Protocol):
         """
 
 
-GradientPlace: TypeAlias = Literal["rank", "slices", "rows", "shards", "servers"]
-"""Location of a complete gradient: ``rank`` on every rank, ``slices`` of tensor parallelism, ``rows`` of ZeRO stage 1,
-``shards`` of FSDP2, or parameter ``servers``."""
+GradientPlace: TypeAlias = Literal["rank", "slices", "sliced_rows", "rows", "shards", "servers"]
+"""Location of a complete gradient: ``rank`` on every rank, ``slices`` of tensor parallelism, ``sliced_rows`` of sharded
+slices, ``rows`` of ZeRO stage 1, ``shards`` of FSDP2, or parameter ``servers``."""
+
+SLICED: frozenset[GradientPlace] = frozenset({"slices", "sliced_rows"})
+"""Locations where the gradient of a parameter is split over tensor ranks."""
 
 
 class CustomLoopSync(GradientSync, Protocol):
@@ -966,16 +969,15 @@ class CustomLoopSync(GradientSync, Protocol):
 
     Attributes:
         gradient_at: location of the complete gradient after ``reduce_gradients``: ``rank`` (whole on this rank),
-            ``slices`` (split over tensor ranks), ``rows`` (in rows over ranks, which the model's ``.grad`` do not
-            show), ``shards`` (in the model's DTensors) or ``servers`` (on parameter servers).
-        editable: whether a script may edit reduced gradients: scale, clamp or, where they are whole, write them.
+            ``slices`` (split over tensor ranks), ``sliced_rows`` (each slice in rows over ranks, which a script cannot
+            edit), ``rows`` (in rows over ranks, which the model's ``.grad`` do not show), ``shards`` (in the model's
+            DTensors) or ``servers`` (on parameter servers).
         by_worker: whether gradients are summed worker by worker (logical workers are fixed shares of the global batch)
             and not rank by rank.
         accumulated: whether the last ``add_gradients`` added gradients of earlier reductions to the new ones.
     """
 
     gradient_at: GradientPlace
-    editable: bool
     by_worker: bool
     accumulated: bool
 

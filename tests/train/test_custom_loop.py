@@ -640,6 +640,28 @@ def test_a_layer_that_is_frozen_after_prepare_and_trained_later(strategy: str) -
             assert largest_difference(got, want) <= 1e-10
 
 
+def scaled_gradients(strategy: str) -> str:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, batch_size=BATCH)
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(error_of(model, batch))
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+            optimizer.step()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return f"nothing was raised in {run.clock} steps"
+
+
+def test_edits_of_gradients_of_split_layers_that_are_sharded_are_refused() -> None:
+    for said in worlds.run(4, scaled_gradients, strategy="hybrid:shards=2,stage=3,tensor=2,least=1"):
+        assert said.startswith("a script cannot edit gradients of split layers that are sharded, too (step 1")
+    worlds.forget(4)
+
+
 def wrongly_given(what: str) -> str:
     generator, critic = pair()
     own = torch.optim.SGD(generator.parameters(), lr=0.1)

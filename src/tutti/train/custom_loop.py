@@ -31,6 +31,7 @@ from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
 from tutti.types import (
+    SLICED,
     Batch,
     CustomLoopRunner,
     CustomLoopSync,
@@ -479,7 +480,7 @@ class CustomLoop:
             self._origin.check_shards()
             return {}
         local = self._origin.local(self._origin.script_parameters(), means)
-        if local and self._sync.gradient_at == "slices":
+        if local and self._sync.gradient_at in SLICED:
             raise UsageError(
                 "gradients of split layers that run.backward did not make",
                 where=f"step {self._run.clock + 1}",

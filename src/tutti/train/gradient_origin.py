@@ -21,7 +21,7 @@ from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
 from tutti.torch_compat import tensor_version
-from tutti.types import CustomLoopSync
+from tutti.types import SLICED, CustomLoopSync
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -107,7 +107,7 @@ class GradientOrigin:
         (FSDP2), or where gradients are complete because this rank computes the whole global batch in one micro-batch.
         """
         place = self._sync.gradient_at
-        if place == "shards" or (self.alone and place != "slices"):
+        if place == "shards" or (self.alone and place not in SLICED):
             return
         for parameter in self.script_parameters():
             # A frozen one takes no hook; each later body looks again.
@@ -143,8 +143,7 @@ class GradientOrigin:
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
-        watched = self._sync.gradient_at == "slices" and not self._sync.editable
-        self._norms = self._norms_here() if watched else {}
+        self._norms = self._norms_here() if self._sync.gradient_at == "sliced_rows" else {}
         self._mixed.clear()
         self._made.clear()
 
@@ -218,7 +217,7 @@ class GradientOrigin:
             self._refuse_mixed("the loop's body")
         if gradient is None or isinstance(gradient, IncompleteGradient):
             return False
-        if self.alone and self._sync.gradient_at != "slices":
+        if self.alone and self._sync.gradient_at not in SLICED:
             return False
         complete = self._complete.get(parameter)
         if complete is None or complete[0] is not gradient:
@@ -308,7 +307,7 @@ class GradientOrigin:
             MismatchError: ranks hold different gradients; the error names a parameter.
         """
         run, place = self._run, self._sync.gradient_at
-        if place == "slices" and not self._sync.editable:
+        if place == "sliced_rows":
             raise UsageError(
                 "a script cannot edit gradients of split layers that are sharded, too",
                 where=f"step {run.clock + 1}",

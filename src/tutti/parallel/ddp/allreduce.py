@@ -98,7 +98,6 @@ class AllReduceSync:
     loss_normalisation: Literal["step", "worker"] = "step"
     shares_parameters: bool = False
     accumulated = False
-    editable = True
 
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
         if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":

@@ -614,20 +614,15 @@ class ShardedSync:
     def gradient_at(self) -> GradientPlace:
         """Where a parameter's complete gradient lies after the reduction, as one of four words.
 
-        ``slices``: split over tensor ranks; ``rank``: whole on this rank (a single shard); ``rows``: in rows over the
-        shard ranks, which the ``.grad`` of the model's parameters do not show (ZeRO stage 1); ``shards``: in the
-        model's DTensors (FSDP2).
+        ``sliced_rows``: split over tensor ranks, and each slice in rows; ``rank``: whole on this rank (a single shard);
+        ``rows``: in rows over the shard ranks, which the ``.grad`` of the model's parameters do not show (ZeRO
+        stage 1); ``shards``: in the model's DTensors (FSDP2).
         """
         if self._run_context.grid.tensor > 1:
-            return "slices"
+            return "sliced_rows"
         if self._shards.size == 1:
             return "rank"
         return "rows" if self._config.stage == 1 else "shards"
-
-    @property
-    def editable(self) -> bool:
-        """Whether a script may edit reduced gradients: not where they are rows of tensor slices."""
-        return self._run_context.grid.tensor == 1
 
     def begin_custom_loop(self) -> None:
         """Prepare for a custom training loop, in which a script may clear ``.grad`` between a forward and its backward.

@@ -24,11 +24,10 @@ class RemoteGradients:
     Attributes:
         gradient_at: ``"servers"``: the place of the complete gradient.
         accumulated: always False: ``add_gradients`` never adds gradients of earlier reductions here.
-        editable: always False: the script cannot edit gradients that servers hold.
     """
 
     gradient_at: GradientPlace = "servers"
-    accumulated = editable = False
+    accumulated = False
     _trained: Sequence[tuple[str, nn.Parameter]]
     _buffers: WorkerBuffers
     _pushed = False
