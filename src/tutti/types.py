@@ -331,7 +331,10 @@ class StepRecord:
     noise: Mapping[str, float] = field(default_factory=dict)
 
 
-OptimizerFactory: TypeAlias = "Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer | None]"
+NamedParameters: TypeAlias = "Sequence[tuple[str, nn.Parameter]]"
+"""Pairs (name, parameter) of a model's parameters, as ``nn.Module.named_parameters`` yields."""
+
+OptimizerFactory: TypeAlias = "Callable[[NamedParameters], Optimizer | None]"
 """Builds an optimizer over this rank's named parameters (None where none of them is trained). A ``GradientSync`` may
 call it several times."""
 
@@ -998,7 +1001,7 @@ class CustomLoopSync(GradientSync, Protocol):
         script leaves the loop by ``break``. Not collective.
         """
 
-    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+    def named_trained(self) -> NamedParameters:
         """Return names and objects of the trainable parameters of the script's model.
 
         The objects are the parameters in the script's model: where the strategy shards, full parameters (ZeRO stage 1)

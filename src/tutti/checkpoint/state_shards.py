@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
 from tutti.torch_compat import sparse_indices
-from tutti.types import ReplicaRunner, SavedState, ShardSpec, TensorSlice
+from tutti.types import NamedParameters, ReplicaRunner, SavedState, ShardSpec, TensorSlice
 
-Named = Sequence[tuple[str, nn.Parameter]]
 _ROWS = ".rows"
 
 
-def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: Optimizer, named: NamedParameters) -> dict[str, Tensor]:
     """Return an optimizer's state of some parameters as tensors by name, to be saved in a checkpoint.
 
     Numbers become 0-d tensors. A sparse tensor, such as SGD's momentum of sparse gradients, becomes two: its values as
@@ -44,7 +43,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
 
 def load_optimizer(
     optimizer: Optimizer,
-    named: Named,
+    named: NamedParameters,
     saved: SavedState,
     group: str,
     prefix: str = "",

@@ -19,11 +19,10 @@ from tutti.errors import UsageError
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.layerwise import LayerWise
 from tutti.torch_compat import optimizer_attributes
-from tutti.types import OptimizerFactory
+from tutti.types import NamedParameters, OptimizerFactory
 
 _FOLLOWERS: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 """Optimizers rebuilt in place of a script's optimizer, by that optimizer."""
-Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
@@ -38,14 +37,14 @@ def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
         gradient, or to None if no parameter does.
     """
 
-    def make(named: Named) -> Optimizer | None:
+    def make(named: NamedParameters) -> Optimizer | None:
         trainable = [(name, p) for name, p in named if p.requires_grad]
         return _make(config, trainable, sparse) if trainable else None
 
     return make
 
 
-def _make(config: Any, named: Named, sparse: bool) -> Optimizer:
+def _make(config: Any, named: NamedParameters, sparse: bool) -> Optimizer:
     arguments = asdict(config)
     for prefix in ("", "adam_"):
         if f"{prefix}beta1" in arguments:
@@ -93,7 +92,7 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
     """
     handed_out = False
 
-    def make(named: Named) -> Optimizer | None:
+    def make(named: NamedParameters) -> Optimizer | None:
         nonlocal handed_out
         groups = [(settings_of(g), list(g["params"])) for g in optimizer.param_groups]
         given = {id(p) for _, members in groups for p in members}

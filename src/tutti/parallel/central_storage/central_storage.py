@@ -35,7 +35,7 @@ from tutti.nn.swap import buffers
 from tutti.optim.mixing import needs_closure
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
 from tutti.parallel.ddp.host_parameters import HostParameters
-from tutti.parallel.ddp.reducers import Named, OverlappedReducer, Reducer, TreeReducer, scale_all
+from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer, scale_all
 from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_shared
 from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
@@ -43,6 +43,7 @@ from tutti.parallel.parameter_average import ParameterAverage, wide_type
 from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
 from tutti.types import (
     GradientReadyHook,
+    NamedParameters,
     OptimizerFactory,
     OwnGradients,
     ReplicaRunner,
@@ -98,7 +99,7 @@ class CentralStorageSync(AllReduceSync):
             MismatchError: ranks hold models with different parameters or buffers.
         """
 
-        def make(named: Named) -> Optimizer | None:
+        def make(named: NamedParameters) -> Optimizer | None:
             with self._updating():
                 return make_optimizer(self._owned)
 
@@ -140,7 +141,9 @@ class CentralStorageSync(AllReduceSync):
             self._guard.check(self._guarded, f"step {step_context.taken + 1}")
         return stats
 
-    def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
+    def _complete(
+        self, optimizer: Optimizer | None, replica: ReplicaRunner, named: NamedParameters
+    ) -> WholeTensors | None:
         """Return None: no tensor is split.
 
         Raises:
@@ -204,7 +207,7 @@ class CentralStorageSync(AllReduceSync):
             self._guard.note(self._guarded)
 
     @property
-    def _guarded(self) -> Named:
+    def _guarded(self) -> NamedParameters:
         """Parameters whose writes by the script are noticed: on a device every rank has a copy of all of them."""
         return self._owned if self._host is None else self._named
 
@@ -370,7 +373,7 @@ class CentralStorageSync(AllReduceSync):
             homes = {name: p.data for name, p in self._owned} if self._host is not None else {}
         return CentralAverage(self._replica, averaging, self._run_context, segment, values, self._owned, homes)
 
-    def _unite(self, replica: ReplicaRunner, named: Named) -> None:
+    def _unite(self, replica: ReplicaRunner, named: NamedParameters) -> None:
         """Move all parameters into shared memory with the first rank's values, and assign their owners. Collective."""
         comm = self._run_context.comms.replica
         agree_on_state(comm, replica.parts)
@@ -413,7 +416,7 @@ class CentralStorageSync(AllReduceSync):
         placed = zip(starts, wanted, strict=False)
         return segment, [_like(segment.part(start, t.numel(), dtype), t) for start, (t, dtype) in placed]
 
-    def _make_reducer(self, named: Named) -> Reducer:
+    def _make_reducer(self, named: NamedParameters) -> Reducer:
         run_context = self._run_context
         if run_context.reproducible or run_context.gradient_variance:
             return TreeReducer(named, run_context)
@@ -468,7 +471,7 @@ class CentralAverage(ParameterAverage):
         run_context: RunContext,
         segment: SharedMemorySegment,
         values: Mapping[str, Tensor],
-        owned: Named,
+        owned: NamedParameters,
         homes: Mapping[str, Tensor],
     ) -> None:
         super().__init__(replica, averaging, run_context, {name for name, p in owned if p.requires_grad})

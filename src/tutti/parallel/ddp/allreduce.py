@@ -30,7 +30,6 @@ from tutti.optim.several import acting, members_of, slots, stepping
 from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, largest_vector
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.reducers import (
-    Named,
     OverlappedReducer,
     Reducer,
     TreeReducer,
@@ -62,6 +61,7 @@ from tutti.types import (
     GradientReadyHook,
     GradientVariance,
     LossSums,
+    NamedParameters,
     OptimizerFactory,
     OwnGradients,
     ReplicaRunner,
@@ -678,7 +678,9 @@ class AllReduceSync:
         """Return a context in which parameters and gradients are where this rank's optimizers compute."""
         return nullcontext()
 
-    def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
+    def _complete(
+        self, optimizer: Optimizer | None, replica: ReplicaRunner, named: NamedParameters
+    ) -> WholeTensors | None:
         """Prepare one optimizer for tensors that are split over the tensor ranks. Collective.
 
         Returns:
@@ -717,7 +719,7 @@ class AllReduceSync:
             found |= mine_of(whole.tensors(optimizer, self._named), comm.rank, comm.size)
         return found
 
-    def _unite(self, replica: ReplicaRunner, named: Named) -> None:
+    def _unite(self, replica: ReplicaRunner, named: NamedParameters) -> None:
         """Check that the data ranks hold the same model, and broadcast data rank 0's state. Collective."""
         comm = self._run_context.comms.replica
         agree_on_state(comm, replica.parts)
@@ -776,7 +778,7 @@ class AllReduceSync:
             stop = asked > 0
         return [_sum(row) for row in rows], stop
 
-    def _make_reducer(self, named: Named) -> Reducer:
+    def _make_reducer(self, named: NamedParameters) -> Reducer:
         config, run_context, borrowed = self._config, self._run_context, self._replica.not_owned
         if run_context.reproducible or run_context.gradient_variance:
             return TreeReducer(named, run_context, borrowed)
@@ -815,7 +817,7 @@ def _sum(row: Sequence[float]) -> float:
         return math.inf
 
 
-def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
+def culprits(comm: Communicator, named: NamedParameters) -> tuple[str, ...]:
     """Find the parameters that have a NaN or infinity in ``.grad`` on any rank. Collective: an all-gather of the names.
 
     Args:

@@ -16,9 +16,8 @@ from tutti.device import widest_float
 from tutti.errors import MismatchError
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets, values_of
 from tutti.torch_compat import foreach_mul_, foreach_norm
-from tutti.types import RunContext, StepContext
+from tutti.types import NamedParameters, RunContext, StepContext
 
-Named = Sequence[tuple[str, nn.Parameter]]
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -152,7 +151,7 @@ class OverlappedReducer:
 
     def __init__(
         self,
-        parameters: Named,
+        parameters: NamedParameters,
         run_context: RunContext,
         wire: str,
         bucket_bytes: int,
@@ -188,7 +187,7 @@ class OverlappedReducer:
         """
         return self._comm.size > 1
 
-    def _lay_out(self, trainable: Named, wire: str, bucket_bytes: int) -> None:
+    def _lay_out(self, trainable: NamedParameters, wire: str, bucket_bytes: int) -> None:
         sizes = [(p.nbytes, str(p.dtype)) for _, p in trainable]
         groups = plan_buckets(sizes, bucket_bytes)
         # The used flags are in the order of the buckets, so that the flags of one bucket are contiguous.
@@ -356,7 +355,7 @@ class TreeReducer:
 
     listens = False
 
-    def __init__(self, parameters: Named, run_context: RunContext, borrowed: Collection[str] = ()) -> None:
+    def __init__(self, parameters: NamedParameters, run_context: RunContext, borrowed: Collection[str] = ()) -> None:
         self._comm, self._workers = run_context.comms.replica, run_context.workers
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._lent = {p for name, p in trainable if name in borrowed}
@@ -642,7 +641,7 @@ def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
     comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.taken + 1}", remedy)
 
 
-def layout_key(trainable: Named) -> int:
+def layout_key(trainable: NamedParameters) -> int:
     """Return a hash of the parameters' names, shapes, dtypes and order, by which ranks find models that differ.
 
     Args:

@@ -19,8 +19,8 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
-from tutti.parallel.ddp.reducers import Named, layout_key, refuse_mismatch, scale_all
-from tutti.types import RunContext, StepContext
+from tutti.parallel.ddp.reducers import layout_key, refuse_mismatch, scale_all
+from tutti.types import NamedParameters, RunContext, StepContext
 
 _CHUNK_BYTES = 256 << 10
 _ALIGN = 64
@@ -48,7 +48,7 @@ class SharedReducer:
 
     def __init__(
         self,
-        parameters: Named,
+        parameters: NamedParameters,
         run_context: RunContext,
         segment: SharedMemorySegment,
         borrowed: Collection[str] = (),
@@ -230,7 +230,7 @@ class SharedReducer:
 
 
 def attach_shared(
-    parameters: Named,
+    parameters: NamedParameters,
     run_context: RunContext,
     borrowed: Collection[str] = (),
     owners: Sequence[int] | None = None,

@@ -11,12 +11,12 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint.state_shards import Named, load_optimizer, optimizer_tensors
+from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
 from tutti.optim.learning_rate import multiply_learning_rates
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
 from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
-from tutti.types import OptimizerFactory
+from tutti.types import NamedParameters, OptimizerFactory
 
 Vectors = list[Tensor]
 """One flat tensor per dtype section: an element for each element of the server's shard."""
@@ -50,7 +50,7 @@ class ParameterShard:
         self,
         plan: ServerPlan,
         server: int,
-        named: Named,
+        named: NamedParameters,
         initial: Tensor,
         make_optimizer: OptimizerFactory,
         handle: Optimizer,
@@ -141,10 +141,10 @@ class ParameterShard:
             parameter.data = view
         if self.optimizer is not None:
             self.optimizer.state.clear()
-            load_optimizer(self.optimizer, self.here, _Named(tensors), "optim")
+            load_optimizer(self.optimizer, self.here, _TensorState(tensors), "optim")
 
 
-class _Named:
+class _TensorState:
     """A ``SavedState`` over tensors named ``{group}/{name}``."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -165,7 +165,7 @@ class _Named:
 
 
 def cut_for_server(
-    plan: ServerPlan, server: int, named: Named, values: dict[str, Tensor], states: dict[str, Tensor]
+    plan: ServerPlan, server: int, named: NamedParameters, values: dict[str, Tensor], states: dict[str, Tensor]
 ) -> bytes:
     """Cut one parameter server's slices of parameters and optimizer state out of the whole tensors of a checkpoint.
 
@@ -194,7 +194,7 @@ def cut_for_server(
     return to_bytes(tensors)
 
 
-def join_server_state(plan: ServerPlan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
+def join_server_state(plan: ServerPlan, named: NamedParameters, parts: Sequence[bytes]) -> dict[str, Tensor]:
     """Assemble the optimizer state of the whole model from the parts that all parameter servers have saved.
 
     The parameters' values, which the parts hold too, are left out.

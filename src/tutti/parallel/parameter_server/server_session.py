@@ -21,7 +21,7 @@ from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import SeveralOptimizers
-from tutti.parallel.ddp.reducers import Named, layout_key
+from tutti.parallel.ddp.reducers import layout_key
 from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
 from tutti.parallel.parameter_server.client import Address, Client, ClientIdentity, Reply
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, cut_for_server, join_server_state
@@ -32,7 +32,7 @@ from tutti.parallel.parameter_server.server_snapshot import Snapshots
 from tutti.parallel.parameter_server.server_supervisor import ServerSupervisor
 from tutti.parallel.parameter_server.server_wire import Terms
 from tutti.parallel.whole_tensors import agreed_mixing, refuse_parts
-from tutti.types import OptimizerFactory, RunContext, SavedState, ShardSpec
+from tutti.types import NamedParameters, OptimizerFactory, RunContext, SavedState, ShardSpec
 
 _SNAPSHOT = 100
 _BLOB = 1 << 24
@@ -70,7 +70,7 @@ class ServerSession:
         self,
         config: ParameterServerConfig,
         run_context: RunContext,
-        trained: Named,
+        trained: NamedParameters,
         make_optimizer: OptimizerFactory,
         handle: Optimizer,
         make_handler: Callable[[ParameterShard], RequestHandler],

@@ -20,7 +20,7 @@ from tutti.nn.swap import parameters
 from tutti.optim.several import members_of
 from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
-from tutti.parallel.ddp.reducers import Named, layout_key, own_part, refuse_mismatch, squares_by
+from tutti.parallel.ddp.reducers import layout_key, own_part, refuse_mismatch, squares_by
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
@@ -36,6 +36,7 @@ from tutti.parallel.parameter_server.server_wire import APPLY, PUSH, READ, SKIP,
 from tutti.torch_compat import foreach_copy_
 from tutti.types import (
     GradientReadyHook,
+    NamedParameters,
     OptimizerFactory,
     OwnGradients,
     ReplicaRunner,
@@ -71,7 +72,9 @@ class ServerReducer:
 
     listens = False
 
-    def __init__(self, trained: Named, run_context: RunContext, link: ServerSession, leaves: int, backup: int) -> None:
+    def __init__(
+        self, trained: NamedParameters, run_context: RunContext, link: ServerSession, leaves: int, backup: int
+    ) -> None:
         self._run_context, self._link, self._leaves, self._backup = run_context, link, leaves, backup
         self._by_worker = leaves == run_context.workers
         self._names, self._order = [name for name, _ in trained], [p for _, p in trained]
