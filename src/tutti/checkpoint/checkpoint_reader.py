@@ -1,4 +1,4 @@
-"""Read a checkpoint or plain weights for gradient synchronisation to load, and check that they fit the model."""
+"""Give a checkpoint, plain weights or a state dict to gradient synchronisation, and check that they fit the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.checkpoint.read import TensorReader
+from tutti.checkpoint.state_shards import region_index
 from tutti.checkpoint.weights import Weights
 from tutti.comm.communicator import Communicator
 from tutti.errors import CheckpointError, did_you_mean
@@ -171,8 +172,67 @@ class WeightsReader:
             CheckpointError: neither the constructor's ``kept`` nor the file has the tensor.
             CheckpointError: the tensor cannot be read.
         """
-        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
-        return self.get(group, name)[region]
+        return self.get(group, name)[region_index(offset, shape)]
+
+
+class GivenState:
+    """Gives full tensors in memory the interface of a checkpoint (``SavedState``), so that a run loads them like one.
+
+    Loading it leaves the state of optimizers on the ranks as it is.
+
+    Args:
+        tensors: full tensors by name.
+        specs: for each tensor of the full model its shape and the other names of tied tensors.
+        optim: optimizer state by ``{parameter}/{key}``, for optimizers on servers, which would otherwise start afresh.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], optim: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._tensors, self._specs, self._optim = tensors, specs, optim or {}
+
+    def names(self, group: str) -> Collection[str]:
+        """Return the names of tensors in one group of this state.
+
+        This object gives a state dict of full tensors, which is in memory, the interface of a checkpoint.
+
+        Args:
+            group: ``model`` for parameters and buffers, or ``optim`` for optimizer state; other groups have no names.
+        """
+        return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
+
+    def get(self, group: str, name: str) -> Tensor:
+        """Return one tensor of a state dict of full tensors, which is in memory; the result shares its storage.
+
+        Args:
+            group: ``model`` or ``optim``.
+            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. It must be
+                one of ``names(group)``, or tied to one.
+        """
+        if group == "optim":
+            return self._optim[name]
+        tied = self._specs[name].tied if name in self._specs else ()
+        return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor of a state dict of full tensors, which is in memory.
+
+        Args:
+            group: ``model`` or ``optim``.
+            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
+        """
+        return tuple(self.get(group, name).shape)
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a rectangular region of one tensor of a state dict of full tensors, which is in memory, as a view.
+
+        Args:
+            group: ``model`` or ``optim``.
+            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
+            offset: first index of the region in the full tensor, one number a dimension.
+            shape: shape of the region.
+        """
+        return self.get(group, name)[region_index(offset, shape)]
 
 
 def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tutti.checkpoint.state_shards import region_index
 from tutti.comm.communicator import Communicator, Communicators
 from tutti.comm.partition import block
 from tutti.types import ReplicaRunner, ShardSpec
@@ -125,8 +126,7 @@ def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
         whole = part.new_empty(spec.shape)
     regions = spec.regions(part.shape)
     for piece, (offset, shape) in zip(part.split([shape[0] for _, shape in regions]), regions, strict=True):
-        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
-        whole[region] = piece
+        whole[region_index(offset, shape)] = piece
     return whole
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tutti.checkpoint.tensorfile import SliceRecord, file_layout
+from tutti.checkpoint.tensorfile import SliceRecord, checked_size, file_layout
 from tutti.errors import CheckpointError
 
 T = TypeVar("T")
@@ -34,7 +34,6 @@ REMEDY = "resume from an older checkpoint, or restore this one from a copy"
 
 _FORMAT = "tutti checkpoint"
 _VERSION = 1
-_LARGEST = 2**63
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -84,10 +83,10 @@ class FileRecord:
         Raises:
             ValueError: a key is missing, a value is invalid, or the size is not that of a file with these slices.
         """
-        group, rank = _member(value, "group", str), _number(_member(value, "rank", int))
+        group, rank = _member(value, "group", str), checked_size(_member(value, "rank", int))
         if group not in GROUPS:
             raise ValueError(f"there is no group {group!r}")
-        size, sha256 = _number(_member(value, "size", int)), _member(value, "sha256", str)
+        size, sha256 = checked_size(_member(value, "size", int)), _member(value, "sha256", str)
         if not _SHA256.fullmatch(sha256):
             raise ValueError(f"{sha256!r} is not a SHA-256")
         slices = tuple(_slice(entry) for entry in _member(value, "slices", list))
@@ -196,7 +195,7 @@ class Manifest:
             raise ValueError(f"it has format version {version}, and this tutti reads version {_VERSION}")
         return cls(
             path=path,
-            step=_number(_member(document, "step", int)),
+            step=checked_size(_member(document, "step", int)),
             config_sha256=_member(document, "config_sha256", str),
             facts=_member(document, "facts", dict),
             files=tuple(FileRecord.from_json(entry) for entry in _member(document, "files", list)),
@@ -215,16 +214,10 @@ def _member(value: object, key: str, kind: type[T]) -> T:
     return found
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError(f"{value!r} is not a size")
-    return value
-
-
 def _numbers(value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is not a shape")
-    return tuple(map(_number, value))
+    return tuple(map(checked_size, value))
 
 
 def _slice(entry: object) -> SliceRecord:

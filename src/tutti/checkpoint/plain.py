@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tutti.checkpoint.manifest import MOST_METADATA
 from tutti.checkpoint.read import unsigned
-from tutti.checkpoint.tensorfile import SliceRecord
+from tutti.checkpoint.tensorfile import SliceRecord, checked_size
 from tutti.checkpoint.weights import weights_hash
 from tutti.errors import CheckpointError
 
@@ -100,8 +100,8 @@ class PlainFile:
         self.metadata = metadata
         spans = []
         for name, entry in header.items():
-            record = SliceRecord.whole(name, entry["dtype"], [_size(number) for number in entry["shape"]])
-            begin, end = map(_size, entry["data_offsets"])
+            record = SliceRecord.whole(name, entry["dtype"], [checked_size(number) for number in entry["shape"]])
+            begin, end = map(checked_size, entry["data_offsets"])
             if end - begin != record.nbytes:
                 raise ValueError(f"{name!r} has {record.nbytes} bytes at {begin} to {end}")
             self.records[name], self._begins[name] = record, self._start + begin
@@ -133,9 +133,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice")
     return found
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a size")
-    return value

@@ -165,6 +165,19 @@ def _part(saved: SavedState, group: str, name: str, spec: ShardSpec, local: Sequ
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
+def region_index(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a rectangular region of a tensor, one ``slice`` a dimension.
+
+    Args:
+        offset: index of the region's first element, one number a dimension.
+        shape: shape of the region.
+
+    >>> region_index((2, 0), (3, 4))
+    (slice(2, 5, None), slice(0, 4, None))
+    """
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+
+
 def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
     """Cut optimizer state that has the shape of whole parameters to this rank's slices, in place.
 
@@ -184,9 +197,7 @@ def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
             elif not parameter.numel():
                 cut = value.new_empty(parameter.shape)
             else:
-                boxes = [zip(offset, shape, strict=True) for offset, shape in spec.regions(parameter.shape)]
-                regions = [tuple(slice(begin, begin + length) for begin, length in box) for box in boxes]
-                cut = torch.cat([value[region] for region in regions])
+                cut = torch.cat([value[region_index(*region)] for region in spec.regions(parameter.shape)])
             optimizer.state[parameter][key] = cut.clone()
 
 

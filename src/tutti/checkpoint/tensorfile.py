@@ -38,6 +38,20 @@ MOST_DIMENSIONS = 64
 _MOST_BYTES = 2**63 - 1
 
 
+def checked_size(value: object) -> int:
+    """Return a number that a file states if it can be a number of bytes, elements or steps.
+
+    Args:
+        value: a parsed JSON value.
+
+    Raises:
+        ValueError: it is no integer from 0 to 2⁶³ - 1.
+    """
+    if type(value) is not int or not 0 <= value <= _MOST_BYTES:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
 @dataclass(frozen=True)
 class SliceRecord:
     """Name, dtype and place of a stored tensor slice, without its values.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tutti.checkpoint.state_shards import region_index
 from tutti.comm.communicator import Communicator
 from tutti.types import FullTensorGatherer, NormReducer, ShardSpec
 
@@ -68,8 +69,7 @@ class SliceRegions(NamedTuple):
         """
         if tuple(local) == spec.shape:
             return None
-        boxes = [zip(offset, shape, strict=True) for offset, shape in spec.regions(local)]
-        return cls(spec.shape, [tuple(slice(begin, begin + length) for begin, length in box) for box in boxes])
+        return cls(spec.shape, [region_index(*region) for region in spec.regions(local)])
 
 
 def _somewhere(here: bool, comm: Communicator) -> bool:

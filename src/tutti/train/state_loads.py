@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from tutti.checkpoint.checkpoint_reader import catalogue, check_model
+from tutti.checkpoint.checkpoint_reader import GivenState, catalogue, check_model
 from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.checkpoint.gather import GatheredParts
 from tutti.errors import UsageError
@@ -155,67 +155,6 @@ class StateLoads:
             "the weights that load_state_dict is given",
             "call it on every rank with the same weights, such as those of run.state()",
         )
-
-
-class GivenState:
-    """Gives full tensors in memory the interface of a checkpoint (``SavedState``), so that a run loads them like one.
-
-    Loading it leaves the state of optimizers on the ranks as it is.
-
-    Args:
-        tensors: full tensors by name.
-        specs: for each tensor of the full model its shape and the other names of tied tensors.
-        optim: optimizer state by ``{parameter}/{key}``, for optimizers on servers, which would otherwise start afresh.
-    """
-
-    def __init__(
-        self, tensors: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], optim: Mapping[str, Tensor] | None = None
-    ) -> None:
-        self._tensors, self._specs, self._optim = tensors, specs, optim or {}
-
-    def names(self, group: str) -> Collection[str]:
-        """Return the names of tensors in one group of this state.
-
-        This object gives a state dict of full tensors, which is in memory, the interface of a checkpoint.
-
-        Args:
-            group: ``model`` for parameters and buffers, or ``optim`` for optimizer state; other groups have no names.
-        """
-        return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
-
-    def get(self, group: str, name: str) -> Tensor:
-        """Return one tensor of a state dict of full tensors, which is in memory; the result shares its storage.
-
-        Args:
-            group: ``model`` or ``optim``.
-            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. It must be
-                one of ``names(group)``, or tied to one.
-        """
-        if group == "optim":
-            return self._optim[name]
-        tied = self._specs[name].tied if name in self._specs else ()
-        return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
-
-    def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor of a state dict of full tensors, which is in memory.
-
-        Args:
-            group: ``model`` or ``optim``.
-            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
-        """
-        return tuple(self.get(group, name).shape)
-
-    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a rectangular region of one tensor of a state dict of full tensors, which is in memory, as a view.
-
-        Args:
-            group: ``model`` or ``optim``.
-            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
-            offset: first index of the region in the full tensor, one number a dimension.
-            shape: shape of the region.
-        """
-        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
-        return self.get(group, name)[region]
 
 
 class ModelHook:

@@ -11,6 +11,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.checkpoint.checkpoint_reader import GivenState
 from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
 from tutti.optim.learning_rate import multiply_learning_rates
 from tutti.parallel.parameter_server import hyperparameters
@@ -141,27 +142,8 @@ class ParameterShard:
             parameter.data = view
         if self.optimizer is not None:
             self.optimizer.state.clear()
-            load_optimizer(self.optimizer, self.here, _TensorState(tensors), "optim")
-
-
-class _TensorState:
-    """A ``SavedState`` over tensors named ``{group}/{name}``."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self, group: str) -> list[str]:
-        return [name.removeprefix(f"{group}/") for name in self._tensors if name.startswith(f"{group}/")]
-
-    def get(self, group: str, name: str) -> Tensor:
-        return self._tensors[f"{group}/{name}"]
-
-    def shape(self, group: str, name: str) -> tuple[int, ...]:
-        return tuple(self.get(group, name).shape)
-
-    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
-        return self.get(group, name)[region]
+            optim = {name.removeprefix("optim/"): t for name, t in tensors.items() if name.startswith("optim/")}
+            load_optimizer(self.optimizer, self.here, GivenState({}, {}, optim), "optim")
 
 
 def cut_for_server(
