@@ -7,34 +7,39 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import pytest
 
 from tests.forkserver import run
 from tutti.config import variables
-from tutti.config.settings import HINTS
-from tutti.config.variables import KNOWN, OPTIONS, Values, check_variables, without_settings
+from tutti.config.variables import KNOWN, check_variables, values_of_type, without_settings
 from tutti.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("TUTTI_")}
 
 
-def values_of(hint: Any) -> Values:
-    members = get_args(hint)
-    if get_origin(hint) is Literal:
-        return variables.choice(*members)
-    plain = next(member for member in members or (hint,) if member is not NoneType)
-    name = {int: "WHOLE", float: "NUMBER", bool: "TRUTH", str: "TEXT"}[plain]
-    return getattr(variables, name if NoneType not in members or plain is str else f"{name}_OR_NONE")  # type: ignore[no-any-return]
+TYPES = [
+    (int, "a whole number", "3", "3.5"),
+    (int | None, "a whole number, or none", "None", "x"),
+    (float, "a number", "1e-3", "none"),
+    (float | None, "a number, or none", "none", "nan"),
+    (bool, "true or false", "No", "perhaps"),
+    (bool | None, "true or false, or none", "none", "2"),
+    (Literal["fp32", "bf16"], "fp32 or bf16", "bf16", "fp23"),
+    (str, "text", "none", None),
+    (str | None, "text", "", None),
+]
 
 
-def test_the_options_are_those_of_the_configuration() -> None:
-    assert {name: values.words for name, values in OPTIONS.items()} == {
-        name: values_of(hint).words for name, hint in HINTS.items()
-    }
+@pytest.mark.parametrize(("hint", "words", "valid", "wrong"), TYPES, ids=[str(each[0]) for each in TYPES])
+def test_the_type_of_an_option_decides_the_values_of_its_variable(
+    hint: Any, words: str, valid: str, wrong: str | None
+) -> None:
+    values = values_of_type(hint)
+    assert values.words == words and values.valid(valid)
+    assert wrong is None or not values.valid(wrong)
 
 
 def test_every_variable_in_the_sources_is_in_the_table() -> None:

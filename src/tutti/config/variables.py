@@ -9,7 +9,10 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 
 PREFIX = "TUTTI_"
@@ -51,37 +54,33 @@ def choice(*names: str) -> Values:
     return Values(" or ".join(names), lambda text: text in names)
 
 
-WHOLE = Values("a whole number", _is(int))
-NUMBER = Values("a number", _is(float))
 # The truth values that the command line accepts.
 _TRUTHS = frozenset(("0", "1", "f", "t", "false", "true", "n", "y", "no", "yes"))
-TRUTH = Values("true or false", lambda text: text.lower() in _TRUTHS)
-TEXT = Values("text", lambda text: True)
-SWITCH = choice("on", "1", "off", "0")
-WHOLE_OR_NONE, NUMBER_OR_NONE, TRUTH_OR_NONE = (_or_none(values) for values in (WHOLE, NUMBER, TRUTH))
-
-OPTIONS: Mapping[str, Values] = {
-    **dict.fromkeys(
-        ("data_workers", "batch_size", "keep", "max_restarts", "seed", "max_nonfinite", "log_every"), WHOLE
-    ),
-    **dict.fromkeys(
-        ("workers", "micro_batch", "steps", "samples", "patience", "regime_batch", "noise_every", "threads"),
-        WHOLE_OR_NONE,
-    ),
-    "timeout": NUMBER,
-    **dict.fromkeys(("epochs", "clip", "start_timeout", "step_timeout", "save_timeout"), NUMBER_OR_NONE),
-    **dict.fromkeys(("augment", "identical_batches", "reproducible", "overwrite", "tensorboard"), TRUTH),
-    "channels_last": TRUTH_OR_NONE,
-    "precision": choice("fp32", "bf16", "fp16", "fp64", "fp8"),
-    "device": TEXT,
-    **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
-    **dict.fromkeys(("batch_growth", "duration", "until", "loss_scale", "compile", "activation_checkpointing"), TEXT),
-    **dict.fromkeys(("gradient_noise", "ema", "eval_every", "checkpoint_every", "keep_best", "init_from"), TEXT),
-    **dict.fromkeys(
-        ("init_map", "resume", "change", "slow", "runs", "out", "profile", "trace", "machine", "on", "wait"), TEXT
-    ),
+_OF_TYPE: Mapping[Any, Values] = {
+    int: Values("a whole number", _is(int)),
+    float: Values("a number", _is(float)),
+    bool: Values("true or false", lambda text: text.lower() in _TRUTHS),
+    str: Values("text", lambda text: True),
 }
-"""Fields of ``TrainConfig``, which this module must not import; a test compares the two."""
+NUMBER, TEXT = _OF_TYPE[float], _OF_TYPE[str]
+SWITCH = choice("on", "1", "off", "0")
+
+
+def values_of_type(hint: Any) -> Values:
+    """Return the permitted values of the environment variable of an option, from the option's type.
+
+    Args:
+        hint: type of a field of ``TrainConfig``: bool, int, float, str, a Literal of texts, or one of these and None.
+    """
+    if get_origin(hint) is Literal:
+        return choice(*get_args(hint))
+    members = get_args(hint) or (hint,)
+    found = next(_OF_TYPE[member] for member in members if member is not NoneType)
+    return found if NoneType not in members or found is TEXT else _or_none(found)
+
+
+OPTIONS: Mapping[str, Values] = {name: values_of_type(hint) for name, hint in get_type_hints(TrainConfig).items()}
+"""Fields of ``TrainConfig``, the options of ``tutti train``."""
 
 MACHINE: Mapping[str, Values] = {
     "CACHE": TEXT,  # folder of decoded data
