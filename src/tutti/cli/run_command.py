@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from tutti import process_context
 from tutti.config.engine_config import SlurmEngineConfig, SshEngineConfig, parse_device_range, parse_engine
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
-from tutti.config.watchdog_limits import WatchdogLimits
+from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits, check_timeout
 from tutti.errors import UsageError
 from tutti.horovod.installing import run_horovod_script
 from tutti.launcher import slurm_engine, stdin_control, watchdog
@@ -25,25 +26,19 @@ from tutti.launcher.launch import check_script, launch, run_script
 from tutti.launcher.script_rank import run_as_rank
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 
-_TIMEOUT = 300.0
 # Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.
 _ELASTIC_TIMEOUT = 20.0
-_SLOTS_WITHIN = 600.0
-
-_OF_ELASTIC_JOBS = (
-    *("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit"),
-    "--elastic-timeout",
-)
 
 OF_NODE = ("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--master-addr", "--master-port")
 """torchrun's flags of a job on several nodes."""
 
-WITH_VALUE = (
-    *_OF_ELASTIC_JOBS,
-    *("-H", "--hosts", "--hostfile", "--on", *OF_NODE),
-    *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
-    *("--start-timeout", "--step-timeout"),
-)
+
+@cache
+def _words_after() -> Mapping[str, int]:
+    """Return the number of values that follow each option of ``tutti run``, by the option's name."""
+    options = App(default_command=run).assemble_argument_collection()
+    counts = {name: option.token_count()[0] for option in options for name in option.names}
+    return {**counts, **dict.fromkeys(("--hostfile", *OF_NODE), 1)}
 
 
 def end_options(words: list[str]) -> list[str]:
@@ -65,8 +60,7 @@ def end_options(words: list[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words
-        word = words[at].replace("_", "-")
-        at += 3 if word == "--blacklist-cooldown-range" else 2 if word in WITH_VALUE else 1
+        at += 1 + _words_after().get(words[at].replace("_", "-"), 0)
     return [*words[:at], "--", *words[at:]] if at < len(words) else words
 
 
@@ -77,7 +71,7 @@ def run(
     on: str | None = None,
     module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
     logs: Path = Path("runs/logs"),
-    timeout: float = _TIMEOUT,
+    timeout: Annotated[float | None, Parameter(env_var="TUTTI_TIMEOUT")] = None,
     start_timeout: Annotated[float | None, Parameter(env_var="TUTTI_START_TIMEOUT")] = None,
     step_timeout: Annotated[float | None, Parameter(env_var="TUTTI_STEP_TIMEOUT")] = None,
     max_restarts: WholeNumber = 0,
@@ -109,7 +103,8 @@ def run(
     logs:
         folder for the output of each process
     timeout:
-        seconds that processes may take to find each other
+        seconds that processes may take to find each other;
+        default: 300, in an elastic job 20
     start_timeout:
         seconds without progress that end a process, at the start and in a step;
         0: never; default: 1800, timeout of tutti.init
@@ -161,6 +156,8 @@ def run(
         raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
     if max_restarts < 0:
         raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
+    if timeout is not None:
+        check_timeout(timeout, "--timeout")
     limits = WatchdogLimits.make(start_timeout, step_timeout, WatchdogLimits.read(os.environ).save)
     script, *arguments = command
     if script.startswith("-"):
@@ -188,11 +185,13 @@ def run(
             elastic,
             slots_per_host=slots_per_host,
             reset_limit=reset_limit,
-            timeout=_SLOTS_WITHIN if elastic_timeout is None else elastic_timeout,
+            timeout=elastic.timeout if elastic_timeout is None else elastic_timeout,
             cooldown=blacklist_cooldown_range,
         )
         os.environ["HOROVOD_ELASTIC"] = "1"
-        timeout = timeout if timeout != _TIMEOUT else _ELASTIC_TIMEOUT
+        timeout = _ELASTIC_TIMEOUT if timeout is None else timeout
+    if timeout is not None:
+        os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
     joined = process_context.joined(os.environ)
     try:
         check_script(script, module)
@@ -220,7 +219,6 @@ def run(
             raise UsageError("-H cannot be combined with --on", remedy="write --on ssh:hosts=a:2+b:2 for -H a:2,b:2")
         if show_all:
             raise UsageError(f"--show-all cannot be combined with {option}", remedy="leave out one of the two")
-        os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
         words = ["-m", "tutti", "run", *_again(logs, start_timeout, step_timeout, module, horovod), script, *arguments]
         text = str(on) if hosts is None else f"ssh:hosts={hosts.replace(',', '+')}"
         return _on(text, devices, words, logs, max_restarts)
@@ -230,7 +228,7 @@ def run(
         (script, arguments, module),
         processes=processes,
         logs=logs,
-        timeout=timeout,
+        timeout=TIMEOUT if timeout is None else timeout,
         show_all=show_all,
         restarts=max_restarts,
         # Every torch optimizer imports it, which takes two seconds.

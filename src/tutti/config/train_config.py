@@ -30,7 +30,7 @@ from tutti.config.optimizer_config import ConstantSchedule, ImportedOptimizerCon
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
 from tutti.config.training_target import TrainingTarget, split_target
-from tutti.config.watchdog_limits import WatchdogLimits
+from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits, check_timeout
 from tutti.errors import UsageError, counted
 
 
@@ -146,7 +146,7 @@ class TrainConfig:
     threads: int | None = None
     device: str = "auto"
     max_nonfinite: int = 10
-    timeout: float = 300.0
+    timeout: float = TIMEOUT
     start_timeout: float | None = None
     step_timeout: float | None = None
     save_timeout: float | None = None
@@ -176,10 +176,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} is {value}", remedy="give a whole number of at least 1")
-        for name in ("epochs", "clip", "timeout"):
+        for name in ("epochs", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{_flag(name)} is {value}", remedy="give a number above 0")
+        check_timeout(self.timeout, "--timeout")
         self._check_engine()
         plain = self.device_range is None and self.devices != "auto"
         if plain and (not self.devices.isdecimal() or int(self.devices) < 1):

@@ -1,4 +1,4 @@
-"""Limits on time without progress, after which the watchdog ends a rank. No torch."""
+"""Default timeouts, and limits on time without progress, after which the watchdog ends a rank. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,38 @@ from dataclasses import dataclass
 
 from tutti.errors import UsageError
 
+TIMEOUT = 300.0
+"""Seconds that ranks wait for each other, and for a batch of a loader process."""
 START, SAVE = 1800.0, 1800.0
+"""Seconds without progress at the start and in a save, see ``WatchdogLimits``."""
+
+
+def check_timeout(seconds: float, option: str) -> float:
+    """Return the timeout of collectives, in seconds; raise UsageError unless it is finite and above 0.
+
+    Args:
+        seconds: seconds that ranks wait for each other.
+        option: name of the option or variable, which the error states.
+    """
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{option} is {seconds:g}", remedy="give seconds, a number above 0")
+    return seconds
+
+
+def read_timeout(environ: Mapping[str, str]) -> float:
+    """Return the timeout of collectives in seconds: ``TUTTI_TIMEOUT``, or 300 without the variable.
+
+    Args:
+        environ: environment variables, such as ``os.environ``.
+
+    Raises:
+        UsageError: the variable is not a finite number above 0.
+    """
+    text = environ.get("TUTTI_TIMEOUT", f"{TIMEOUT:g}")
+    try:
+        return check_timeout(float(text), "TUTTI_TIMEOUT")
+    except ValueError:
+        raise UsageError(f"TUTTI_TIMEOUT is '{text}'", remedy="give seconds, a number above 0") from None
 
 
 @dataclass(frozen=True)

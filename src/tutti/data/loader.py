@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tutti.config.watchdog_limits import TIMEOUT
 from tutti.data.batches import map_tensors
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError, LoaderError
@@ -79,7 +80,7 @@ class Prefetch:
 
     workers: int = 0
     rank: int = 0
-    timeout: float = 300.0
+    timeout: float = TIMEOUT
     begin: Callable[[int], None] | None = None
 
     def batches(self, source: Fetches, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:

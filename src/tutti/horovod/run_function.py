@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from tutti.config.watchdog_limits import TIMEOUT
 from tutti.errors import UsageError
 from tutti.launcher.hosts import parse_hosts
 
@@ -20,7 +21,7 @@ def run(
     np: int | None = None,
     hosts: str | None = None,
     num_proc: int | None = None,
-    start_timeout: float = 300.0,
+    start_timeout: float = TIMEOUT,
     **settings: Any,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in new processes on this machine, the ranks of one job, as ``horovod.run`` does.

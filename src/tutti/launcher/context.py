@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tutti import process_context as identities
 from tutti.config.variables import check_variables, is_off
 from tutti.config.verbosity import configure_logging
-from tutti.config.watchdog_limits import WatchdogLimits
+from tutti.config.watchdog_limits import WatchdogLimits, check_timeout, read_timeout
 from tutti.device import check_processes, choose, collective_backend, set_collective_defaults
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import child, failure, heartbeat, interface, watchdog
@@ -87,8 +87,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
 
     Raises:
         UsageError: the environment contradicts itself, has an unknown ``TUTTI_*`` variable or one with a value that is
-            not permitted; an accelerator is requested and not available, or a node has fewer than processes; or the
-            ranks count different numbers of nodes.
+            not permitted; ``timeout`` is not a finite number above 0; an accelerator is requested and not available, or
+            a node has fewer than processes; or the ranks count different numbers of nodes.
         PeerError: the other ranks did not arrive in time, or rank 0 cannot be reached.
     """
     global _world
@@ -96,7 +96,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         return _world
     check_variables(os.environ)
     configure_logging(os.environ)
-    timeout = _timeout() if timeout is None else timeout
+    timeout = read_timeout(os.environ) if timeout is None else check_timeout(timeout, "timeout of init")
     heartbeat.process.set_timeout(timeout)
     if dist.is_initialized():
         _world = _adopt(device, timeout)
@@ -311,14 +311,6 @@ def _place(choice: str, identity: Identity) -> torch.device:
     device = choose(choice, identity.local_rank, identity.local_size, where)
     check_processes(device.type, identity.size, where)
     return device
-
-
-def _timeout() -> float:
-    text = os.environ.get("TUTTI_TIMEOUT", "300")
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise UsageError(f"TUTTI_TIMEOUT is '{text}'", remedy="give seconds, a number above 0")
 
 
 def _meeting(identity: Identity) -> tuple[str, int] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tutti.config.watchdog_limits import TIMEOUT
 from tutti.device import reason_not_to_fork
 from tutti.errors import ExitCode, PeerError, Preempted, UsageError
 from tutti.launcher import context
@@ -25,7 +26,7 @@ def launch_function(
     function: Callable[..., T],
     *args: Any,
     devices: int,
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT,
     show_all: bool = False,
     **named: Any,
 ) -> list[T]:

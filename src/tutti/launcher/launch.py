@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tutti.config.watchdog_limits import WatchdogLimits
+from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits
 from tutti.device import is_compiled_in
 from tutti.errors import DiskError, ExitCode, UsageError, counted
 from tutti.launcher import child, failure
@@ -42,7 +42,7 @@ def launch(
     *,
     processes: int,
     logs: Path,
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT,
     show_all: bool = False,
     restarts: int = 0,
     progress: Callable[[], int] | None = None,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tutti.config.watchdog_limits import WatchdogLimits
+from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits
 from tutti.errors import ExitCode
 from tutti.launcher import dumps, failure, heartbeat
 from tutti.launcher.dumps import Dumps
@@ -30,7 +30,6 @@ from tutti.launcher.forking import fork
 from tutti.launcher.heartbeat import Phase, Seen
 from tutti.launcher.orphans import await_end, die_with_parent
 
-TIMEOUT = 300.0
 # A rank that waits in a collective starts to poll, and so to beat, after two seconds.
 _LOOKING_AROUND = 4.0
 # Native code that waits for other ranks gives up by itself, a minute after tutti's own limit.

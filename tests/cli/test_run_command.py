@@ -1,0 +1,49 @@
+"""``tutti run``: the words after the script, and the timeout that its processes get."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import run
+from tutti.cli.run_command import end_options
+
+PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("TUTTI_")}
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-np 4",
+        "--num_proc 4 --show-all",
+        "--hostfile hosts --save-all",
+        "--nnodes 2 --node_rank 1",
+        "--horovod --min-np 1 --blacklist-cooldown-range 1 2",
+        "--timeout=9 -m",
+    ],
+)
+def test_words_after_the_script_are_its_own(options: str) -> None:
+    words = ["run", *options.split()]
+    assert end_options([*words, "train.py", "--timeout", "3"]) == [*words, "--", "train.py", "--timeout", "3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "seconds"),
+    [
+        ("", {}, "300"),
+        ("--timeout 7", {"TUTTI_TIMEOUT": "9"}, "7"),
+        ("", {"TUTTI_TIMEOUT": "9"}, "9"),
+        ("--horovod --min-np 1", {}, "20"),
+        ("--horovod --min-np 1 --timeout 300", {}, "300"),
+        # Under another launcher, such as torchrun.
+        ("--timeout 7", RANK | {"MASTER_PORT": "1"}, "7"),
+    ],
+)
+def test_the_timeout_of_the_processes(options: str, environ: dict[str, str], seconds: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nprint(os.environ['TUTTI_TIMEOUT'])\n")
+    one = [] if "RANK" in environ else ["-np", "1"]
+    done = run(["-m", "tutti", "run", *one, *options.split(), "script.py"], tmp_path, PLAIN | environ, 120)
+    assert (done.returncode, done.stdout) == (0, f"{seconds}\n"), done.stderr
