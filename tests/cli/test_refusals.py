@@ -33,12 +33,17 @@ REFUSALS = [
     ("train digits --devices 2 --wait 5s", 2, "Give a range such as --devices 2:8, or leave out --wait"),
     ("train digits --devices 2 --on local --wait 5s", 2, "this run ends with its first one"),
     ("submit slurm -- train digits --devices 2 --wait 5s", 2, "this run ends with its first one"),
+    ("compare digits --wait 5s", 2, "--wait 5s is for runs that outlive lost devices"),
+    ("noise digits --batches 8 16 --until loss=0.3 --wait 5s", 2, "this run ends with its first one"),
+    ("noise digits --batches 8 16 --until loss=0.3 --workers 2 --devices 3:4", 2, "2 workers"),
+    ("chaos kill -- train digits --workers 2 --devices 1:2", 2, "--devices 1:2 is a range. Give one number"),
     ("run --horovod -np 1 --elastic-timeout 5 gone.py", 2, "Add --min-np or --host-discovery-script, or leave it out"),
     (
         "run --horovod -np 1 --min-np 1 --elastic-timeout -5 gone.py",
         2,
         "--elastic-timeout is -5. Give seconds, at least 0",
     ),
+    ("run --timeout 0 gone.py", 2, "--timeout is 0. Give seconds, a number above 0."),
     ("train digits --steps 1.5", 2, "'1.5' is not a whole number"),
     ("simulate digits --machine a100x8 --devices 1.5", 2, "--devices: '1.5' is not a whole number"),
     ("run --max-restarts 1.5 gone.py", 2, "--max-restarts: '1.5' is not a whole number"),
@@ -168,6 +173,7 @@ FILES = [
     ('precision = "fp31"\n', "'fp31' is not possible (mine.toml, precision). Did you mean 'fp32'?"),
     ("batch_size = \n", "the configuration is not TOML (mine.toml)"),
     ("batch_size = 0\n", "--batch-size is 0."),
+    ('wait = "5s"\n', "--wait 5s is for runs that outlive lost devices"),
 ]
 
 

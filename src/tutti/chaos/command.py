@@ -158,7 +158,13 @@ def reference(command: Command, directory: Path, output: IO[str]) -> None:
         TuttiError: the run ends with an exit code other than 0.
     """
     plain = dataclasses.replace(
-        command.config, out=None, resume=None, overwrite=False, checkpoint_every="none", max_restarts=0
+        command.config,
+        out=None,
+        resume=None,
+        overwrite=False,
+        checkpoint_every="none",
+        max_restarts=0,
+        wait=TrainConfig.wait,
     )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import sys
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from tutti import process_context
-from tutti.cli.train_command import refuse_config
+from tutti.cli.train_command import refuse_trial
 from tutti.compare import convergence_table, figure, ladder, runs, verdict
 from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board
@@ -129,9 +128,8 @@ def _check(chosen: ladder.Ladder, task: str, only: tuple[str, ...]) -> None:
         if name not in names:
             raise UsageError(f"there is no rung '{name}'", remedy=f"choices: {', '.join(names)}")
     for rung in chosen.rungs:
-        devices = "1" if rung.config.devices == "auto" else rung.config.devices
         try:
-            refuse_config(task, dataclasses.replace(rung.config, devices=devices))
+            refuse_trial(task, rung.config)
         except UsageError as error:
             raise UsageError(error.what, where=f"rung '{rung.name}'", why=error.why, remedy=error.remedy) from error
 

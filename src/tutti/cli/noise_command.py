@@ -157,15 +157,13 @@ def noise(
 
 def _train_batches(task: str, options: Mapping[str, Any], batches: Sequence[int], seeds: int) -> list[TunedBatch]:
     """Train the missing runs of the task at each batch size, and return the runs with the best rates."""
+    from tutti.cli.train_command import refuse_trial
     from tutti.compare.tuned_batches import check_batches, tuned_batches
 
     _, base = resolve_config({**options, "batch_size": max(min(batches), 1)}, (), task)
     check_batches(base, batches)
-    devices = "1" if base.devices == "auto" else base.devices
     for batch in batches:
-        from tutti.cli.train_command import refuse_config
-
-        refuse_config(task, dataclasses.replace(base, batch_size=batch, devices=devices))
+        refuse_trial(task, dataclasses.replace(base, batch_size=batch))
     pool = Path(base.runs) / "batches"
     return list(tuned_batches(task, base, batches, seeds, pool, _Announcer()))
 

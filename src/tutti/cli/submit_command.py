@@ -13,7 +13,15 @@ from cyclopts import App, Parameter
 
 from tutti.cli.launch_flags import only_asks, take_flags
 from tutti.cli.run_command import end_options, run
-from tutti.cli.train_command import bare_options, possible_sizes, refuse_config, refuse_idle_wait, resolved, train
+from tutti.cli.train_command import (
+    bare_options,
+    possible_sizes,
+    refuse_config,
+    refuse_idle_wait,
+    resolved,
+    sets_wait,
+    train,
+)
 from tutti.config.cluster_config import KubeflowConfig, SkyPilotConfig
 from tutti.config.engine_config import SlurmEngineConfig, parse_device_range
 from tutti.config.spec import Spec
@@ -189,7 +197,7 @@ def read_submission(command: Sequence[str]) -> Submission:
     if config.devices == "auto":
         raise UsageError("tutti submit needs --devices", remedy="say how many, such as --devices 4")
     there = dataclasses.replace(config, device="auto", on="slurm")
-    if "wait" in flags:
+    if sets_wait(flags, options.get("config", ())):
         refuse_idle_wait(there, SlurmEngineConfig())
     sizes = possible_sizes(name, there)
     refuse_config(name, dataclasses.replace(there, devices=str(sizes[-1])))

@@ -30,7 +30,7 @@ from tutti.config.module_config import (
     check_float8,
 )
 from tutti.config.optimizer_config import ImportedOptimizerConfig
-from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
+from tutti.config.settings import FILES, HEADINGS, flag_table, read_file, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import check_metric, split_target
 from tutti.data.contract import BatchContract
@@ -121,7 +121,7 @@ def train(
         other = "--dry-run" if dry_run else "a job that another launcher has started"
         option = f"--on {chosen.on}" if chosen.on else f"--devices {chosen.devices}"
         raise UsageError(f"{option} cannot be combined with {other}", remedy="leave out one of the two")
-    if "wait" in dict(flags):
+    if sets_wait(flags, config):
         refuse_idle_wait(chosen, engine)
     sizes = [] if engine is None else possible_sizes(name, chosen)
     chosen = dataclasses.replace(chosen, devices=str(sizes[-1] if engine else count_devices(chosen, joined)))
@@ -458,6 +458,35 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
     return code
 
 
+def sets_wait(flags: Mapping[str, Any], files: Sequence[Path]) -> bool:
+    """Return whether ``--wait`` is given: by its flag, its variable, or in a file with a value other than the default.
+
+    A file that tutti has written, such as a plan, states every option, most of them with their defaults.
+
+    Args:
+        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.
+        files: TOML files of ``--config``.
+    """
+    return "wait" in flags or any(read_file(file).get("wait", TrainConfig.wait) != TrainConfig.wait for file in files)
+
+
+def refuse_trial(task: str, config: TrainConfig) -> None:
+    """Raise the error with which ``tutti train`` would refuse a run, for commands that start such runs.
+
+    Args:
+        task: name of a built-in task, or ``file.py:function`` of the user's.
+        config: the run's configuration; for ``--devices auto`` it is checked with one device.
+
+    Raises:
+        TuttiError: see ``refuse_config``; also if ``--wait`` has no effect, or no number of a range of devices is
+            possible.
+    """
+    if config.wait != TrainConfig.wait:
+        refuse_idle_wait(config, config.engine())
+    fixed = dataclasses.replace(config, devices="1") if config.devices == "auto" else config
+    refuse_config(task, dataclasses.replace(fixed, devices=str(possible_sizes(task, fixed)[-1])))
+
+
 def refuse_idle_wait(config: TrainConfig, engine: EngineConfig | None) -> None:
     """Raise UsageError for ``--wait`` if the run waits for no device.
 
@@ -523,7 +552,9 @@ def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: P
         slots = min(slots, count_accelerators(config.device, os.environ) or slots)
     try:
         logs.mkdir(exist_ok=True)
-        (logs / CONFIGURATION).write_text(config_toml(config, task), encoding="utf-8")
+        # A rerun of the configuration has this number of devices, and so waits for none unless it is restarted.
+        rerun = config if config.max_restarts else dataclasses.replace(config, wait=TrainConfig.wait)
+        (logs / CONFIGURATION).write_text(config_toml(rerun, task), encoding="utf-8")
         job = EngineJob(
             ["-m", "tutti.train.engine_rank", str(directory)],
             sizes,

@@ -9,6 +9,9 @@ from typing import Literal
 from tutti.config.spec import Spec
 from tutti.errors import UsageError
 
+WAIT = 60.0
+"""Seconds that a job waits for another device when one is lost."""
+
 _RANGE = re.compile(r"(\d+):(\d+)")
 _LIMIT = re.compile(r"(\d+)([mhd])")
 _SLURM_TIME = re.compile(r"(\d+-)?\d+:\d\d(:\d\d)?")

@@ -10,7 +10,14 @@ from typing import Literal
 
 from tutti.config.averaging import Averaging
 from tutti.config.best import Best
-from tutti.config.engine_config import EngineConfig, LocalEngineConfig, parse_device_range, parse_engine, parse_seconds
+from tutti.config.engine_config import (
+    WAIT,
+    EngineConfig,
+    LocalEngineConfig,
+    parse_device_range,
+    parse_engine,
+    parse_seconds,
+)
 from tutti.config.gradient_noise import Multiplicative, check_noise
 from tutti.config.growth import BatchGrowth
 from tutti.config.init_map import InitMap
@@ -110,7 +117,7 @@ class TrainConfig:
     workers: int | None = None
     devices: str = "auto"
     on: str | None = None
-    wait: str = "60s"
+    wait: str = f"{WAIT:g}s"
     batch_size: int = 64
     batch_growth: str | None = None
     micro_batch: int | None = None

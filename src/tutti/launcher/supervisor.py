@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from tutti.config.engine_config import WAIT
 from tutti.config.verbosity import is_quiet
 from tutti.errors import ExitCode, PeerError, UsageError, counted
 from tutti.launcher import failure
@@ -80,7 +81,7 @@ class EngineJob:
     logs: Path
     restarts: int = 0
     progress: Callable[[], int] | None = None
-    wait: float = 60.0
+    wait: float = WAIT
     grace: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
     attempted: Callable[[EngineAttempt], None] | None = None

@@ -36,7 +36,8 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
 
     Returns:
         Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the length
-        in samples; without output directory, ``resume``, profile and trace.
+        in samples; without output directory, ``resume``, profile and trace,
+        and with the default of ``wait``, as its number of devices is fixed.
     """
     most = math.ceil(_ROOM * plan.data.samples)
     length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}
@@ -53,6 +54,7 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
         resume=None,
         overwrite=False,
         machine=None,
+        wait=TrainConfig.wait,
         profile=None,
         trace=None,
         **length,
