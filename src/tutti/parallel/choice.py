@@ -34,7 +34,7 @@ class Choice:
 
     name: str
     row: Strategy
-    layout: Any
+    layout: StrategyOptions
     exchange: StrategyOptions
 
     def shape(self, devices: int) -> dict[str, int]:

@@ -106,7 +106,7 @@ def _of_stages(
     plans = pipeline_memory.plan_stage_memory(found, ahead, config)
     other = None
     if max(plan.total for plan in plans) > room:
-        asked = "as asked for" if config.choice.layout.begins else f"most even in {_kind(ahead)}"
+        asked = "as asked for" if pipeline_memory.stage_layout(config).begins else f"most even in {_kind(ahead)}"
         print(f"{asked}: {_cut(ahead, plans)}, which does not fit")
         if (better := pipeline_memory.fitting(found, ahead, config, room)) is not None:
             ahead, plans = better, pipeline_memory.plan_stage_memory(found, better, config)

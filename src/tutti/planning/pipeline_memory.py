@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti import parallel
+from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.module_config import Sync
 from tutti.config.spec import Spec
 from tutti.data.contract import BatchContract
@@ -79,6 +80,14 @@ class MicroBatchSizes:
         return cls(len(micro_batches), len(micro_batches[0]))
 
 
+def stage_layout(config: PlannedRun) -> PipelineConfig | LayersConfig:
+    """Return the stage options of a run whose strategy is a pipeline; raise TypeError for another strategy."""
+    layout = config.choice.layout
+    if not isinstance(layout, PipelineConfig | LayersConfig):
+        raise TypeError(f"strategy '{config.choice.name}' has no pipeline stages")
+    return layout
+
+
 def timed(config: PlannedRun) -> bool:
     """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
 
@@ -87,7 +96,7 @@ def timed(config: PlannedRun) -> bool:
     Args:
         config: configuration of the run; its strategy is a pipeline.
     """
-    layout = config.choice.layout
+    layout = stage_layout(config)
     return layout.schedule != "one_by_one" and not config.reproducible and not layout.begins
 
 
@@ -172,7 +181,7 @@ def _look(
     with fake:
         model = model_of(task, config)
     model.train()
-    found = find_measured_partition(config.choice.layout, model, config.shape["stage"], seconds)
+    found = find_measured_partition(stage_layout(config), model, config.shape["stage"], seconds)
     recompute(model, config.checkpointing)
     with fake, Tracker() as tracker:
         batch = None if sample is None else batch_of(sample, samples, config)
@@ -199,7 +208,7 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
         ``activations`` and ``buffers``, with their sum ``total``.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
-    held = ahead.held(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
+    held = ahead.held(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / ahead.samples)
     return [_memory(one, found, config) for one in held]
 
 
@@ -224,7 +233,7 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
     def part(held: Any) -> float:
         return _memory(held, found, config).total / room
 
-    return ahead.fitting(config.choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
+    return ahead.fitting(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
 
 
 def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
@@ -241,7 +250,7 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
     """
     if not all(ahead.names):
         return config
-    if config.choice.layout.modules:
+    if stage_layout(config).modules:
         stages = config.shape["stage"]
         config = replace(config, strategy=_with(config.strategy, stages=stages))
     return replace(config, strategy=_with(config.strategy, cuts="+".join(ahead.names)))
@@ -272,7 +281,7 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
 
 def _others(config: PlannedRun, blocks: int) -> Iterator[PlannedRun]:
     """Yield configurations with smaller micro-batches and more stages, the nearest first."""
-    layout, samples, stages = config.choice.layout, MicroBatchSizes.of(config).samples, config.shape["stage"]
+    layout, samples, stages = stage_layout(config), MicroBatchSizes.of(config).samples, config.shape["stage"]
     sync = isinstance(config.batch_norm_options, Sync)
     for times in range(1, max(blocks // (stages * layout.chunks), 1) + 1):
         text = _with(config.strategy, cuts=None, micro_batches=None)

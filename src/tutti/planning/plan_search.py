@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tutti.config.layout_config import PipelineConfig
 from tutti.config.spec import Spec
 from tutti.errors import UsageError, counted
 from tutti.parallel import check_strategy, parse_strategy
@@ -71,7 +72,7 @@ def plan_choices(
             ranks, shape = choice.data_ranks(devices), choice.shape(devices)
             # The simulator knows no recomputation in pipeline stages that are split over tensor ranks.
             recomputing = checkpointing[:1] if shape["stage"] > 1 and shape["tensor"] > 1 else checkpointing
-            fixed = getattr(choice.layout, "micro_batches", None) is not None
+            fixed = isinstance(choice.layout, PipelineConfig) and choice.layout.micro_batches is not None
             for batch in (batch for batch in batches if batch >= ranks):
                 share = math.ceil(batch / ranks)
                 for micro_batch in [None] if fixed else _micro_batches(share):

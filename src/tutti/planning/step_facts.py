@@ -150,8 +150,10 @@ def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig 
         ``virtual``) or a ``LayersConfig`` (the stages compute one after the other), both with the number of stages and
         the names of the modules that begin them. None for a strategy without stages, and for ``hybrid`` with one stage.
     """
-    cut = isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1)
-    return choice.layout if cut else None
+    layout = choice.layout
+    if not isinstance(layout, PipelineConfig | LayersConfig):
+        return None
+    return layout if choice.name != "hybrid" or shape["stage"] > 1 else None
 
 
 def gradient_vectors(

@@ -233,18 +233,17 @@ class TaskSizes:
     def _key(config: PlannedRun) -> tuple[Any, ...]:
         """Return all of a run that the modules and stages of its model depend on."""
         choice = config.choice
-        units, shape = getattr(choice.exchange, "units", ("auto",)), config.shape
+        policy, shape = choice.exchange.wrap_policy, config.shape
         split = _split_key(choice.layout, shape["tensor"])
         if not isinstance(choice.layout, PipelineConfig | LayersConfig):
-            return units, 1, split
-        return units, shape["stage"], choice.layout.chunks, choice.layout.begins, split
+            return policy, 1, split
+        return policy, shape["stage"], choice.layout.chunks, choice.layout.begins, split
 
     def _trace(self, config: PlannedRun) -> StepFacts:
         choice, model = config.choice, self._model
         shape, split = config.shape, self._split(choice.layout, config)
         names = {id(module): name for name, module in model.named_modules()}
-        units = getattr(choice.exchange, "units", ("auto",))
-        modules = [names[id(module)] for module in wrapped_modules(model, units)]
+        modules = [names[id(module)] for module in wrapped_modules(model, choice.exchange.wrap_policy)]
         partition = None
         layout = pipeline_layout(choice, shape)
         if layout is not None:
