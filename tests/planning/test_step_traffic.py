@@ -179,6 +179,15 @@ def test_a_sharded_step_makes_the_collectives_that_the_communicator_counts(
         assert found == want
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 1), (3, 3)])
+def test_a_single_shard_makes_the_collectives_that_the_communicator_counts(stage: int, ranks: int, task: str) -> None:
+    """Each rank is a replica of its own, whose gradients are all-reduced."""
+    strategy = f"sharded:stage={stage},shards=1"
+    want = predicted(program_of(task, run(strategy, ranks, batch_size=BATCH)), 2)
+    assert (("replica", "all_reduce") in want) == (ranks > 1) and not any(axis == "shard" for axis, _ in want)
+    assert worlds.run(ranks, counted, task=task, strategy=strategy, micro_batch=None) == [want] * ranks
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_accelerators_and_ranks_on_several_nodes_share_no_memory(stage: int, task: str) -> None:
     config = run(f"sharded:stage={stage}", 4, batch_size=BATCH)

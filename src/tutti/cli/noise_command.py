@@ -23,6 +23,7 @@ from tutti.planning.recipe import check_writable, write_recipe
 from tutti.planning.task_or_script import is_script
 
 if TYPE_CHECKING:
+    from tutti.compare.runs import Trial
     from tutti.compare.tuned_batches import TunedBatch
     from tutti.planning.branch_fit import BranchFit
 
@@ -172,9 +173,9 @@ class _Announcer:
     """Prints a line on standard error for each run that begins."""
 
     def __init__(self) -> None:
-        self._now: object = None
+        self._now: Trial | None = None
 
-    def __call__(self, trial: Any, progress: object) -> None:
+    def __call__(self, trial: Trial, progress: object) -> None:
         if trial != self._now:
             self._now = trial
             print(f"{trial.rung}, seed {trial.seed}", file=sys.stderr, flush=True)

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 
+from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
@@ -96,14 +97,16 @@ class PipelineBuilder(ReplicaBuilder):
     A simulated step (``StepProgram``) holds the computations and messages of one device of each stage.
     """
 
-    def build(self, choice: Any, parts: Sequence[Sequence[int]]) -> StepProgram:
+    def build(
+        self, layout: PipelineConfig | LayersConfig, exchange: AllReduceConfig, parts: Sequence[Sequence[int]]
+    ) -> StepProgram:
         """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.
 
         Before the update each stage all-reduces its gradients over the data-parallel replicas of the pipeline.
 
         Args:
-            choice: the parsed strategy, a ``Choice``: ``layout`` holds the pipeline schedule, ``exchange`` the options
-                of gradient synchronisation.
+            layout: options of the stages, with the pipeline schedule.
+            exchange: options of gradient synchronisation.
             parts: number of samples in each micro-batch, one list for each logical worker (a fixed share of the global
                 batch).
 
@@ -116,7 +119,7 @@ class PipelineBuilder(ReplicaBuilder):
         Raises:
             UsageError: the facts about the model that this builder was given hold no partition into stages.
         """
-        stages, replicas, layout = self.shape["stage"], self.shape["replica"], choice.layout
+        stages, replicas = self.shape["stage"], self.shape["replica"]
         facts = self.facts.stages
         if facts is None:
             raise UsageError("the stages of this pipeline are not known", remedy="take --strategy mirrored")
@@ -138,10 +141,10 @@ class PipelineBuilder(ReplicaBuilder):
             tensors = [self.facts.tensors[i] for i in held]
             needs = [self._last(program, device)]
             if replicas > 1:
-                vectors = gradient_vectors(tensors, choice.exchange.wire, choice.exchange.bucket_mb)
+                vectors = gradient_vectors(tensors, exchange.wire, exchange.bucket_mb)
                 program.vectors += vectors
                 for vector in vectors:
-                    seconds = all_reduce_seconds(self.costs, choice.exchange, replicas, vector.bytes, self.apart)
+                    seconds = all_reduce_seconds(self.costs, exchange, replicas, vector.bytes, self.apart)
                     needs = [self.message(program, seconds, (needs[-1],), "gradients", device)]
             needs = self.share_whole(program, needs, uneven=replicas > 1, device=device, places=held)
             ends.append((needs, sum(t.elements for t in tensors)))

@@ -20,7 +20,7 @@ from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
 from tutti.parallel.pipeline.graph_trace import UntraceableError
 from tutti.parallel.pipeline.module_timing import module_seconds
-from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition, observe_blocks
+from tutti.parallel.pipeline.stage_memory import StageMemory, StagePlan, find_measured_partition, observe_blocks
 from tutti.planning.memory_plan import (
     Facts,
     backward_of_loss,
@@ -230,7 +230,7 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
 
-    def part(held: Any) -> float:
+    def part(held: StageMemory) -> float:
         return _memory(held, found, config).total / room
 
     return ahead.fitting(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
@@ -292,7 +292,7 @@ def _others(config: PlannedRun, blocks: int) -> Iterator[PlannedRun]:
             yield replace(config, strategy=text, devices=str(times * config.device_count), micro_batch=micro)
 
 
-def _memory(held: Any, found: Facts, config: PlannedRun) -> Memory:
+def _memory(held: StageMemory, found: Facts, config: PlannedRun) -> Memory:
     shape, ranks = config.shape, config.data_ranks
     tensor, shards = shape["tensor"], shape["shard"]
     trained = held.trained / tensor

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
-from tutti.config.sync_config import DiLoCoConfig, LocalSGDConfig
+from tutti.config.sync_config import AllReduceConfig, DiLoCoConfig, LocalSGDConfig
 from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.planning.machine_costs import StepCosts, schedule_seconds
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
@@ -37,12 +36,12 @@ _SHOWN = 64
 """Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
 
 
-def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float, apart: int = 1) -> Array:
+def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, size: float, apart: int = 1) -> Array:
     """Predict the seconds of the all-reduce of one gradient vector over the data ranks.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        exchange: options of gradient synchronisation, such as an ``AllReduceConfig``; read is ``schedule``, the name of
+        exchange: options of gradient synchronisation; read is ``schedule``, the name of
             the all-reduce algorithm, such as ``ring``; None for the backend's own.
         ranks: number of data ranks.
         size: bytes of the vector.
@@ -201,14 +200,14 @@ class ReplicaBuilder:
     prices: PassPrices
     shape: Mapping[str, int]
 
-    def whole(self, exchange: Any, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
+    def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build the simulated step of data parallelism with whole replicas, which all-reduce gradients in buckets.
 
         The step has the passes of all micro-batches, the all-reduces and the update. All-reduces by the communication
         backend's own algorithm overlap backward; those by another algorithm follow backward.
 
         Args:
-            exchange: options of gradient synchronisation, such as an ``AllReduceConfig``: ``schedule`` (all-reduce
+            exchange: options of gradient synchronisation: ``schedule`` (all-reduce
                 algorithm, None for the backend's own), ``wire`` (dtype of messages) and ``bucket_mb``.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
@@ -273,7 +272,8 @@ class ReplicaBuilder:
         """Build the simulated step of ZeRO stage 1, whose ranks each update a shard of the rows of every parameter.
 
         The step has the passes of all micro-batches, reduce-scatters of the gradient buckets, the update, and
-        all-gathers of the updated rows.
+        all-gathers of the updated rows. With a single shard, ranks hold whole tensors, and only all-reduce gradients
+        over the replicas.
 
         Args:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
@@ -287,7 +287,7 @@ class ReplicaBuilder:
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, parts)
-        sizes = row_bytes(tensors, shards)
+        sizes = row_bytes(tensors, shards) if shards > 1 else []
         last = len(program.actions) - 1
         for number, size in enumerate(sizes):
             last = self._rows(program, "reduce_scatter", size, (last,), f"gradients {number}")
@@ -581,7 +581,9 @@ class ReplicaBuilder:
         places[REST] = float(min(rest, default=len(order)))
         return sorted(places, key=lambda name: places[name])
 
-    def _all_reduces(self, program: StepProgram, exchange: Any, ranks: int, ends: Mapping[str, int]) -> list[int]:
+    def _all_reduces(
+        self, program: StepProgram, exchange: AllReduceConfig, ranks: int, ends: Mapping[str, int]
+    ) -> list[int]:
         """Append the all-reduces of all buckets, in order; those of the backend overlap backward and delays."""
         order = {name: place for place, name in enumerate(self.facts.workload.gradient_order)}
         sequence = self._backward_order()
@@ -655,7 +657,7 @@ class ReplicaBuilder:
             each = self._carried("all_reduce", copies, size, "replica", shared=False)
             last = self._send(program, each, copies, (last,), f"{dtype} gradients over copies", self.shape["shard"])
         each = self._carried("all_reduce", ranks, totals_bytes(tensors), "data", shared=self._one_node(ranks))
-        return self._send(program, each, ranks, (last,), "totals", 1)
+        return self._send(program, each, ranks, (last,), "totals", 1) if ranks > 1 else last
 
     def _rows(self, program: StepProgram, kind: str, size: float, needs: tuple[int, ...], text: str) -> int:
         """Append a collective of rows over the shards, as the communicator carries it."""

@@ -16,6 +16,7 @@ from tutti.config.sync_config import (
     LocalSGDConfig,
     ParameterServerConfig,
     RowsConfig,
+    ShardedConfig,
 )
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
@@ -134,12 +135,12 @@ def build_step(
     prices = PassPrices(facts.workload, costs) if prices is None else prices
     slow = slowness(config, costs, typical_computing(config, parts, prices))
     common = facts, config, costs, slow, prices, shape
-    exchange = choice.exchange
-    if pipeline_layout(choice, shape) is not None:
-        return PipelineBuilder(*common).build(choice, parts), slow
-    if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
+    layout, exchange = pipeline_layout(choice, shape), choice.exchange
+    if layout is not None and isinstance(exchange, AllReduceConfig):
+        return PipelineBuilder(*common).build(layout, exchange, parts), slow
+    if isinstance(exchange, ShardedConfig) or (isinstance(exchange, RowsConfig) and shape["shard"] > 1):
         builder = ReplicaBuilder(*common)
-        if exchange.stage > 1:
+        if exchange.stage > 1 and shape["shard"] > 1:
             return builder.fully_sharded(exchange.stage, parts), slow
         return builder.sharded_optimizer(parts), slow
     if isinstance(exchange, LocalSGDConfig):
@@ -148,6 +149,8 @@ def build_step(
         return ServerBuilder(*common).central_storage(parts), slow
     if isinstance(exchange, ParameterServerConfig):
         return ServerBuilder(*common).servers(exchange, parts), slow
+    if not isinstance(exchange, AllReduceConfig):
+        raise TypeError(f"no simulated step is built for strategy '{choice.name}'")
     return ReplicaBuilder(*common).whole(exchange, parts, config.data_ranks), slow
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from tutti.comm.partition import workers_of
+from tutti.config.slowness import Slowness
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import UsageError
 from tutti.planning.machine_costs import median_draw
@@ -78,5 +78,5 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
     return most
 
 
-def _delays(slow: Any, rank: int, worker: int) -> bool:
+def _delays(slow: Slowness, rank: int, worker: int) -> bool:
     return rank in slow.rank or worker in slow.worker

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -84,8 +83,8 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         computing = typical_computing(config, parts, prices)
         return _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
 
-    layout = pipeline_layout(choice, shape)
-    if layout is not None:
+    layout, exchange = pipeline_layout(choice, shape), choice.exchange
+    if layout is not None and isinstance(exchange, AllReduceConfig):
         stages = facts.stages
         if stages is None:
             return None
@@ -93,13 +92,13 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         drains, counts = layout.schedule != "zero_bubble", Counter(count for worker in parts for count in worker)
         # Schedules of as many virtual stages have one bound, such as gpipe and 1f1b.
         sizes = tuple(counts.items()), config.activation_checkpointing, config.optimizer, tuple(shape.values())
-        key = "pipeline", stages, choice.exchange, drains, *sizes
-        return prices.once(key, lambda: opened().pipeline(choice.exchange, stages, counts, drains))
+        key = "pipeline", stages, exchange, drains, *sizes
+        return prices.once(key, lambda: opened().pipeline(exchange, stages, counts, drains))
     floor = opened()
-    if isinstance(choice.exchange, RowsConfig) and shape["shard"] > 1:
-        return floor.rows(choice.exchange.stage, parts)
-    if isinstance(choice.exchange, AllReduceConfig):
-        return floor.whole(choice.exchange, parts, config.data_ranks)
+    if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
+        return floor.rows(exchange.stage, parts)
+    if isinstance(exchange, AllReduceConfig):
+        return floor.whole(exchange, parts, config.data_ranks)
     return None
 
 
@@ -241,7 +240,9 @@ class _Floor:
         each = carried(kind, ranks, size, cpu=not self.costs.overlaps, shared=shared)
         return self.prices.once((each, ranks), lambda: collective_seconds(self.costs, each, ranks))
 
-    def pipeline(self, exchange: Any, stages: StageFacts, counts: Mapping[int, int], drains: bool) -> StepFloor:
+    def pipeline(
+        self, exchange: AllReduceConfig, stages: StageFacts, counts: Mapping[int, int], drains: bool
+    ) -> StepFloor:
         """Return a lower bound of the seconds of a pipeline's step, the largest over its devices.
 
         Each device waits for its first micro-batch, and earlier stages for their last gradient.
@@ -298,7 +299,7 @@ class _Floor:
                     found[virtual] += number * self._tensor(passed, samples, stage_groups(stages, virtual))
         return found
 
-    def _stage_sums(self, exchange: Any, stages: StageFacts, devices: int, replicas: int) -> Array:
+    def _stage_sums(self, exchange: AllReduceConfig, stages: StageFacts, devices: int, replicas: int) -> Array:
         """Return the seconds of each device's all-reduces and update after its passes."""
         apart = devices * self.shape["tensor"]
 

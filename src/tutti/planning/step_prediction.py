@@ -13,9 +13,11 @@ from torch import nn
 
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
+from tutti.config.spec import StrategyOptions
 from tutti.data.adapt import adapt_training
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
+from tutti.parallel.choice import Choice
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
 from tutti.parallel.pipeline.stage_partition import StagePartition
@@ -269,17 +271,17 @@ class TaskSizes:
         workload = self._workload(tuple(modules), config, split)
         return StepFacts(workload, tensors, stages, frozen, self._messages[id(workload)], whole)
 
-    def _split(self, layout: Any, config: PlannedRun) -> TensorSplit | None:
+    def _split(self, layout: StrategyOptions, config: PlannedRun) -> TensorSplit | None:
         """Return the split of the model over tensor ranks, found once for equal options; None for one rank."""
         ranks = config.shape["tensor"]
-        if ranks == 1:
+        if ranks == 1 or not isinstance(layout, TensorConfig):
             return None
         key = _split_key(layout, ranks)
         if key not in self._splits:
             self._splits[key] = TensorSplit(self._task, self._sample, config, layout, ranks)
         return self._splits[key]
 
-    def _partition(self, layout: Any, ranks: int, closed: Collection[str]) -> StagePartition:
+    def _partition(self, layout: PipelineConfig | LayersConfig, ranks: int, closed: Collection[str]) -> StagePartition:
         """Return the partition of the model into the virtual stages of so many pipeline ranks, found once."""
         cut = ranks * layout.chunks, layout.begins, layout.modules
         key, anywhere = (*cut, frozenset(closed)), self._partitions.get((*cut, frozenset()))
@@ -330,7 +332,7 @@ def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _split_key(layout: Any, ranks: int) -> Hashable:
+def _split_key(layout: StrategyOptions, ranks: int) -> Hashable:
     """Return all that the split of a model over tensor ranks depends on; None for one rank."""
     if ranks == 1 or not isinstance(layout, TensorConfig):
         return None
@@ -495,7 +497,7 @@ def alone_config(config: PlannedRun) -> PlannedRun:
     return replace(config, strategy="single", devices="1", workers=None, micro_batch=most, slow=None)
 
 
-def note_partition(choice: Any, costs: StepCosts) -> None:
+def note_partition(choice: Choice, costs: StepCosts) -> None:
     """Append the simulation's assumptions about pipeline stages and split layers to the guesses of ``costs``.
 
     Nothing is appended for a strategy that neither cuts nor splits the model.

@@ -114,7 +114,9 @@ class StagePlan:
         sums = [sum(block.weight for block in self.blocks[a:b]) for a, b in pairwise(self.bounds)]
         return [part / (sum(sums) or 1) for part in sums]
 
-    def held(self, config: Any, ranks: int, micro_batches: int, factor: float = 1.0) -> list[StageMemory]:
+    def held(
+        self, config: PipelineConfig | LayersConfig, ranks: int, micro_batches: int, factor: float = 1.0
+    ) -> list[StageMemory]:
         """Predict the bytes that each pipeline rank holds, from the measured bytes of model blocks and the schedule.
 
         A block is a run of consecutive calls in the graph of the model's forward; a stage consists of several.
@@ -140,7 +142,7 @@ class StagePlan:
 
     def fitting(
         self,
-        config: Any,
+        config: PipelineConfig | LayersConfig,
         ranks: int,
         micro_batches: int,
         factor: float,
