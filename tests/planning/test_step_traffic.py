@@ -14,9 +14,10 @@ from tutti.errors import UsageError
 from tutti.parallel.parameter_server.server_flows import flow_totals
 from tutti.planning.machine_costs import MeasuredCosts, Network, StepCosts, open_machine
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import build_step
 from tutti.planning.step_prediction import TaskSizes
-from tutti.planning.step_program import StepProgram, collective_totals
+from tutti.planning.step_program import StepProgram, collective_totals, evaluate_program
 from tutti.tasks import task_registry
 
 TASK = """
@@ -78,7 +79,48 @@ def own():
     x, y = torch.randint(31, (2, 24, 6), generator=torch.Generator().manual_seed(1))
     return Task(name="own", model=Words, loss=loss, train=torch.utils.data.TensorDataset(x, y))
 """
+TIED = """
+import torch
+from torch import nn
+from torch.nn import functional
+from tutti.tasks.task import Task
+
+class Block(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.lin, self.gain = nn.Linear(12, 12), gain
+
+    def forward(self, x):
+        return torch.tanh(self.lin(x)) * self.gain
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, gain = nn.Embedding(31, 12), nn.Parameter(torch.ones(12))
+        self.blocks = nn.ModuleList(Block(gain) for _ in range(3))
+        self.head = nn.Linear(12, 31, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def own():
+    x, y = torch.randint(31, (2, 24, 6), generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(x, y)
+    loss = lambda model, batch: functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    return Task(name="own", model=Tied, loss=loss, train=data)
+"""
 BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("tied") / "task.py"
+    file.write_text(TIED, encoding="utf-8")
+    return f"{file}:own"
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +164,25 @@ def axes_of(comms: Any) -> dict[str, Any]:
 
 
 def counted(
-    task: str, strategy: str, micro_batch: int | None = None, checkpointing: str = "none", first: int = 0
+    task: str,
+    strategy: str,
+    micro_batch: int | None = None,
+    checkpointing: str = "none",
+    first: int = 0,
+    workers: int | None = None,
 ) -> Any:
     """Count what two steps send, or the second of them alone."""
-    run = prepared(task, strategy, "sgd:lr=0.1", micro_batch=micro_batch, activation_checkpointing=checkpointing)
+    options = {"micro_batch": micro_batch, "activation_checkpointing": checkpointing, "workers": workers}
+    run = prepared(task, strategy, "sgd:lr=0.1", **options)
     axes = axes_of(run.context.comms)
+    copies = [comm for comm, _ in getattr(run.replica, "stage_copies", ())]
 
     def counts() -> dict[tuple[str, str], Any]:
         kinds = {(name, kind): each for name, comm in axes.items() for kind, each in comm.collective_traffic().items()}
+        for each in copies:
+            for kind, (calls, size) in each.collective_traffic().items():
+                before = kinds.get(("tied", kind), (0, 0))
+                kinds["tied", kind] = before[0] + calls, before[1] + size
         return kinds | {("links", str(link)): each for link, each in axes["data"].traffic().items()}
 
     before = counts()
@@ -319,6 +372,45 @@ def test_tensor_ranks_make_the_collectives_that_the_communicator_counts(
             program, 2 - first, stage
         )
     assert any(axis == "tensor" for axis, _ in predicted(program, 2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "workers", "kinds"),
+    [
+        ("pipeline:micro_batches=2,cuts=blocks.2", 2, None, {"all_reduce"}),
+        ("pipeline:micro_batches=2,schedule=gpipe,cuts=blocks.1", 2, 2, {"all_reduce"}),
+        ("pipeline:micro_batches=2,schedule=zero_bubble,cuts=blocks.1+blocks.2", 3, None, {"all_reduce", "all_gather"}),
+        (
+            "pipeline:stages=2,micro_batches=2,schedule=interleaved,cuts=blocks.0+blocks.1+blocks.2",
+            2,
+            None,
+            {"all_reduce"},
+        ),
+        ("pipeline:stages=2,micro_batches=2,cuts=blocks.2", 6, None, {"all_reduce", "broadcast"}),
+    ],
+)
+def test_stages_sum_the_gradients_of_tied_weights_as_the_communicator_counts(
+    strategy: str, ranks: int, workers: int | None, kinds: set[str], tied: str
+) -> None:
+    config = run(strategy, ranks, batch_size=BATCH, workers=workers, optimizer="sgd:lr=0.1")
+    program = program_of(tied, config)
+    for place, found in enumerate(worlds.run(ranks, counted, task=tied, strategy=strategy, workers=workers, first=1)):
+        want = predicted(program, 1, place % program.devices)
+        assert {key: each for key, each in found.items() if key[0] == "tied"} == {
+            key: each for key, each in want.items() if key[0] == "tied"
+        }
+        assert {kind for axis, kind in want if axis == "tied"} <= kinds
+    assert {each.kind for each in program.collectives if each.axis == "tied"} == kinds
+
+
+def test_stages_wait_for_the_sums_of_tied_gradients(tied: str) -> None:
+    config = run("pipeline:micro_batches=2,cuts=blocks.2", 2, batch_size=BATCH, optimizer="sgd:lr=0.1")
+    plain, late = (on_cpus(2) for _ in range(2))
+    late.machine = replace(late.machine, curves={**late.machine.curves, "collectives/all_reduce/2": line(1.0)})
+    seconds = [evaluate_program(program_of(tied, config, prices), DRAWS).seconds[0] for prices in (plain, late)]
+    norm = max(each.bytes for each in program_of(tied, config).collectives if each.axis == "model")
+    # One byte a second: the embedding, which is the head, and the gain, with a flag each.
+    assert seconds[1] - seconds[0] == pytest.approx(4 * (31 * 12 + 1 + 12 + 1) + norm, rel=1e-3)
 
 
 @pytest.mark.parametrize(

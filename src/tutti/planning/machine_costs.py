@@ -83,6 +83,15 @@ class Network:
         here = max(1, min(ranks, self.per_node // apart))
         return here, math.ceil(ranks / here)
 
+    def sharing(self, apart: int, together: int | None = None) -> int:
+        """Return how many of several collectives that run at once share the link of one node.
+
+        Args:
+            apart: stride in devices from one rank of a collective to the next.
+            together: number of these collectives; None: ``apart``.
+        """
+        return min(apart if together is None else together, self.per_node)
+
 
 class StepCosts(Protocol):
     """Predicts how long computing, messages and optimizer updates take on a machine.
@@ -151,15 +160,15 @@ class StepCosts(Protocol):
             constants.
         """
 
-    def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
+    def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
         """Return the seconds of a collective of the communication backend on this machine.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone sends nothing, for 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
-            apart: stride in devices from one of these ranks to the next. As many such collectives run at once, and
-                share the links between nodes.
+            apart: stride in devices from one of these ranks to the next.
+            together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
         Returns:
             Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -352,7 +361,7 @@ class MeasuredCosts:
             name = "optimizer/adam"
         return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
-    def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
+    def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
         """Return the seconds of a collective, from measured curves within a node and between nodes.
 
         If a node's curves are of other numbers of ranks, one of them is scaled as a ring's time is. If there is none,
@@ -365,8 +374,8 @@ class MeasuredCosts:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone takes 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
-            apart: stride in devices from one of these ranks to the next; as many such collectives share the links
-                between nodes.
+            apart: stride in devices from one of these ranks to the next.
+            together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
         Returns:
             Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
@@ -394,7 +403,7 @@ class MeasuredCosts:
                 )
             found += whole * self._draw(name)
         if nodes > 1:
-            found += self._over_nodes(kind, nodes, size * min(apart, self.network.per_node), ranks * apart)
+            found += self._over_nodes(kind, nodes, size * self.network.sharing(apart, together), ranks * apart)
         return found
 
     def _over_nodes(self, kind: str, nodes: int, size: float, devices: int) -> float:
@@ -693,15 +702,15 @@ class PublishedCosts:
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
         return np.zeros(DRAWS)
 
-    def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
+    def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
         """Return the seconds of a collective: the closed form of a ring within a node, plus that of one between nodes.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone takes 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
-            apart: stride in devices from one of these ranks to the next; as many such collectives share the links
-                between nodes.
+            apart: stride in devices from one of these ranks to the next.
+            together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
         Returns:
             Seconds, array of shape (draws,), one value for each of the Monte Carlo draws; all are equal.
@@ -712,7 +721,7 @@ class PublishedCosts:
         found = _ring_seconds(kind, here, size, self._within())
         if nodes > 1:
             found += _ring_seconds(
-                kind, nodes, size * min(apart, self.network.per_node), self._between(self.network.per_node)
+                kind, nodes, size * self.network.sharing(apart, together), self._between(self.network.per_node)
             )
         return np.full(DRAWS, found)
 

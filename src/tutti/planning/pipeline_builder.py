@@ -17,7 +17,7 @@ from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known
 from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_delays import worker_delays
-from tutti.planning.step_facts import StageFacts, gradient_vectors
+from tutti.planning.step_facts import StageFacts, gradient_vectors, rank_row_bytes
 from tutti.planning.step_program import PeriodicCollective, StepAction, StepProgram
 from tutti.workload.workload_file import LOSS, REST
 
@@ -102,7 +102,10 @@ class PipelineBuilder(ReplicaBuilder):
     ) -> StepProgram:
         """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.
 
-        Before the update each stage all-reduces its gradients over the data-parallel replicas of the pipeline.
+        After the micro-batches of each logical worker, stages that hold copies of a parameter, such as a tied weight,
+        sum its gradients. Before the update each stage all-reduces its gradients over the data-parallel replicas of the
+        pipeline; with more than two replicas, whose sums may round differently on two stages, the gradients of copies
+        are then broadcast from the first of the stages.
 
         Args:
             layout: options of the stages, with the pipeline schedule.
@@ -128,6 +131,7 @@ class PipelineBuilder(ReplicaBuilder):
         for number, worker in enumerate(parts):
             order = make_order(layout.schedule, stages, len(worker), layout.chunks)
             self._play(program, layout.schedule, order, facts, worker)
+            self._sum_tied(program, facts)
             # The last stage's loss, count and metrics. The stages before it end later, so that each finds them near.
             sums = 8 * (2 + self.facts.workload.metrics)
             price = self.costs.message(sums, self.config.device_count)
@@ -135,19 +139,21 @@ class PipelineBuilder(ReplicaBuilder):
                 program.collectives.append(PeriodicCollective("broadcast", sums, axis="stage", stage=device))
                 self.message(program, price, (self._last(program, device),), "loss sums", device)
                 self.delay(program, [delays[device][number]], device, (self._last(program, device),))
-        ends = list[tuple[list[int], int]]()
-        for device in range(stages):
-            held = [i for virtual in range(device, order.stages, stages) for i in facts.tensors[virtual]]
+        rows = [facts.held(device, stages) for device in range(stages)]
+        for device, held in enumerate(rows if replicas > 1 else ()):
             tensors = [self.facts.tensors[i] for i in held]
+            vectors = gradient_vectors(tensors, exchange.wire, exchange.bucket_mb)
+            program.vectors += vectors
+            for vector in vectors:
+                seconds = all_reduce_seconds(self.costs, exchange, replicas, vector.bytes, self.apart)
+                self.message(program, seconds, (self._last(program, device),), "gradients", device)
+        if replicas > 2:
+            self._share_tied(program, facts)
+        ends = list[tuple[list[int], int]]()
+        for device, held in enumerate(rows):
             needs = [self._last(program, device)]
-            if replicas > 1:
-                vectors = gradient_vectors(tensors, exchange.wire, exchange.bucket_mb)
-                program.vectors += vectors
-                for vector in vectors:
-                    seconds = all_reduce_seconds(self.costs, exchange, replicas, vector.bytes, self.apart)
-                    needs = [self.message(program, seconds, (needs[-1],), "gradients", device)]
             needs = self.share_whole(program, needs, uneven=replicas > 1, device=device, places=held)
-            ends.append((needs, sum(t.elements for t in tensors)))
+            ends.append((needs, sum(self.facts.tensors[i].elements for i in held)))
         norm = self.norm_seconds()
         everywhere = known(*(need for needs, _ in ends for need in needs))
         for device, (_, elements) in enumerate(ends):
@@ -156,6 +162,36 @@ class PipelineBuilder(ReplicaBuilder):
             self.update(program, elements, [agreed], device)
         self.count_norm(program)
         return program
+
+    def _sum_tied(self, program: StepProgram, facts: StageFacts) -> None:
+        """Append the sums of gradients of parameters with copies on several stages, with a flag each, over the stages.
+
+        Two stages all-reduce each gradient; more of them gather the gradients and add them in order.
+        """
+        for group, places in facts.tied(self.shape["stage"]).items():
+            for tensor in (self.facts.tensors[place] for place in places):
+                size = tensor.bytes + tensor.dtype.itemsize
+                if len(group) == 2:
+                    self._over_stages(program, group, "all_reduce", size, "sum of tied gradients")
+                else:
+                    self._over_stages(program, group, "all_gather", len(group) * size, "tied gradients")
+
+    def _share_tied(self, program: StepProgram, facts: StageFacts) -> None:
+        """Append the broadcasts that make summed gradients equal on all stages with copies, one for each dtype."""
+        for group, places in facts.tied(self.shape["stage"]).items():
+            for size in rank_row_bytes([self.facts.tensors[place] for place in places], 1).values():
+                self._over_stages(program, group, "broadcast", size, "broadcast of tied gradients")
+
+    def _over_stages(self, program: StepProgram, group: tuple[int, ...], kind: str, size: int, text: str) -> None:
+        """Append a collective over some stages of a replica, for which each of them waits, and which blocks them."""
+        tensor, per_node = self.shape["tensor"], self.costs.network.per_node
+        one_node = len({stage * tensor // per_node for stage in group}) == 1
+        apart = 1 if one_node else (group[-1] - group[0]) // (len(group) - 1) * tensor
+        seconds = self.costs.collective(kind, len(group), size, apart, tensor)
+        needs = known(*(self._last(program, device) for device in group))
+        for device in group:
+            program.collectives.append(PeriodicCollective(kind, size, axis="tied", stage=device))
+            self.message(program, seconds, needs, text, device)
 
     @staticmethod
     def _last(program: StepProgram, device: int) -> int:
@@ -181,8 +217,8 @@ class PipelineBuilder(ReplicaBuilder):
         sizes = dict[tuple[int, int], float]()
         checkpointing, passes = self.config.activation_checkpointing, dict[tuple[Pass, int], Array]()
         arrivals: dict[Action, int] = {}
-        # Collectives over the tensor ranks block their device.
-        blocked = dict.fromkeys(range(ranks), -1)
+        # Collectives block their device: those of tensor ranks, and those between two workers' micro-batches.
+        blocked = {rank: self._last(program, rank) for rank in range(ranks)} if program.actions else {}
         for rank, action, needed in _played(schedule, ranks, len(samples), order.chunks):
             count = samples[action.micro]
             needs = [
@@ -197,7 +233,7 @@ class PipelineBuilder(ReplicaBuilder):
                 seconds = seconds / 2
             text = f"{action.kind}{action.micro} of stage {action.stage}"
             place = program.add(
-                StepAction(rank, _PHASES[action.kind], seconds, known(*needs, blocked[rank]), text=text)
+                StepAction(rank, _PHASES[action.kind], seconds, known(*needs, blocked.get(rank, -1)), text=text)
             )
             if action.kind != "W":
                 groups = stage_groups(facts, action.stage)

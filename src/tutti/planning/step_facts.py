@@ -83,6 +83,38 @@ class StageFacts:
     tensors: tuple[tuple[int, ...], ...]
     crossing: tuple[tuple[str, ...], ...]
 
+    def held(self, rank: int, ranks: int) -> list[int]:
+        """Return the trainable parameters of all virtual stages of a pipeline rank, each once.
+
+        Args:
+            rank: index of the pipeline rank; of p ranks, rank r has the virtual stages r, r + p, r + 2p, ….
+            ranks: number of pipeline ranks.
+
+        Returns:
+            Indices in ``StepFacts.tensors``, in the order of the virtual stages.
+        """
+        return list(dict.fromkeys(place for row in self.tensors[rank::ranks] for place in row))
+
+    def tied(self, ranks: int) -> dict[tuple[int, ...], list[int]]:
+        """Return the trainable parameters that several pipeline ranks hold, such as weights tied over stages.
+
+        Args:
+            ranks: number of pipeline ranks.
+
+        Returns:
+            Indices in ``StepFacts.tensors``, in ascending order, by the pipeline ranks that hold copies of them. Empty
+            where no parameter has copies.
+        """
+        holders: dict[int, list[int]] = {}
+        for rank in range(ranks):
+            for place in self.held(rank, ranks):
+                holders.setdefault(place, []).append(rank)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for place, group in sorted(holders.items()):
+            if len(group) > 1:
+                found.setdefault(tuple(group), []).append(place)
+        return found
+
 
 @dataclass(frozen=True)
 class StepFacts:

@@ -304,8 +304,7 @@ class _Floor:
         apart = devices * self.shape["tensor"]
 
         def add(device: int) -> Array:
-            held = [i for virtual in range(device, len(stages.groups), devices) for i in stages.tensors[virtual]]
-            tensors: list[TensorFacts] = [self.facts.tensors[i] for i in held]
+            tensors: list[TensorFacts] = [self.facts.tensors[i] for i in stages.held(device, devices)]
             found = self._update(sum(t.elements for t in tensors))
             if replicas > 1:
                 for vector in gradient_vectors(tensors, exchange.wire, exchange.bucket_mb):

@@ -54,8 +54,8 @@ class PeriodicCollective:
         bytes: bytes of the whole tensor: the vector to sum or to broadcast, the gathered result, or in shared memory
             all ranks' tensors.
         period: training steps from one such collective to the next.
-        axis: ranks that take part: ``data``, ``shard``, ``replica``, ``stage``, ``tensor``, or ``model`` (the ranks of
-            one replica).
+        axis: ranks that take part: ``data``, ``shard``, ``replica``, ``stage``, ``tensor``, ``model`` (the ranks of one
+            replica) or ``tied`` (the stages of a replica that hold copies of a parameter).
         stage: index of the pipeline stage whose ranks take part.
         calls: number of such collectives, one after the other.
     """
