@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError
 from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
+from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
 from tutti.planning.hardware_anchor import matching_anchors, shipped_anchors
@@ -32,7 +34,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
-from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
+from tutti.planning.step_prediction import TaskSizes, alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import UPDATE, StepProgram, evaluate_program
 from tutti.workload.bench_timing import fit_link
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine, write_machine
@@ -538,6 +540,40 @@ def test_a_pipeline_sends_what_the_communicator_counts(schedule: str, tmp_path: 
     predicted = {link: tuple(found) for link, found in times.program.between_stages.items()}
     for links in worlds.run(2, counted, strategy=strategy):
         assert links == predicted
+
+
+def test_pipelines_of_several_numbers_of_stages_share_the_traces_of_the_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traced, trace = [], stage_partition.trace
+
+    def counting(model: nn.Module, opened: Collection[str]) -> Any:
+        traced.append(frozenset(opened))
+        return trace(model, opened)
+
+    monkeypatch.setattr(stage_partition, "trace", counting)
+    base = run("pipeline", 2, model="gpt:layers=4", batch_size=16)
+    sizes, found = TaskSizes("text", base), {}
+    for stages in (2, 4, 8):
+        for schedule in ("1f1b", "interleaved"):
+            each = run(f"pipeline:schedule={schedule}", stages, model="gpt:layers=4", batch_size=16)
+            found[schedule, stages] = sizes.step(each).stages
+    assert len(set(traced)) == len(traced) > 1
+    for (schedule, stages), shared in found.items():
+        alone = run(f"pipeline:schedule={schedule}", stages, model="gpt:layers=4", batch_size=16)
+        assert gather_sizes("text", alone).step.stages == shared
+
+
+def test_a_rank_counts_a_weight_that_two_of_its_stages_use_once() -> None:
+    two = StageFacts((), ((0, 1), (1, 2), (0,), (3,)), ())
+    assert [two.held(rank, 2) for rank in range(2)] == [[0, 1], [1, 2, 3]]
+    assert two.tied(2) == {(0, 1): [1]} and two.tied(4) == {(0, 2): [0], (0, 1): [1]} and two.tied(1) == {}
+
+
+def test_sums_over_the_stages_of_a_replica_share_a_link_with_its_tensor_ranks_alone() -> None:
+    prices = costs(between=LinkCost(0.0, 1e6))
+    seconds = [float(prices.collective("all_reduce", 2, 1e6, 3, together)[0]) for together in (1, 2, None)]
+    assert prices.network.per_node == 2 and seconds == pytest.approx([1.0, 2.0, 2.0])
 
 
 def test_tensor_ranks_are_compared_with_the_whole_model_on_one_device() -> None:

@@ -20,7 +20,7 @@ from tutti.errors import UsageError
 from tutti.parallel.choice import Choice
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
-from tutti.parallel.pipeline.stage_partition import StagePartition
+from tutti.parallel.pipeline.stage_partition import StagePartition, TracedForward
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
 from tutti.planning.machine_costs import StepCosts, costs_json
@@ -135,6 +135,7 @@ class TaskSizes:
         self._traces: dict[int, ModuleTraces] = {}
         self._workloads: dict[tuple[tuple[str, ...], int], Workload] = {}
         self._messages: dict[int, Mapping[str, tuple[GroupMessage, ...]]] = {}
+        self._traced = TracedForward(self._model)
         self._partitions: dict[tuple[Any, ...], StagePartition] = {}
         self._splits: dict[Hashable, TensorSplit] = {}
         self._slices: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -290,7 +291,7 @@ class TaskSizes:
             self._partitions[key] = (
                 anywhere
                 if anywhere is not None and anywhere.record is None and anywhere.opened.isdisjoint(closed)
-                else find_measured_partition(layout, self._model, ranks, {}, closed)
+                else find_measured_partition(layout, self._model, ranks, {}, closed, self._traced)
             )
         return self._partitions[key]
 

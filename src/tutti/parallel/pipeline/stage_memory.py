@@ -202,6 +202,7 @@ def find_measured_partition(
     ranks: int,
     seconds: Mapping[str, float],
     closed: Collection[str] = (),
+    traced: stage_partition.TracedForward | None = None,
 ) -> stage_partition.StagePartition:
     """Cut a model into pipeline stages of even time, given the seconds that its modules take.
 
@@ -213,6 +214,7 @@ def find_measured_partition(
         seconds: seconds of each module's forward, by name. Unused where the options name the cuts, and with the
             schedule ``one_by_one``: its stages are even in the number of parameters.
         closed: names of modules that no cut may go through.
+        traced: traces of the forward of ``plain`` that several calls share; None for new ones.
 
     Returns:
         A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes
@@ -223,7 +225,7 @@ def find_measured_partition(
     """
     timed = seconds if config.schedule != "one_by_one" and not config.begins else {}
     return stage_partition.find_stage_partition(
-        plain, ranks * config.chunks, config.begins, timed, closed, members=config.modules
+        plain, ranks * config.chunks, config.begins, timed, closed, members=config.modules, traced=traced
     )
 
 

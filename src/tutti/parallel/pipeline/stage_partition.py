@@ -99,6 +99,7 @@ def find_stage_partition(
     trial: Callable[[Any], Any] | None = None,
     written: Sequence[str] = (),
     members: Sequence[Sequence[str]] = (),
+    traced: TracedForward | None = None,
 ) -> StagePartition:
     """Partition a model into pipeline stages, as evenly as possible, or before the modules that ``begins`` names.
 
@@ -117,6 +118,8 @@ def find_stage_partition(
         written: names of attributes that the forward writes.
         members: for each stage the names of all its modules that have parameters, against which the result is checked;
             empty for no such check.
+        traced: traces of the forward of ``plain`` that several calls share, with the attributes of ``written``; None
+            for new ones.
 
     Returns:
         A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes
@@ -129,7 +132,7 @@ def find_stage_partition(
     check_cuts(begins, stages)
     _check_known(plain, [name for names in members for name in names])
     try:
-        found = _find(plain, stages, begins, seconds, closed, _TracedForward(plain, written))
+        found = _find(plain, stages, begins, seconds, closed, traced or TracedForward(plain, written))
         return _with_members(replace(found, written=tuple(written)), plain, members)
     except UntraceableError as error:
         if trial is None or closed:
@@ -203,15 +206,39 @@ class _Reader(Protocol):
         """
 
 
-class _TracedForward:
-    """Traces the forward by ``torch.fx``."""
+class TracedForward:
+    """Traces a model's forward by ``torch.fx``, each graph once.
+
+    Args:
+        plain: the model, which must not change between two calls.
+        written: names of attributes that the forward writes.
+    """
 
     record: ForwardRecord | None = None
 
-    def __init__(self, plain: nn.Module, written: Sequence[str]) -> None:
+    def __init__(self, plain: nn.Module, written: Sequence[str] = ()) -> None:
         self._plain, self._written = plain, written
+        self._graphs: dict[frozenset[str], fx.Graph] = {}
+        self._openable: dict[str, bool] = {}
 
     def graph(self, opened: set[str]) -> fx.Graph:
+        """Return the graph of the forward: the calls of modules that the model and the modules in ``opened`` make.
+
+        Args:
+            opened: names of the modules to look into; "" is the model.
+
+        Returns:
+            The graph, the same object for equal ``opened``.
+
+        Raises:
+            UntraceableError: the forward cannot be traced.
+        """
+        key = frozenset(opened)
+        if key not in self._graphs:
+            self._graphs[key] = self._trace(opened)
+        return self._graphs[key]
+
+    def _trace(self, opened: set[str]) -> fx.Graph:
         before = Untraced(self._plain)
         # What blocks write would be constants of the graph: reading it ends the trace.
         blocks = {
@@ -234,9 +261,21 @@ class _TracedForward:
         return graph
 
     def openable(self, name: str) -> bool:
-        return openable(self._plain.get_submodule(name))
+        """Return whether the forward of a module can be traced into; found once.
+
+        Args:
+            name: name of the module in the whole model.
+        """
+        if name not in self._openable:
+            self._openable[name] = openable(self._plain.get_submodule(name))
+        return self._openable[name]
 
     def enterable(self, name: str) -> bool:
+        """Return whether a cut that the user names may lie inside of a module, as ``openable`` does.
+
+        Args:
+            name: name of the module in the whole model.
+        """
         return self.openable(name)
 
 
