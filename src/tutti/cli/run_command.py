@@ -149,11 +149,7 @@ def run(
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
-    span = parse_device_range(devices)
-    if span is None and devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
-        raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
-    if span is not None and hosts is None and on is None:
-        raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
+    _check_devices(devices, hosts, on)
     if max_restarts < 0:
         raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
     if timeout is not None:
@@ -166,15 +162,9 @@ def run(
         )
     elastic = None
     given = (min_np, max_np, host_discovery_script, slots_per_host, reset_limit, blacklist_cooldown_range)
-    if elastic_timeout is not None:
-        if all(option is None for option in given):
-            raise UsageError(
-                "--elastic-timeout is for elastic jobs, and this job waits for no slots",
-                remedy="add --min-np or --host-discovery-script, or leave it out",
-            )
-        if not elastic_timeout >= 0:
-            raise UsageError(f"--elastic-timeout is {elastic_timeout:g}", remedy="give seconds, at least 0")
-    if any(option is not None for option in given):
+    waits = any(option is not None for option in given)
+    _check_elastic_timeout(elastic_timeout, waits)
+    if waits:
         if not horovod or hosts is not None or on is not None or max_restarts or process_context.joined(os.environ):
             raise UsageError(
                 "--min-np, --max-np and the other options of elastic jobs need --horovod and tutti's own launcher",
@@ -193,16 +183,7 @@ def run(
     if timeout is not None:
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
     joined = process_context.joined(os.environ)
-    try:
-        check_script(script, module)
-    except UsageError as missing:
-        if not joined:
-            raise
-        raise UsageError(
-            f"this node has no {'module' if module else 'script'} '{script}'",
-            where=f"{os.getcwd()} on {socket.gethostname()}",
-            remedy="put it on every node; --on ray uploads this directory without runs and what .gitignore names",
-        ) from missing
+    _check_script_here(script, module, joined)
     stdin_control.control_by_stdin(os.environ)
     entry = run_horovod_script if horovod else run_script
     if joined:
@@ -214,14 +195,9 @@ def run(
         watchdog.start_watchdog(rank, limits)
         return run_as_rank(partial(entry, script, arguments, module), rank, logs)
     if hosts is not None or on is not None:
-        option = "-H" if hosts is not None else "--on"
-        if hosts is not None and on is not None:
-            raise UsageError("-H cannot be combined with --on", remedy="write --on ssh:hosts=a:2+b:2 for -H a:2,b:2")
-        if show_all:
-            raise UsageError(f"--show-all cannot be combined with {option}", remedy="leave out one of the two")
+        engine = _engine(hosts, on, show_all)
         words = ["-m", "tutti", "run", *_again(logs, start_timeout, step_timeout, module, horovod), script, *arguments]
-        text = str(on) if hosts is None else f"ssh:hosts={hosts.replace(',', '+')}"
-        return _on(text, devices, words, logs, max_restarts)
+        return _on(engine, devices, words, logs, max_restarts)
     processes = count_accelerators("auto", os.environ) or 1 if devices == "auto" else int(devices)
     return launch(
         entry,
@@ -236,6 +212,52 @@ def run(
         limits=limits,
         elastic=elastic,
     )
+
+
+def _check_devices(devices: str, hosts: str | None, on: str | None) -> None:
+    """Raise UsageError for a number of processes that is malformed, or a range without an engine that can resize."""
+    span = parse_device_range(devices)
+    if span is None and devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
+        raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
+    if span is not None and hosts is None and on is None:
+        raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
+
+
+def _check_elastic_timeout(seconds: float | None, waits: bool) -> None:
+    """Raise UsageError for ``--elastic-timeout`` in a job that waits for no slots, or a negative one."""
+    if seconds is None:
+        return
+    if not waits:
+        raise UsageError(
+            "--elastic-timeout is for elastic jobs, and this job waits for no slots",
+            remedy="add --min-np or --host-discovery-script, or leave it out",
+        )
+    if not seconds >= 0:
+        raise UsageError(f"--elastic-timeout is {seconds:g}", remedy="give seconds, at least 0")
+
+
+def _check_script_here(script: str, module: bool, joined: bool) -> None:
+    """Raise UsageError if this node lacks the script; ``joined``: a launcher has started this process on the node."""
+    try:
+        check_script(script, module)
+    except UsageError as missing:
+        if not joined:
+            raise
+        raise UsageError(
+            f"this node has no {'module' if module else 'script'} '{script}'",
+            where=f"{os.getcwd()} on {socket.gethostname()}",
+            remedy="put it on every node; --on ray uploads this directory without runs and what .gitignore names",
+        ) from missing
+
+
+def _engine(hosts: str | None, on: str | None, show_all: bool) -> str:
+    """Return the value of ``--on`` that ``-H`` or ``--on`` asks for. Raises UsageError for both, or ``--show-all``."""
+    if hosts is not None and on is not None:
+        raise UsageError("-H cannot be combined with --on", remedy="write --on ssh:hosts=a:2+b:2 for -H a:2,b:2")
+    if show_all:
+        option = "-H" if hosts is not None else "--on"
+        raise UsageError(f"--show-all cannot be combined with {option}", remedy="leave out one of the two")
+    return str(on) if hosts is None else f"ssh:hosts={hosts.replace(',', '+')}"
 
 
 def _elastic(devices: str, least: int | None, most: int | None, script: Path | None) -> ElasticOptions:

@@ -239,8 +239,7 @@ def prepare_run(
         MismatchError: models or arguments differ between ranks.
     """
     checked = check_run(model, optimizer, dataset, loss_fn, options)
-    o, choice, grid, data = options, checked.choice, checked.grid, checked.data
-    contract, world = checked.contract, context.current()
+    o, choice, data, contract, world = options, checked.choice, checked.data, checked.contract, context.current()
     if o.reproducible:
         torch.set_num_threads(1)
         use_deterministic_kernels(world.device)
@@ -249,22 +248,8 @@ def prepare_run(
     everybody(world).agree(checked.settings(o), "the configuration", remedy)
 
     # The device mesh.
-    adaptive = o.lr_rule.adaptive
-    comms = Communicators(world, grid)
-    run_context = RunContext(
-        grid=grid,
-        comms=comms,
-        workers=contract.workers,
-        mine=contract.mine(grid.data_rank),
-        sharers=sharers(contract.workers, grid.data_ranks, grid.data_rank) if contract.shared else None,
-        reproducible=o.reproducible,
-        clip=o.clip,
-        averaging=o.averaging,
-        activation_checkpointing=o.checkpointing,
-        compile=o.compile_choice,
-        gradient_variance=adaptive,
-        rows=choice.exchange.shards_parameters(choice.shape(grid.size)),
-    )
+    run_context = _mesh_context(checked, o)
+    grid = run_context.grid
 
     # Model surgery.
     in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
@@ -288,7 +273,7 @@ def prepare_run(
     reads.refuse()
 
     # Data.
-    feed = _feed(checked, comms, place, o)
+    feed = _feed(checked, run_context.comms, place, o)
 
     # Ranks read a stream in step, and so cannot continue without one of them.
     fault_tolerant = choice.row.fault_tolerant and not isinstance(data, Stream)
@@ -297,7 +282,7 @@ def prepare_run(
         average=parallel.average(replica, sync, run_context),
         loss_scale=checked.loss_scale,
         noise=checked.noise,
-        adascale=AdaScale(contract.batch, contract.workers) if adaptive else None,
+        adascale=AdaScale(contract.batch, contract.workers) if o.lr_rule.adaptive else None,
         noise_probe=None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every),
         lr_schedule=None if lr_schedule is None else lr_schedule(checked.epochs),
         named_workers=o.workers is not None,
@@ -310,12 +295,8 @@ def prepare_run(
         in_bf16=in_bf16,
     )
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
-    for index, each in enumerate(checked.optimizers):
-        accumulate_steps(each, run, choice, index)
+    _wrap_script_objects(run, checked)
     refuse_steps(others)
-    note(checked.model, checked.optimizers, choice.name, run_context)
-    StateLoads(checked.model, run, choice)
-    run.conversions = ModelConversions(checked.model, run)
     if o.init_from is not None:
         load_warm_start(run, o.init_from, o.initial_map)
     if fault_tolerant:
@@ -325,6 +306,34 @@ def prepare_run(
     end_graphs()
     run.begin_script()
     return run
+
+
+def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:
+    """Return the device mesh with its communicators, and the workers of this rank. Collective: makes process groups."""
+    choice, grid, contract = checked.choice, checked.grid, checked.contract
+    return RunContext(
+        grid=grid,
+        comms=Communicators(context.current(), grid),
+        workers=contract.workers,
+        mine=contract.mine(grid.data_rank),
+        sharers=sharers(contract.workers, grid.data_ranks, grid.data_rank) if contract.shared else None,
+        reproducible=o.reproducible,
+        clip=o.clip,
+        averaging=o.averaging,
+        activation_checkpointing=o.checkpointing,
+        compile=o.compile_choice,
+        gradient_variance=o.lr_rule.adaptive,
+        rows=choice.exchange.shards_parameters(choice.shape(grid.size)),
+    )
+
+
+def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:
+    """Make steps of the script's optimizers, and loads and conversions of its model, act on every rank's part."""
+    for index, each in enumerate(checked.optimizers):
+        accumulate_steps(each, run, checked.choice, index)
+    note(checked.model, checked.optimizers, checked.choice.name, run.context)
+    StateLoads(checked.model, run, checked.choice)
+    run.conversions = ModelConversions(checked.model, run)
 
 
 def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
