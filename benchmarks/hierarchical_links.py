@@ -38,8 +38,8 @@ def measure(elements: int, rounds: int) -> dict[str, Any] | None:
     import torch
 
     import tutti
-    from tutti.comm.communicator import Communicators
     from tutti.comm.grid import Grid
+    from tutti.comm.mesh_communicators import Communicators
     from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
     from tutti.launcher import context
 

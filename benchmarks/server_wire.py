@@ -31,8 +31,8 @@ from paired import order, paired_ratio
 from torch import nn
 
 import tutti
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.launcher import context
 from tutti.parallel.parameter_server.request_handlers import AsyncHandler

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from tutti.comm.communicator import Communicator, Communicators
+    from tutti.comm.communicator import Communicator
     from tutti.comm.grid import Grid
+    from tutti.comm.mesh_communicators import Communicators
 
 Batch: TypeAlias = Any
 """A tensor, or a tuple, list or dict of tensors; the first dimension of each is the samples."""

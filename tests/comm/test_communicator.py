@@ -11,8 +11,9 @@ import torch
 import tutti
 from tests import worlds
 from tutti.checkpoint.gather import GatheredParts
-from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.errors import MismatchError
 from tutti.launcher import context
 from tutti.types import ShardSpec

@@ -9,9 +9,9 @@ import torch
 
 import tutti
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.differentiable import TensorRanks
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
 from tutti.launcher import context
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import tutti
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.shared_memory import attach_small
 from tutti.comm.stall import Call, StallInspector, _Notes, is_complete
 from tutti.errors import PeerError

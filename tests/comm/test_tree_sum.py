@@ -8,8 +8,8 @@ from torch import Tensor
 
 import tutti
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
 from tutti.comm.tree_sum import TreeSum
 from tutti.launcher import context

@@ -20,8 +20,8 @@ from tests.contract.table import train
 from tests.faults.commands import write_task
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.comm import shared_memory as segments
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.shared_memory import attach
 from tutti.errors import UsageError
 from tutti.launcher import context

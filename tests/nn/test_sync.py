@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.nn import norms, sync

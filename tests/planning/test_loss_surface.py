@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.data.adapt import TensorSource
 from tutti.errors import UsageError
 from tutti.launcher import context

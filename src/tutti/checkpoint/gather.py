@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tutti.checkpoint.state_shards import region_index
-from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.communicator import Communicator
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import block
 from tutti.types import ReplicaRunner, ShardSpec
 

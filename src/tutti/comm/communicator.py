@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.collective_schedules import Algorithm, LinkTraffic, Schedule, schedule_of
+from tutti.comm.collective_schedules import LinkTraffic
 from tutti.comm.file_all_gather import FileAllGather
-from tutti.comm.grid import Grid
-from tutti.comm.process_groups import process_groups
+from tutti.comm.process_groups import channel_purpose, process_groups
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import CONTROL_BYTES, SmallMessages, attach_small
 from tutti.comm.stall import Call, StallInspector
 from tutti.device import is_accelerator
 from tutti.errors import MismatchError
-from tutti.launcher import lost_rank_notes
 from tutti.launcher.context import World
 from tutti.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -408,7 +405,9 @@ class Communicator:
         sender, receiver = self.ranks[source], self.ranks[to]
         pair = min(sender, receiver), max(sender, receiver)
         number = self._transfers[kind, source, to] = self._transfers.get((kind, source, to), 0) + 1
-        work = dist.broadcast(tensor, sender, group=process_groups(pair, _channel(kind, sender))[1], async_op=True)
+        work = dist.broadcast(
+            tensor, sender, group=process_groups(pair, channel_purpose(kind, sender))[1], async_op=True
+        )
         call = Call(f"{kind} {number} from rank {sender} to rank {receiver}", pair)
         if sending:
             self.count(source, to, tensor.nbytes)
@@ -715,173 +714,6 @@ class Communicator:
             self.stall.wait(work, Call(f"{text} ({self.name})", self.ranks))
 
 
-class Communicators:
-    """Makes and keeps the communicators along the axes of the device mesh.
-
-    Collective over all ranks of the job: the constructor makes process groups.
-
-    Args:
-        world: rank, device, store and timeout of this process.
-        grid: extents of the device mesh, and this rank's position on it.
-
-    Attributes:
-        world: communicator of all ranks.
-        replica: communicator of the ranks that hold the same part of the model (axes replica and shard).
-        model: communicator of the ranks of one replica (axes stage and tensor).
-    """
-
-    def __init__(self, world: World, grid: Grid) -> None:
-        self._job, self._grid = world, grid
-        self._axes: dict[tuple[str, ...], Communicator] = {}
-        self.world = everybody(world)
-        self.world.share_control()
-        self.replica = self._line("replica", "replica", "shard")
-        self.model = self._line("model", "stage", "tensor")
-
-    def axis(self, *names: str) -> Communicator:
-        """Return the communicator along axes of the device mesh, for collectives and messages among these ranks.
-
-        Its ranks have the same coordinates as this rank on all other axes. The first call for the same axes makes
-        process groups and is collective over all ranks of the job; later calls return the cached communicator.
-
-        Args:
-            names: one or more of ``replica`` and ``shard`` (data parallelism; the ranks along ``shard`` hold one copy
-                of the training state together), ``stage`` (pipeline) and ``tensor`` (tensor parallelism).
-        """
-        if names not in self._axes:
-            self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
-        return self._axes[names]
-
-    def tolerate_loss(self) -> bool:
-        """Let the run continue from now on if ranks other than rank 0 are killed. Collective over all ranks; blocks.
-
-        Afterwards the communicators ``world`` (all ranks) and ``replica`` perform ``all_reduce``, ``broadcast`` and
-        ``all_gather`` over files, among the ranks that are alive. For strategies whose training steps need no other
-        rank and that keep the whole model on every rank, such as asynchronous parameter servers.
-
-        Returns:
-            True if losses are tolerated; False with one data-parallel rank, or under a launcher that ends all ranks
-            when the first one ends.
-        """
-        notes = lost_rank_notes.lost_rank_notes()
-        if notes is None or self.replica.size < 2:
-            return False
-        self.world.meetings = self.replica.meetings = meetings = FileAllGather(notes, self._job)
-        # A barrier: after it no rank is still in a collective that a lost rank would break.
-        meetings.gather(b"", "the start of all ranks")
-        if self._job.identity.rank:
-            notes.mark_expendable(self._job.identity.rank)
-        return True
-
-    def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
-        """Make the process groups for ``start_send`` between neighbours along mesh axes.
-
-        Collective over all ranks of the job. Channels connect neighbours on the axes, and the last rank with the first.
-
-        Args:
-            kinds: name of each kind of message → its direction: 1 to the next rank, -1 to the previous one.
-            names: mesh axes: ``replica``, ``shard``, ``stage``, ``tensor``.
-
-        Returns:
-            The communicator along these axes, as ``axis`` returns it: an object with collectives and point-to-point
-            messages among the ranks that have this rank's coordinates on all other axes.
-        """
-        for line in self._lines(*names):
-            for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
-                neighbour = line[(index + direction) % len(line)]
-                if neighbour != rank:
-                    process_groups((min(rank, neighbour), max(rank, neighbour)), _channel(kind, rank))
-        return self.axis(*names)
-
-    def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
-        """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
-
-        Collective over all ranks of the job; blocks. The all-reduce is over the communicator ``replica`` (attribute of
-        this object) of the data-parallel ranks that hold the same part of the model.
-
-        Args:
-            algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
-
-        Returns:
-            A triple: the ``Schedule``, rounds of point-to-point messages, which ``start_send`` of ``replica`` sends;
-            the ranks of ``replica`` on this rank's node, as indices in ``replica``; and a communicator of these ranks.
-            The second and third value are given for ``hierarchical`` on a node with several of these ranks; otherwise
-            they are empty and None.
-        """
-        own_node = torch.tensor([self._job.identity.cross_rank])
-        node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]
-        channel, node = f"{algorithm} all-reduce", None
-        members: Sequence[int] = ()
-        for line in self._lines("replica", "shard"):
-            schedule, nodes = _schedule_over(line, node_of, algorithm)
-            for source, to in schedule.links():
-                sender, receiver = line[source], line[to]
-                process_groups((min(sender, receiver), max(sender, receiver)), _channel(channel, sender))
-            for places in nodes if algorithm == "hierarchical" else []:
-                ranks = tuple(line[place] for place in places)
-                groups = process_groups(ranks, "within a node")
-                if self._grid.rank in ranks and len(ranks) > 1:
-                    members, node = places, Communicator("ranks of a node", ranks, self._job, *groups)
-        return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
-
-    def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
-        """Return a communicator over some of the ranks along a mesh axis, with its own process group.
-
-        Collective over all ranks of the job, members or not. Ranks along the axis have the same coordinates on all
-        other axes; one such subgroup is made for each choice of these coordinates, and a member gets its own.
-
-        Args:
-            name: mesh axis: ``replica``, ``shard``, ``stage`` or ``tensor``.
-            places: indices of the members on the axis, in increasing order.
-            purpose: key of the process group and name of the communicator, which PeerError and MismatchError show.
-
-        Returns:
-            The communicator, an object with collectives and point-to-point messages among the members; None on a rank
-            that is no member.
-        """
-        own_line = self._grid.along(name)
-        for line in self._lines(name):
-            made = process_groups(tuple(line[place] for place in places), purpose)
-            if line == own_line:
-                mine = made
-        ranks = tuple(own_line[place] for place in places)
-        return Communicator(purpose, ranks, self._job, *mine) if self._grid.rank in ranks else None
-
-    def new_group(self, purpose: str) -> Communicator:
-        """Return a communicator of the data-parallel ranks (axes replica and shard) with a process group of its own.
-
-        Collective over all ranks of the job. For messages that overlap with the gradient reduction on ``replica``,
-        which one process group would serialise.
-
-        Args:
-            purpose: key of the process group, which PeerError and MismatchError show; one key gives one group.
-        """
-        return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
-
-    def _line(self, name: str, *axes: str, purpose: str = "") -> Communicator:
-        """Return the communicator along ``axes``. Collective: all ranks make the groups of all lines, in one order."""
-        made = {line: process_groups(line, purpose) for line in self._lines(*axes)}
-        mine = self._grid.along(*axes)
-        comm = Communicator(name, mine, self._job, *made[mine])
-        comm.share_control(like=self.world)
-        return comm
-
-    def _lines(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all lines of ranks along ``axes``, each once, in the same order on all ranks."""
-        return sorted({Grid(*self._grid.shape, rank).along(*axes) for rank in range(self._grid.size)})
-
-
-def _schedule_over(
-    line: Sequence[int], node_of: Sequence[int], algorithm: Algorithm
-) -> tuple[Schedule, list[Sequence[int]]]:
-    """Return the schedule over the ranks of ``line``, and their indices on the line by node."""
-    numbers = [node_of[rank] for rank in line]
-    nodes: list[Sequence[int]] = [
-        [place for place, other in enumerate(numbers) if other == node] for node in dict.fromkeys(numbers)
-    ]
-    return schedule_of(algorithm, nodes), nodes
-
-
 def everybody(world: World) -> Communicator:
     """Return a communicator of all ranks of the job, for use before the device mesh is known.
 
@@ -892,11 +724,6 @@ def everybody(world: World) -> Communicator:
     """
     ranks = tuple(range(world.identity.size))
     return Communicator("world", ranks, world, *process_groups(ranks))
-
-
-def _channel(kind: str, sender: int) -> str:
-    """Return the purpose key of the process group for messages of one kind in one direction."""
-    return f"{kind} from rank {sender}"
 
 
 def _digests(lines: Sequence[str]) -> Tensor:

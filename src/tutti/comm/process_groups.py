@@ -50,3 +50,13 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
                 set_group_timeout(group, limit)
         _cache[key] = (control, fast)
     return _cache[key]
+
+
+def channel_purpose(kind: str, sender: int) -> str:
+    """Return the ``purpose`` of the process group for messages of one kind from one rank to another.
+
+    Args:
+        kind: name of the kind of message.
+        sender: the rank that sends them.
+    """
+    return f"{kind} from rank {sender}"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tutti.comm.collective_schedules import Algorithm, ChunkTransfer
-from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.communicator import Communicator
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.errors import UsageError
 

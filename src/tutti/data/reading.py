@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tutti.comm.communicator import Communicators
+from tutti.comm.mesh_communicators import Communicators
 from tutti.data.epochs import Epochs
 from tutti.data.loader import Prefetch
 from tutti.data.order import SampleOrder

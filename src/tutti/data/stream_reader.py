@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.communicator import Communicator
+from tutti.comm.mesh_communicators import Communicators
 from tutti.data.contract import BatchContract
 from tutti.data.digest import digest
 from tutti.data.epochs import Epochs

@@ -27,7 +27,7 @@ from tutti.launcher.orphans import die_with_parent
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tutti.comm.communicator import Communicators
+    from tutti.comm.mesh_communicators import Communicators
     from tutti.launcher.context import World
     from tutti.types import RunContext
 
@@ -126,8 +126,8 @@ def probe_main(ranks: int, directory: Path) -> int:
 
 def _measure(begin: float, directory: Path) -> None:
     """Measure on one rank; rank 0 writes one file a stage."""
-    from tutti.comm.communicator import Communicators
     from tutti.comm.grid import Grid
+    from tutti.comm.mesh_communicators import Communicators
     from tutti.launcher import context
     from tutti.types import RunContext
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from tutti.checkpoint.plain_model import load_plain_model
 from tutti.checkpoint.read import load_manifest
 from tutti.checkpoint.weights import SavedWeights, weights_hash
-from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt, adapt_training
 from tutti.data.batches import placer

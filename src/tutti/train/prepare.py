@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from tutti import parallel
-from tutti.comm.communicator import Communicators, everybody
+from tutti.comm.communicator import everybody
 from tutti.comm.graph_breaks import end_graphs
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import sharers
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth

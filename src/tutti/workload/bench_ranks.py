@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 
-from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.device import is_accelerator, synchronize, usable_cores
 from tutti.launcher.context import World
 from tutti.workload.bench_timing import Findings, curve_point, time_calls

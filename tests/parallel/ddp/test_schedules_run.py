@@ -13,8 +13,8 @@ import tutti
 from tests import worlds
 from tests.parallel.models import trained
 from tutti.comm.collective_schedules import Algorithm, Schedule, schedule_of
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.errors import UsageError
 from tutti.launcher import context

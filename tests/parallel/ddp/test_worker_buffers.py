@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import tutti
 import tutti.errors
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
 from tutti.launcher import context
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.launcher import context
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 

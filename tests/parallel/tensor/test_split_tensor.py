@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests import worlds
-from tutti.comm.communicator import Communicators
 from tutti.comm.differentiable import TensorRanks
 from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.parallel.tensor.split_tensor import SplitTensor
