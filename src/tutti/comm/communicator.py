@@ -1,4 +1,4 @@
-"""Collectives among the ranks along axes of the device mesh.
+"""Collectives and messages among a group of ranks.
 
 Every *control* collective first all-gathers a header (sequence number, operation, shape, dtype, name); where headers
 differ nothing is sent, and every rank raises MismatchError showing both calls. The gradient path skips the header: its

@@ -25,7 +25,7 @@ from tutti.errors import UsageError
 from tutti.optim.mixing import Mixing, mixing_of
 from tutti.optim.several import slots
 from tutti.parallel.split_optimizer import SliceRegions
-from tutti.types import RunContext, SavedState, ShardSpec
+from tutti.types import NamedParameters, RunContext, SavedState, ShardSpec
 
 Region = tuple[slice, ...]
 """Index of a region in a whole tensor, one slice a dimension; empty for a 0-d tensor."""
@@ -136,7 +136,7 @@ class WholeTensors:
             if tensor in values:
                 slice_.copy_(values[tensor])
 
-    def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    def tensors(self, optimizer: Optimizer, named: NamedParameters) -> dict[str, Tensor]:
         """Return the optimizer state, for a checkpoint, of the parameters that this rank gathers whole for the step.
 
         Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
@@ -155,7 +155,7 @@ class WholeTensors:
     def load(
         self,
         optimizer: Optimizer,
-        named: Sequence[tuple[str, nn.Parameter]],
+        named: NamedParameters,
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:
@@ -214,7 +214,7 @@ class WholeTensorsOf:
         """
         return any(gathers.slices(parameter) for _, gathers in self._found)
 
-    def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    def tensors(self, optimizer: Optimizer, named: NamedParameters) -> dict[str, Tensor]:
         """Return all optimizers' state, for a checkpoint, of the parameters that this rank gathers whole for a step.
 
         Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
@@ -235,7 +235,7 @@ class WholeTensorsOf:
     def load(
         self,
         optimizer: Optimizer,
-        named: Sequence[tuple[str, nn.Parameter]],
+        named: NamedParameters,
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
-from tutti.types import Average, GradientSync, ReplicaRunner
+from tutti.types import Average, GradientSync, NamedParameters, ReplicaRunner
 
 
 class TrainabilityWatch:
@@ -115,7 +115,7 @@ class TrainabilityWatch:
         if (replaced := self._replica.replaced_name()) is not None:
             self._refuse_new(f"the script has made {replaced} a parameter of the model")
 
-    def _objects(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str | int, str]:
+    def _objects(self, named: NamedParameters) -> dict[str | int, str]:
         """Return the parameters' names by what tells parameters apart: their objects, or else their names."""
         return {name if self._by_name else id(p): name for name, p in named}
 

@@ -13,7 +13,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import tensor_version
 from tutti.train.replicas import differing_copies
-from tutti.types import CustomLoopSync, LossFn, MicroBatch
+from tutti.types import CustomLoopSync, LossFn, MicroBatch, NamedParameters
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -159,7 +159,7 @@ class _Guard:
         run: the run.
     """
 
-    def __init__(self, loss: LossFn, parameters: Sequence[tuple[str, nn.Parameter]], run: Run) -> None:
+    def __init__(self, loss: LossFn, parameters: NamedParameters, run: Run) -> None:
         self._loss, self._parameters, self._run = loss, parameters, run
         self._calls = 0
 

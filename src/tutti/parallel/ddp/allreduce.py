@@ -408,7 +408,7 @@ class AllReduceSync:
         """
         self._buffers.leave_custom_loop()
 
-    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+    def named_trained(self) -> NamedParameters:
         """Return the trained parameters of the model on this rank as a list of (name, parameter), in the model's order.
 
         These are the parameters that had ``requires_grad`` when the gradient buckets were last planned: by ``attach``,

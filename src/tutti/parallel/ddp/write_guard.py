@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.checkpoint.fingerprint import is_compared, tensor_digests
 from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_norm, tensor_version
+from tutti.types import NamedParameters
 
 _BY_NORM = 2
 """Updates before which norms are compared, too, in a custom training loop."""
@@ -34,7 +35,7 @@ class WriteGuard:
         self._digests: list[int] | None = None
         self._updates = self._notes = 0
 
-    def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def note(self, named: NamedParameters) -> None:
         """Record norm, version counter and address of each parameter, for ``check`` to find later writes by the script.
 
         The first four calls, and then those of number 8, 16, 32 …, also record a digest of each parameter's values. The
@@ -49,7 +50,7 @@ class WriteGuard:
         self._digests = tensor_digests(p.data for _, p in named) if is_compared(self._notes) else None
         self._marks = _marks(named)
 
-    def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
+    def check(self, named: NamedParameters, where: str) -> None:
         """Raise UsageError if a parameter's norm, or its digest, differs from the one that ``note`` recorded.
 
         A difference means that the script has written the parameter; the error names the first such parameter.
@@ -76,7 +77,7 @@ class WriteGuard:
                     self._refuse(name, where)
         self._marks = _marks(named)
 
-    def check_update(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
+    def check_update(self, named: NamedParameters, where: str) -> None:
         """Raise UsageError if the script has written a parameter since ``check``, between backward and the update.
 
         A write is found by the parameter's version counter and data address. In the first two updates the norms are
@@ -105,7 +106,7 @@ class WriteGuard:
         )
 
 
-def _marks(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[int, int]]:
+def _marks(named: NamedParameters) -> list[tuple[int, int]]:
     """Return version and address of each parameter."""
     return [(tensor_version(p), p.data_ptr()) for _, p in named]
 
