@@ -376,7 +376,8 @@ def stopping(strategy: str, asking: int) -> int:
             assert run.stats is not None
             if run.stats.stop:
                 return run.clock
-            assert run.clock < 30
+            # Asynchronous ranks run free: on a busy machine one is many steps ahead of the rank that asks.
+            assert run.clock < 10_000
 
 
 @pytest.mark.parametrize("mode", ["mode=async", "mode=bounded,staleness=1,servers=2"])
