@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import pytest
@@ -91,8 +91,10 @@ from tutti.torch_compat import (
     is_compiled,
     is_fake,
     is_hook_of_fsdp,
+    is_reached,
     is_scalar_node,
     is_wrapped_by_scheduler,
+    keeps_graph,
     make_elastic_agent,
     make_wrapper_subclass,
     mark_stepped,
@@ -124,6 +126,8 @@ from tutti.torch_compat import (
     tree_map,
     tree_map_only,
     tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
     uncompiled_call,
     version_counting_view,
     view_base,
@@ -250,6 +254,29 @@ def backward_is_noticed() -> None:
     assert found == [True] and not in_backward()
 
 
+class _Telling(torch.autograd.Function):
+    found: ClassVar[list[tuple[bool, bool]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _Telling.found.append((is_reached(ctx.next_functions[0][0]), keeps_graph()))
+        return gradient, gradient
+
+
+def backwards_tell_what_they_accumulate_and_keep() -> None:
+    first, second = (torch.zeros((), requires_grad=True) for _ in range(2))
+    total = _Telling.apply(first, second)  # type: ignore[no-untyped-call]
+    total.backward(retain_graph=True)
+    torch.autograd.grad(total, second, retain_graph=True)
+    total.backward(inputs=[second], retain_graph=True)
+    total.backward()
+    assert _Telling.found == [(True, True), (False, True), (False, True), (True, False)]
+
+
 class _BackwardOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -353,6 +380,7 @@ def trees_are_walked() -> None:
     tree = {"a": [1, (2, 3)], "b": 4}
     leaves, form = tree_flatten(tree)
     assert leaves == tree_leaves(tree) == [1, 2, 3, 4]
+    assert treespec_loads(treespec_dumps(form)) == form
     assert tree_unflatten(leaves, form) == tree and tree_map(lambda leaf: -leaf, tree) == {"a": [-1, (-2, -3)], "b": -4}
     assert tree_map_only(str, str.upper, ["a", 1]) == ["A", 1]
 
@@ -702,6 +730,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
+    backwards_tell_what_they_accumulate_and_keep: "is_reached keeps_graph",
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     losses_say_what_they_are_means_over: """
@@ -712,7 +741,9 @@ TOUCHED: dict[Callable[[], None], str] = {
     """,
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",
-    trees_are_walked: "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
+    trees_are_walked: """
+        tree_flatten tree_leaves tree_map tree_map_only tree_unflatten treespec_dumps treespec_loads
+    """,
     fake_tensors_take_no_memory: "FakeTensorMode",
     classes_of_layers_are_found: "BatchNormBase NormBase ConvBase ConvTransposeBase DropoutBase",
     members_of_modules_are_tables: "module_parameters module_buffers non_persistent_buffers",

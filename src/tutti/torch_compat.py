@@ -27,7 +27,15 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 from torch.utils.data._utils import worker
 
 __all__ = [
@@ -94,8 +102,10 @@ __all__ = [
     "is_compiled",
     "is_fake",
     "is_hook_of_fsdp",
+    "is_reached",
     "is_scalar_node",
     "is_wrapped_by_scheduler",
+    "keeps_graph",
     "make_elastic_agent",
     "make_wrapper_subclass",
     "mark_stepped",
@@ -128,6 +138,8 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
     "uncompiled_call",
     "version_counting_view",
     "view_base",
@@ -326,6 +338,27 @@ def in_backward() -> bool:
     True in a backward hook, or in a forward that activation checkpointing recomputes.
     """
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs in this thread keeps its graph for another one (``retain_graph=True``).
+
+    To be called in the backward of an autograd function, which has a graph of its own to keep. No public name tells.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_reached(node: Any) -> bool:
+    """Return whether the backward that runs in this thread will execute an autograd node.
+
+    To be called in the backward of an autograd function. False for a leaf's node if the backward is that of
+    ``torch.autograd.grad``, or of ``backward(inputs=…)`` for other tensors, which accumulate no gradient there.
+    ``torch.autograd.graph.register_multi_grad_hook`` asks the same function.
+
+    Args:
+        node: an autograd node, such as one of ``next_functions`` of another.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__

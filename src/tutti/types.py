@@ -499,13 +499,14 @@ class ReplicaRunner(Protocol):
         script_code: context manager around the script's own code, in which reads and writes of parameters that would
             give each rank another result raise UsageError.
         model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
-        custom_loop: whether this object is a ``CustomLoopRunner``, whose forward and backward a custom training loop
-            may call.
+        plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
+        own_backward: whether ``run`` calls ``backward`` for each micro-batch.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
     """
 
-    custom_loop: bool
+    plain: nn.Module
+    own_backward: bool
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
     not_owned: Collection[str]
@@ -958,12 +959,12 @@ class GradientSync(Protocol):
         """
 
 
-GradientPlace: TypeAlias = Literal["rank", "slices", "sliced_rows", "rows", "shards", "servers"]
-"""Location of a complete gradient: ``rank`` on every rank, ``slices`` of tensor parallelism, ``sliced_rows`` of sharded
-slices, ``rows`` of ZeRO stage 1, ``shards`` of FSDP2, or parameter ``servers``."""
+GradientPlace: TypeAlias = Literal["rank", "stages", "slices", "sliced_rows", "rows", "shards", "servers"]
+"""Location of a complete gradient: ``rank`` on every rank, ``stages`` of a pipeline, ``slices`` of tensor parallelism,
+``sliced_rows`` of sharded slices, ``rows`` of ZeRO stage 1, ``shards`` of FSDP2, or parameter ``servers``."""
 
-SLICED: frozenset[GradientPlace] = frozenset({"slices", "sliced_rows"})
-"""Locations where the gradient of a parameter is split over tensor ranks."""
+SPLIT_OVER_MODEL: frozenset[GradientPlace] = frozenset({"stages", "slices", "sliced_rows"})
+"""Locations where each rank of a replica has a part of the gradients."""
 
 
 class CustomLoopSync(GradientSync, Protocol):
@@ -973,9 +974,10 @@ class CustomLoopSync(GradientSync, Protocol):
 
     Attributes:
         gradient_at: location of the complete gradient after ``reduce_gradients``: ``rank`` (whole on this rank),
-            ``slices`` (split over tensor ranks), ``sliced_rows`` (each slice in rows over ranks, which a script cannot
-            edit), ``rows`` (in rows over ranks, which the model's ``.grad`` do not show), ``shards`` (in the model's
-            DTensors) or ``servers`` (on parameter servers).
+            ``stages`` (of each parameter on the ranks of its pipeline stage), ``slices`` (split over tensor ranks),
+            ``sliced_rows`` (each slice in rows over ranks, which a script cannot edit), ``rows`` (in rows over ranks,
+            which the model's ``.grad`` do not show), ``shards`` (in the model's DTensors) or ``servers`` (on parameter
+            servers).
         by_worker: whether gradients are summed worker by worker (logical workers are fixed shares of the global batch)
             and not rank by rank.
         accumulated: whether the last ``add_gradients`` added gradients of earlier reductions to the new ones.

@@ -45,7 +45,7 @@ def trained(shape: str, strategy: str, steps: int = 4, **options: Any) -> Any:
     said = train(run, steps)
     evaluation = run.evaluate(run.feed.source, batch=7)
     with run.replica.model_code():  # the script would be given the sizes of whole parameters
-        here = sum(p.numel() for p in run.model.parameters())
+        here = sum(p.numel() for p in run.replica.parts[0].parameters())
     return outcome(run), said, evaluation.loss, here
 
 

@@ -151,8 +151,9 @@ def test_the_names_of_the_field_are_accepted(alias: str, name: str) -> None:
         ("sharded", 2, {"reproducible": True}, ["'sharded' is not reproducible"]),
         ("sharded", 2, {"adaptive": True}, ["--lr-scale adascale cannot be combined with strategy 'sharded'"]),
         ("mirrored:wire=fp16", 2, {"reproducible": True}, ["--reproducible cannot be combined with a compressed wire"]),
-        ("model_parallel", 2, {"custom_loop": True}, ["needs run.step(batch)", "take one of single, mirrored"]),
-        ("local_sgd", 2, {"custom_loop": True}, ["needs run.step(batch)"]),
+        ("hybrid:stages=2,tensor=2", 4, {"custom_loop": True}, ["stages=2 with tensor", "needs run.step(batch)"]),
+        ("hybrid:stages=2,shards=2", 4, {"custom_loop": True}, ["stages=2 with shards", "needs run.step(batch)"]),
+        ("local_sgd", 2, {"custom_loop": True}, ["needs run.step(batch)", "take one of single, mirrored"]),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_can(

@@ -119,8 +119,8 @@ def play_oracle(name: str, workers: int, algorithm: oracle.Algorithm, micro: int
 @functools.cache
 def reference(name: str, workers: int, algorithm: oracle.Algorithm, micro: int) -> Reference:
     """The oracle's result; where one worker draws nothing, plain PyTorch's."""
-    if table.form(name) == "loop" and (micro or algorithm.period is not None):
-        # No rank has one model that a loop could call: such a script can only be refused.
+    if table.form(name) == "loop" and algorithm.period is not None:
+        # Every worker has a model of its own: such a script can only be refused.
         return Reference([])
     [found] = worlds.run(1, play_oracle, name=name, workers=workers, algorithm=algorithm, micro=micro)
     if plain_is_the_oracle(name, workers, algorithm, micro):

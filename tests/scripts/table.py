@@ -87,8 +87,11 @@ class Case:
 
     @property
     def micro(self) -> int:
-        """Into how many micro-batches the strategy cuts a worker's share; 0 where it leaves that to the script."""
-        own = hasattr(import_module(f"tests.scripts.{self.script}"), "MICRO")
+        """Into how many micro-batches the strategy cuts a worker's share; 0 where it leaves that to the script.
+
+        A loop of the script's own has nothing that micro-batches could overlap.
+        """
+        own = hasattr(import_module(f"tests.scripts.{self.script}"), "MICRO") or form(self.script) == "loop"
         return 0 if own else STRATEGIES[self.strategy].micro
 
     @property
@@ -129,8 +132,8 @@ def whole() -> list[Case]:
 
 
 def able(script: str) -> list[Case]:
-    """The cases that a script may stand for in ``make test``: a loop of its own has a forward to call."""
-    groups = {"step": ("data", "model", "stages", "local"), "loop": ("data", "model")}[form(script)]
+    """The cases that a script may stand for in ``make test``: a loop of its own needs one model for all workers."""
+    groups = {"step": ("data", "model", "stages", "local"), "loop": ("data", "model", "stages")}[form(script)]
     return [case for case in whole() if case.script == script and STRATEGIES[case.strategy].group in groups]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from tutti.config.spec import StrategyOptions
 from tutti.errors import UsageError, did_you_mean
@@ -291,13 +291,6 @@ class HybridConfig(TensorConfig, PipelineConfig):
         devices that split each layer.
         """
         return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
-
-    def capabilities(self) -> dict[str, Any]:
-        """Return ``{"custom_loop": BOOL}``: whether a script may have its own training loop: with one stage.
-
-        The value takes the place of the capability of that name that ``parallel/registry.py`` states for the strategy.
-        """
-        return {"custom_loop": self.stages == 1}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if options of pipeline or tensor parallelism conflict with the run.

@@ -24,7 +24,9 @@ _PROBE = (1.0, -2.5, 1e-3)
 
 
 class GradientParts:
-    """Gradients of which each rank of a group holds a part: slices of tensor parallelism, or rows of sharding.
+    """Gradients of which each rank of a group holds a part: slices of tensor parallelism, rows of sharding, or stages.
+
+    Of the gradients of a model that is cut into stages, some ranks hold the whole and the others nothing.
 
     Gives norms of the whole gradients. The first norm of an order is computed for all gradients of this object in one
     all-gather; further ones are read from its result until a gradient is scaled.
@@ -44,6 +46,7 @@ class GradientParts:
         own: Callable[[], Tensor | None],
         counted: bool = True,
         scaled: Callable[[], None] = lambda: None,
+        elsewhere: bool = False,
     ) -> None:
         """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters.
 
@@ -53,12 +56,13 @@ class GradientParts:
             own: returns this rank's part of the gradient, which scaling changes in place; None where there is none.
             counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
             scaled: called after each scaling of the part.
+            elsewhere: whether this rank has no part of the gradient, and others have.
         """
         probe = torch.tensor(_PROBE, dtype=parameters[0].dtype, device=parameters[0].device)
         for parameter in parameters:
             made = PartGradient(parameter, place)
             made.parts, made.place_in_parts, made.probe = self, len(self._parts), probe
-            made.own, made.scaled = own, scaled
+            made.own, made.scaled, made.elsewhere = own, scaled, elsewhere
             parameter.grad = made
         self._parts.append((made, counted))
 
@@ -112,6 +116,7 @@ class PartGradient(IncompleteGradient):
         place_in_parts: position of the gradient in ``parts``.
         probe: (3,), numbers that have been scaled and clamped like the gradient.
         scaled: called after each scaling of the part.
+        elsewhere: whether this rank has no part of the gradient, and others have.
     """
 
     parts: GradientParts
@@ -119,6 +124,7 @@ class PartGradient(IncompleteGradient):
     place_in_parts: int
     probe: Tensor
     scaled: Callable[[], None]
+    elsewhere: bool
 
     @property
     def edited(self) -> bool:
@@ -131,7 +137,7 @@ class PartGradient(IncompleteGradient):
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PartGradient)]
-        if not _acts_on_parts(name, args, kwargs) or any(each.own() is None for each in found):
+        if not _acts_on_parts(name, args, kwargs) or any(each.own() is None and not each.elsewhere for each in found):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if name in _NORMS:
             listed = isinstance(args[0], list | tuple)
@@ -139,8 +145,10 @@ class PartGradient(IncompleteGradient):
             norms = [_norm_of(each, order, kwargs.get("dtype")) for each in (args[0] if listed else [args[0]])]
             return norms if listed else norms[0]
         # Scalings are elementwise: what they do to a part, they do to the whole.
-        whole = tree_map_only(PartGradient, lambda each: each.own(), (args, kwargs))
-        func(*whole[0], **whole[1])
+        here = [each for each in args[0] if _is_here(each)] if isinstance(args[0], list | tuple) else args[0]
+        if _is_here(here):
+            whole = tree_map_only(PartGradient, lambda each: each.own(), ((here, *args[1:]), kwargs))
+            func(*whole[0], **whole[1])
         once = {id(each.probe): each for each in found}
         for each in once.values():
             each.parts.forget()
@@ -157,6 +165,11 @@ class PartGradient(IncompleteGradient):
         # In-place writes below autograd do not increment the version counter.
         torch.autograd.graph.increment_version([each.probe for each in once.values()])
         return args[0] if isinstance(args[0], Tensor) else None
+
+
+def _is_here(gradients: Any) -> bool:
+    """Return whether this rank has a part of a gradient, or any gradient of a list is left."""
+    return not gradients.elsewhere if isinstance(gradients, PartGradient) else bool(len(gradients))
 
 
 def _acts_on_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig
+from tutti.config.layout_config import HybridConfig
+from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig, SplitConfig
 from tutti.data.contract import BatchContract
 from tutti.distribution import pip_install
 from tutti.errors import UsageError, counted
@@ -118,11 +119,19 @@ def check_custom_loop(choice: Choice) -> None:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
         raise UsageError(
             f"strategy '{choice.name}' needs run.step(batch)",
-            why="no rank has the whole model, whose forward the script could call"
-            if choice.row.shared_weights
-            else "each worker has its own weights and makes its own updates",
+            why="each worker has its own weights and makes its own updates",
             remedy=f"give tutti.prepare a loss_fn; or take one of {able}",
         )
+    layout, exchange = choice.layout, choice.exchange
+    if isinstance(layout, HybridConfig) and layout.stage_ranks != 1:
+        sharded = isinstance(exchange, SplitConfig) and exchange.shards > 1
+        if layout.tensor > 1 or sharded:
+            raise UsageError(
+                f"stages={layout.stage_ranks} with {'shards' if sharded else 'tensor'} of strategy 'hybrid' needs"
+                " run.step(batch)",
+                why="the script's .grad would be a rank's rows or slice of the gradient of a stage",
+                remedy="give tutti.prepare a loss_fn; or take stages alone, or tensor and shards",
+            )
 
 
 def _check_package(choice: Choice) -> None:

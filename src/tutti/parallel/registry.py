@@ -111,7 +111,6 @@ TABLE: Mapping[str, Strategy] = {
         LayersConfig,
         *_ALLREDUCE,
         "layers on different devices, which work in turn",
-        custom_loop=False,
         own_backward=False,
     ),
     "pipeline": Strategy(
@@ -119,7 +118,6 @@ TABLE: Mapping[str, Strategy] = {
         PipelineConfig,
         *_ALLREDUCE,
         "layers on different devices, with micro-batches under way on all of them",
-        custom_loop=False,
         own_backward=False,
     ),
     "tensor": Strategy(
@@ -136,7 +134,6 @@ TABLE: Mapping[str, Strategy] = {
         SplitConfig,
         "replicas × shards × stages × split layers, on one grid",
         reproducible=False,
-        custom_loop=False,
         own_backward=False,
     ),
     "central_storage": Strategy(

@@ -31,7 +31,7 @@ from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
 from tutti.types import (
-    SLICED,
+    SPLIT_OVER_MODEL,
     Batch,
     CustomLoopRunner,
     CustomLoopSync,
@@ -354,6 +354,9 @@ class CustomLoop:
         self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
     ) -> None:
         """Bank the gradient and loss sums of a micro-batch that is not the rank's last."""
+        staged = self._sync.gradient_at == "stages"
+        if staged:
+            self._sync.apply_edits()
         shown = self._shown()
         self._show(local)
         kept = self._bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
@@ -371,6 +374,9 @@ class CustomLoop:
                 parameter.grad = before
             elif not is_zeroed(before):
                 parameter.grad = before + parameter.grad
+        if staged:
+            # A rank must not read the gradients of its stage as those of the model in this body either.
+            self._sync.add_gradients({})
 
     def _complete(
         self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
@@ -480,11 +486,11 @@ class CustomLoop:
             self._origin.check_shards()
             return {}
         local = self._origin.local(self._origin.script_parameters(), means)
-        if local and self._sync.gradient_at in SLICED:
+        if local and self._sync.gradient_at in SPLIT_OVER_MODEL:
             raise UsageError(
-                "gradients of split layers that run.backward did not make",
+                "gradients of a model that is split over ranks, which run.backward did not make",
                 where=f"step {self._run.clock + 1}",
-                why="each rank has a slice of them, and what the script has done to them meanwhile cannot be known",
+                why="each rank has a part of them, and what the script has done to them meanwhile cannot be known",
                 remedy="call run.backward(loss), or take --strategy mirrored",
             )
         if local and self._run.noise is not None:
@@ -671,7 +677,9 @@ class CustomLoop:
                 )
             self._unapplied = False
             return latest
-        if edited or len(pending) != 1 or len(self.optimizers) > 1 or sync.accumulated:
+        # Not every stage has parameters that tell that gradients were accumulated.
+        anew = edited or sync.accumulated or sync.gradient_at == "stages"
+        if anew or len(pending) != 1 or len(self.optimizers) > 1:
             norm = sync.norm_of(members, self._lifecycle.context)
             latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
         run.stats = self._latest = latest

@@ -21,7 +21,7 @@ from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
 from tutti.torch_compat import tensor_version
-from tutti.types import SLICED, CustomLoopSync
+from tutti.types import SPLIT_OVER_MODEL, CustomLoopSync
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -107,7 +107,7 @@ class GradientOrigin:
         (FSDP2), or where gradients are complete because this rank computes the whole global batch in one micro-batch.
         """
         place = self._sync.gradient_at
-        if place == "shards" or (self.alone and place not in SLICED):
+        if place == "shards" or (self.alone and place not in SPLIT_OVER_MODEL):
             return
         for parameter in self.script_parameters():
             # A frozen one takes no hook; each later body looks again.
@@ -217,7 +217,7 @@ class GradientOrigin:
             self._refuse_mixed("the loop's body")
         if gradient is None or isinstance(gradient, IncompleteGradient):
             return False
-        if self.alone and self._sync.gradient_at not in SLICED:
+        if self.alone and self._sync.gradient_at not in SPLIT_OVER_MODEL:
             return False
         complete = self._complete.get(parameter)
         if complete is None or complete[0] is not gradient:
@@ -315,7 +315,7 @@ class GradientOrigin:
                 remedy="give tutti.prepare clip=…, or take --strategy tensor or mirrored",
             )
         comms = run.context.comms
-        comm = comms.world if place in ("slices", "rows") else comms.replica
+        comm = comms.world if place in (*SPLIT_OVER_MODEL, "rows") else comms.replica
         if comm.size == 1 or place in ("shards", "servers"):
             return
         names = {p: name for name, p in self._sync.named_trained()}

@@ -176,7 +176,7 @@ class Run:
         settings: RunSettings,
     ) -> None:
         self.replica, self.gradient_sync, self.feed, self.context = replica, sync, feed, run_context
-        self.model: nn.Module = replica.parts[0]
+        self.model: nn.Module = replica.plain
         self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
         self.conversions: ModelConversions | None = None
         self.state_guards: list[StateGuard] = []

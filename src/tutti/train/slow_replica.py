@@ -38,13 +38,14 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
         each.check(world.identity.size, workers, accelerated=is_accelerator(world.device))
         rank = world.identity.rank
         if each.worker or rank in each.rank:
-            delay = _delay_micro_batches if replica.custom_loop else _delay_workers
-            delay(replica, each, rank)
+            _delay_micro_batches(replica, each, rank)
+            if not replica.own_backward:
+                _delay_workers(replica, each, rank)
     return replica
 
 
 def _delay_micro_batches(replica: Any, slow: Slowness, rank: int) -> None:
-    """Delay each micro-batch's backward pass, in ``run`` and in a custom training loop."""
+    """Delay each micro-batch's backward pass, in a custom training loop and, where it has one, in ``run``."""
     begin, backward, begun = replica.begin, replica.backward, 0.0
 
     def note(micro_batch: MicroBatch) -> None:

@@ -74,7 +74,8 @@ def phases(run: Run, region: Region = record_function) -> Iterator[None]:
         region: function that returns the context manager of a region, given the phase's name; by default a record of
             PyTorch's profiler.
     """
-    forward = (run, "loss_fn") if run.loss_fn is not None else (run.model, "forward")
+    called = (run.model, "forward") if run.context.grid.stage == 1 else (run.replica, "pass_forward")
+    forward = called if run.loss_fn is None else (run, "loss_fn")
     named: list[tuple[Any, str, str]] = [
         (run, "_draw", "data"),
         (*forward, "forward"),

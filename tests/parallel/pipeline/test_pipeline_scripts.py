@@ -96,7 +96,6 @@ def read(how: str) -> str:
     reads = {
         "copy": lambda: copy.deepcopy(model),
         "state": model.state_dict,
-        "forward": lambda: model(torch.zeros(1, 4).double()),
         "norm": lambda: [p.norm() for p in model.parameters()],
         "data": lambda: [p.data for p in model.parameters()],
     }
@@ -107,7 +106,7 @@ def read(how: str) -> str:
     return "was read"
 
 
-@pytest.mark.parametrize("how", ["copy", "state", "forward", "norm", "data"])
+@pytest.mark.parametrize("how", ["copy", "state", "norm", "data"])
 def test_a_model_that_is_not_whole_here_cannot_be_read(how: str) -> None:
     for said in worlds.run(3, read, how=how):
         assert ("this rank does not have" in said or "each rank has" in said) and "run.state()" in said

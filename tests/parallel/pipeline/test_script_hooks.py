@@ -101,15 +101,15 @@ def looped(write: str, whole: bool) -> list[Any]:
     model, run = prepared("pipeline")
     batches = iter(run.epoch(0))
     run.step(next(batches))
-    before = [p.detach().clone() for p in run.model.parameters()]
+    before = [p.detach().clone() for p in run.replica.parts[0].parameters()]
     said = ""
     try:
         with torch.no_grad():
-            for parameter in (model if whole else run.model).parameters():
+            for parameter in (model if whole else run.replica.parts[0]).parameters():
                 WRITES[write](parameter)
     except tutti.errors.UsageError as error:
         said = str(error)
-    same = all(torch.equal(p.detach(), b) for p, b in zip(run.model.parameters(), before, strict=True))
+    same = all(torch.equal(p.detach(), b) for p, b in zip(run.replica.parts[0].parameters(), before, strict=True))
     if not said:
         run.step(next(batches))
     return [said, same]

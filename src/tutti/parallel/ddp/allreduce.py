@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Literal
 
 import torch
@@ -21,13 +20,12 @@ from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.sync_config import AllReduceConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError
-from tutti.nn.incomplete_gradient import after_clearing
-from tutti.nn.partial_gradient import GradientParts
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
 from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, largest_vector
+from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.reducers import (
     OverlappedReducer,
@@ -121,8 +119,8 @@ class AllReduceSync:
         self._scheduled: ScheduledAllReduce | None = None
         self._parts: list[int] | None = None
         self._acting_on: Sequence[nn.Parameter] | None = None
-        self._aside: dict[nn.Parameter, Tensor] = {}
-        self.gradient_at: GradientPlace = "slices" if run_context.grid.tensor > 1 else "rank"
+        grid = run_context.grid
+        self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
@@ -147,6 +145,7 @@ class AllReduceSync:
         self._unite(replica, named)
         self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
         self._named = named
+        self._concealed = ConcealedGradients(replica, self._run_context, self.gradient_at)
         self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
         self._reducer = self._new_reducer()
         self._make_optimizer = make_optimizer
@@ -274,7 +273,7 @@ class AllReduceSync:
 
     def clear(self) -> None:
         """Set the ``.grad`` of all trained parameters on this rank to None, after an update. Not collective."""
-        self._aside = {}
+        self._concealed.forget()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -421,9 +420,10 @@ class AllReduceSync:
         """Return the trained parameters on this rank as the user's model has them, in the model's order.
 
         In data parallelism they are the same objects that the optimizer updates; strategies that shard parameters
-        (FSDP, ZeRO) return the model's unsharded parameters or DTensors here.
+        (FSDP, ZeRO) return the model's unsharded parameters or DTensors here. With pipeline stages the parameters of
+        other stages are among them, whose ``.grad`` has placeholders.
         """
-        return self._parameters
+        return self._concealed.script_parameters() if self.gradient_at == "stages" else self._parameters
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the trained parameters of the model that are in the parameter groups of an optimizer.
@@ -435,7 +435,7 @@ class AllReduceSync:
             The model's parameter objects on this rank, in the model's order; frozen parameters are left out.
         """
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        return [p for p in self._parameters if p in own]
+        return [p for p in self.script_parameters() if p in own]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return copies of the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.
@@ -448,7 +448,7 @@ class AllReduceSync:
             are left out.
         """
         # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
-        self._reveal()
+        self._concealed.reveal()
         held = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
         self.clear()
         return held
@@ -466,27 +466,7 @@ class AllReduceSync:
         self.accumulated = bool(held)
         for parameter, before in held.items():
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-        self._conceal()
-
-    def _conceal(self) -> None:
-        """Replace gradients of tensor slices by placeholders, of which the script can take norms, scale and clamp.
-
-        A slice's gradient differs between tensor ranks, and the script might write a number computed from it into
-        tensors that all ranks hold alike.
-        """
-        if self.gradient_at == "slices":
-            specs, parts = self._replica.specs, GradientParts(self._run_context.comms.axis("tensor"))
-            for name, p in self._named:
-                if p.requires_grad and p.grad is not None and tuple(p.shape) != specs[name].shape:
-                    self._aside[p] = p.grad
-                    counted = name not in self._replica.not_owned
-                    parts.conceal([p], "in slices over the ranks", partial(self._aside.get, p), counted)
-
-    def _reveal(self) -> None:
-        """Restore the gradients that ``_conceal`` replaced, cleared where the script has cleared them."""
-        for parameter, gradient in self._aside.items():
-            parameter.grad = after_clearing(gradient, parameter.grad)
-        self._aside = {}
+        self._concealed.conceal(complete=True)
 
     def trained_tensors(self) -> list[Tensor]:
         """Return the ``.data`` of the trained parameters on this rank, in the model's order.
@@ -534,7 +514,7 @@ class AllReduceSync:
         or zeros. Every other ``.grad`` stays as the script has left it, clipped for example, and the update uses it.
         Not collective.
         """
-        self._reveal()
+        self._concealed.reveal()
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Do nothing: in data parallelism ``optimizer.zero_grad()`` has already cleared the model's ``.grad``.
@@ -587,7 +567,7 @@ class AllReduceSync:
                 yield
             finally:
                 self._acting_on = None
-                self._conceal()
+                self._concealed.conceal()
 
     def clip_gradients(self, norm: float) -> float:
         """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.

@@ -16,7 +16,8 @@ from tutti.nn.init_on_disk import load_spilled
 from tutti.nn.rng_streams import RngStreams, keyed_modules
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
 from tutti.nn.sync import SyncBatchNorm, peers_of
-from tutti.types import GradientReadyHook, MicroBatch, RunContext, ShardSpec
+from tutti.parallel.ddp import loss_output
+from tutti.types import GradientReadyHook, LossSums, MicroBatch, RunContext, ShardSpec
 
 
 class ReplicaPart:
@@ -35,7 +36,8 @@ class ReplicaPart:
             that these hooks do not know.
         unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
         replaced_name: returns the name of a sharded parameter that the script has replaced by another object, or None.
-        custom_loop: whether a custom training loop may call this object's forward and backward.
+        plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
+        own_backward: whether ``run`` calls ``backward`` for each micro-batch.
         split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
             empty for all other layouts.
         draws: the RNG streams of these modules.
@@ -45,7 +47,7 @@ class ReplicaPart:
         summary: entries for the run's header about this replica's layout.
     """
 
-    custom_loop = False
+    own_backward = True
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class ReplicaPart:
         device = run_context.comms.world.device
         restore_forwards(module)
         self.parts: Sequence[nn.Module] = (module, *others)
+        self.plain = module if plain is None else plain
         for part in self.parts:
             _move(part, device, parameters=not run_context.rows)
         load_spilled(self.parts, trained=not run_context.rows)
@@ -136,6 +139,60 @@ class ReplicaPart:
         if not self.sharded:
             for _, parameter in parameters(self.parts):
                 parameter.grad = None
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Seed the model's random number streams (dropout) for one micro-batch, before its forward.
+
+        Custom training loops, whose script calls the model itself, call this before each forward. For a dummy
+        micro-batch (of no samples, which a rank computes only to keep collectives aligned) the model gets copies of its
+        buffers.
+
+        Args:
+            micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and
+                micro-batch, seeds the streams.
+        """
+        self.enter(micro_batch)
+
+    def backward(
+        self,
+        result: Any,
+        micro_batch: MicroBatch,
+        before: LossSums | None,
+        grad_hook: GradientReadyHook,
+        retain_graph: bool = False,
+    ) -> LossSums:
+        """Run backward of one micro-batch and accumulate its gradients in ``.grad``.
+
+        A dummy micro-batch (without samples, which a rank computes only to keep collectives aligned) adds no gradient.
+
+        Args:
+            result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
+            micro_batch: the micro-batch of the forward.
+            before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
+                the first.
+            grad_hook: gradient-ready hook; its ``prepare_for_backward`` is called with the loss sums so far if this is
+                the worker's last micro-batch.
+            retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
+
+        Returns:
+            A ``LossSums`` of the worker so far, this micro-batch included; its float tensor ``sums`` holds loss sum,
+            count and metric sums in this order.
+
+        Raises:
+            UsageError: the loss has an unknown form or requires no gradient.
+        """
+        self.draws.check()
+        objective, start, part = loss_output.read_loss(result, micro_batch)
+        loss_output.check_trains(objective)
+        total = part if before is None else before + part
+        # A dummy micro-batch runs backward only where that has collectives (SyncBatchNorm, FSDP2), with zero gradient.
+        if micro_batch.samples and micro_batch.last:
+            grad_hook.prepare_for_backward(total)
+        if micro_batch.samples or self.peers is not None or self.sharded:
+            objective.backward(start, retain_graph=retain_graph)
+        if not micro_batch.samples:
+            self.forget()
+        return total
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Register ``grad_hook.gradient_ready`` as post-accumulate-grad hook of all trainable parameters on this rank.

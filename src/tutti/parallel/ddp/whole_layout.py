@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -48,8 +47,6 @@ class WholeLayout:
 class WholeRunner(ReplicaPart):
     """Runs forward and backward of one whole model on this rank's device, as plain data parallelism does."""
 
-    custom_loop = True
-
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
@@ -83,58 +80,4 @@ class WholeRunner(ReplicaPart):
                 total = part if total is None else total + part
         if total is None:
             raise ValueError("run needs at least one micro-batch")
-        return total
-
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """Seed the model's random number streams (dropout) for one micro-batch, before its forward.
-
-        Custom training loops, whose script calls the model itself, call this before each forward. For a dummy
-        micro-batch (of no samples, which a rank computes only to keep collectives aligned) the model gets copies of its
-        buffers.
-
-        Args:
-            micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and
-                micro-batch, seeds the streams.
-        """
-        self.enter(micro_batch)
-
-    def backward(
-        self,
-        result: Any,
-        micro_batch: MicroBatch,
-        before: LossSums | None,
-        grad_hook: GradientReadyHook,
-        retain_graph: bool = False,
-    ) -> LossSums:
-        """Run backward of one micro-batch and accumulate its gradients in ``.grad``.
-
-        A dummy micro-batch (without samples, which a rank computes only to keep collectives aligned) adds no gradient.
-
-        Args:
-            result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
-            micro_batch: the micro-batch of the forward.
-            before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
-                the first.
-            grad_hook: gradient-ready hook; its ``prepare_for_backward`` is called with the loss sums so far if this is
-                the worker's last micro-batch.
-            retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
-
-        Returns:
-            A ``LossSums`` of the worker so far, this micro-batch included; its float tensor ``sums`` holds loss sum,
-            count and metric sums in this order.
-
-        Raises:
-            UsageError: the loss has an unknown form or requires no gradient.
-        """
-        self.draws.check()
-        objective, start, part = loss_output.read_loss(result, micro_batch)
-        loss_output.check_trains(objective)
-        total = part if before is None else before + part
-        # A dummy micro-batch runs backward only where that has collectives (SyncBatchNorm, FSDP2), with zero gradient.
-        if micro_batch.samples and micro_batch.last:
-            grad_hook.prepare_for_backward(total)
-        if micro_batch.samples or self.peers is not None or self.sharded:
-            objective.backward(start, retain_graph=retain_graph)
-        if not micro_batch.samples:
-            self.forget()
         return total

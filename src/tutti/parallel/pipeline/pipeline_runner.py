@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.errors import TuttiError, UsageError, script_line_of
+from tutti.errors import TuttiError, UsageError, script_line, script_line_of
 from tutti.nn import ac_policy
 from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
 from tutti.nn.forward_hooks import KeptGraphs, find_script_hook
-from tutti.nn.gradient_hooks import add_accumulation_hook
+from tutti.nn.gradient_hooks import add_accumulation_hook, has_accumulation_hook, has_gradient_hook
+from tutti.nn.rng_streams import keyed_modules
 from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import describe_tensors, parameters
 from tutti.nn.sync import peers_of
@@ -39,10 +40,11 @@ from tutti.parallel.pipeline.split_backward import BackwardRoots, LayerOutput, S
 from tutti.parallel.pipeline.stage_messages import KINDS, StageMessages, shapes
 from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, stages_here
 from tutti.parallel.pipeline.stage_writes import StageWrites
+from tutti.parallel.pipeline.staged_call import StagedModel
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import is_compiled, is_fake, tensor_version, tree_leaves
+from tutti.torch_compat import is_compiled, is_fake, replace_call, tensor_version, tree_leaves
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
 
 
@@ -189,7 +191,8 @@ class MicroBatchState:
 class PipelineRunner(ReplicaPart):
     """Runs micro-batches through this rank's virtual pipeline stages of one replica of the model.
 
-    The inherited attribute ``parts`` lists the stages' modules; their tensors have the names of the whole model.
+    The inherited attribute ``parts`` lists the stages' modules; their tensors have the names of the whole model. Code
+    that calls ``plain`` runs the stages one after another, on all ranks of the replica together.
 
     Args:
         config: options of the layout, among them the schedule.
@@ -201,8 +204,11 @@ class PipelineRunner(ReplicaPart):
     Attributes:
         cuts: the stage partition; None where the model is not cut.
         plain: the whole model, with placeholders for what other ranks hold.
+        has_last: whether this rank has the last stage.
         split_backwards: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
     """
+
+    own_backward = False
 
     def __init__(
         self,
@@ -217,6 +223,7 @@ class PipelineRunner(ReplicaPart):
         self._comm, self._virtual_stages = run_context.comms.axis("stage"), virtual_stages
         self._schedule, self._ranks, self._here = config.schedule, self._comm.size, self._comm.rank
         self._last = self._ranks * len(virtual_stages) - 1
+        self.has_last = self._here == self._ranks - 1
         self._messages = StageMessages(self._comm)
         self._known: dict[bool, tuple[LossFn, tuple[str, ...]]] = {}
         self.split_backwards = [SplitBackward(m) for m in modules] if config.schedule == "zero_bubble" else []
@@ -229,7 +236,6 @@ class PipelineRunner(ReplicaPart):
         self._hooks = [KeptGraphs(module) for module in modules]
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
         self.cuts = None if holding is None else holding.cuts
-        self.plain = plain
         if holding is not None:
             self.not_owned = holding.not_owned
             self.summary = _said(holding.cuts, config, self._ranks)
@@ -243,7 +249,13 @@ class PipelineRunner(ReplicaPart):
             self._before = holding.calls[self._here :: self._ranks]
             self._drawing = holding.draws
         self._shared = SharedGradients(groups, run_context.reproducible)
-        self._relay = _Relay(self, inspect.signature(plain.forward))
+        signature = inspect.signature(plain.forward)
+        self._relay = _Relay(self, signature)
+        self._touched: set[Tensor] = set()
+        self._backwards = -1
+        self._calls_in_body = 0
+        self._synced = False
+        self._drawn_apart: Sequence[str] = ()
         self._grad_hook: GradientReadyHook | None = None
         self._reporting = False
         self._forget_writes: Callable[[], None] = lambda: None
@@ -256,15 +268,26 @@ class PipelineRunner(ReplicaPart):
                 self.script_code, self.model_code = script.script_code, script.model_code
             self._forget_writes = writes.forget
             put_away(plain, places, self.parts, writes.undo)
+            replace_call(plain, StagedModel(self, plain, self._comm, partial(_bound, holding.cuts, signature)))
+            self._synced = holding.draws or bool(keyed_modules(plain))
+            self._drawn_apart = holding.drawn_apart
             put_attributes_away(plain, dict.fromkeys(holding.cuts.written, "on another stage"), self.parts)
 
-    def _look_what_learns(self) -> None:
-        """Look up which stages receive values that depend on trained parameters: scripts freeze and unfreeze some."""
+    def look_what_learns(self, asked: bool = False) -> tuple[bool, ...]:
+        """Look up which stages receive values that need a gradient: scripts freeze and unfreeze parameters.
+
+        Args:
+            asked: whether an input of the model requires a gradient.
+
+        Returns:
+            For each virtual stage of the whole model, and for the model's output, whether it takes such values.
+        """
         self._shared.look()
         for each in self.split_backwards:
             each.look()
         trained = [any(p.requires_grad for p in row) for row in self._held]
-        self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
+        self._learns = [asked or any(trained[:stage]) for stage in range(len(self._learns))]
+        return tuple(self._learns)
 
     @property
     def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:
@@ -304,6 +327,7 @@ class PipelineRunner(ReplicaPart):
             each.replace(by)
 
     def _ready(self, parameter: Tensor) -> None:
+        self._touched.add(parameter)
         if self._reporting and self._grad_hook is not None:
             self._grad_hook.gradient_ready(parameter)
 
@@ -338,7 +362,7 @@ class PipelineRunner(ReplicaPart):
         )
         flights: dict[tuple[int, int], MicroBatchState] = {}
         turn = _Turn(loss, grad_hook)
-        self._look_what_learns()
+        self.look_what_learns()
         self._forget_writes()
         if training:
             self._shared.begin()
@@ -600,6 +624,170 @@ class PipelineRunner(ReplicaPart):
             flight.values = [_Entering.apply(v) if form.learns else v for v, form in pairs]  # type: ignore[no-untyped-call]
         return [value for value, form in zip(flight.values, forms, strict=False) if form.shared]
 
+    # --- calls of the whole model: custom training loops -----------------------------------------------------------
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Seed the model's random number streams (dropout) for one micro-batch, before a custom loop's body.
+
+        Args:
+            micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and
+                micro-batch, seeds the streams.
+        """
+        self._forget_writes()
+        self._calls_in_body = 0
+        super().begin(micro_batch)
+
+    def backward(
+        self,
+        result: Any,
+        micro_batch: MicroBatch,
+        before: LossSums | None,
+        grad_hook: GradientReadyHook,
+        retain_graph: bool = False,
+    ) -> LossSums:
+        """Run backward of one micro-batch, on all stages for each call of the model in it. Collective over the stages.
+
+        The arguments and the result are those of ``ReplicaPart.backward``. A parameter's gradient is complete, and
+        reported to the gradient-ready hook, after the backward of the last of these calls.
+
+        Raises:
+            UsageError: the loss has an unknown form or requires no gradient; or it depends on several calls of the
+                model, and a parameter has a gradient hook of the script.
+        """
+        self._touched.clear()
+        self._backwards = 0
+        total = super().backward(result, micro_batch, before, grad_hook, retain_graph)
+        self._backwards = -1
+        if micro_batch.samples and micro_batch.last:
+            for _, parameter in parameters(self.parts):
+                if parameter in self._touched or (parameter in self._shared.parameters and parameter.grad is not None):
+                    grad_hook.gradient_ready(parameter)
+        return total
+
+    def pass_forward(
+        self, key: tuple[Any, ...], given: Mapping[str, Any], training: bool
+    ) -> tuple[list[MicroBatchState], Any]:
+        """Run one call of the model through all pipeline stages, one after another. Collective over the stages' ranks.
+
+        Args:
+            key: equal for calls whose activations have the same shapes and dtypes.
+            given: arguments of the model's call, as ``compute`` takes them.
+            training: whether a backward may follow.
+
+        Returns:
+            The state of the call on each virtual stage of this rank; and the model's output on the last stage's rank,
+            None on others.
+
+        Raises:
+            UsageError: as ``run`` and ``compute``; or a module that draws random numbers is called on several ranks,
+                and the model more than once for a micro-batch.
+        """
+        self._check_constants()
+        self._check_containers()
+        start, flights, result = self.draws.moment, list[MicroBatchState](), None
+        made = dict(start.calls)
+        apart = next((name for name in self._drawn_apart if self.plain.get_submodule(name).training), None)
+        if apart is not None and self._calls_in_body:
+            raise UsageError(
+                f"a second call of the model for a micro-batch cannot be combined with {apart} on several stages",
+                where=script_line(),
+                why="it draws random numbers, and a stage does not know how many the others have drawn",
+                remedy="use a module of its own in each place, or take --strategy mirrored",
+            )
+        self._calls_in_body += 1
+        for hooks in self._hooks if training else ():
+            hooks.begin()
+        for chunk, part in enumerate(self.parts):
+            part.training = self.plain.training
+            counts = made | {name: made.get(name, 0) + count for name, count in self._before[chunk].items()}
+            self.draws.moment = start._replace(calls=counts)
+            flight = MicroBatchState(training, key)
+            with suppress(StageReached):
+                result = self.compute(flight, chunk * self._ranks + self._here, given)
+                self._check_kept(chunk, tree_leaves(result))
+            flight.moment = self.draws.moment
+            made |= {name: made.get(name, 0) + n - counts.get(name, 0) for name, n in flight.moment.calls.items()}
+            flights.append(flight)
+        self.draws.moment = start._replace(calls=made)
+        if self._synced:
+            # The script's next draws follow the last one of the model.
+            state = self.draws.state.to(self._comm.device)
+            self._comm.broadcast_unchecked(state, self._ranks - 1, "state of random numbers")
+            self.draws.state = state.cpu()
+        self._messages.finish()
+        return flights, result
+
+    def pass_backward(
+        self,
+        flights: Sequence[MicroBatchState],
+        roots: Sequence[tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        key: tuple[Any, ...],
+        accumulate: bool,
+        keep: bool,
+    ) -> None:
+        """Run the backward of one call of the model through all pipeline stages, from the last one to the first.
+
+        Collective over the stages' ranks.
+
+        Args:
+            flights: first result of ``pass_forward``.
+            roots: on the last stage's rank the tensors of the model's output that have a gradient, with these
+                gradients.
+            inputs: the tensors among the arguments of the call; hooks on them take their gradients.
+            key: equal for calls in whose backward the same activations have gradients.
+            accumulate: whether to add the parameters' gradients to ``.grad``.
+            keep: keep the graph for another backward.
+        """
+        now = self.draws.moment
+        if accumulate:
+            self._check_hooks()
+            self._shared.begin()
+        for chunk, flight in reversed([*enumerate(flights)]):
+            stage = chunk * self._ranks + self._here
+            self.draws.moment = flight.moment
+            pairs: Sequence[tuple[Tensor, Any]] = roots
+            if stage != self._last:
+                received = self._messages.receive("gradients", (stage + 1, *key))[0] if flight.leaving else []
+                pairs = [pair for pair in zip(flight.leaving, received, strict=True) if pair[1] is not None]
+            tensors = [tensor for tensor, _ in pairs if tensor.requires_grad]
+            gradients = [gradient for tensor, gradient in pairs if tensor.requires_grad]
+            leaves = [leaf for leaf in (*flight.entered, *inputs) if leaf.requires_grad]
+            flight.gradients.clear()
+            if tensors and accumulate:
+                torch.autograd.backward(tensors, gradients, retain_graph=keep)
+            elif tensors and leaves:
+                torch.autograd.grad(tensors, leaves, gradients, retain_graph=keep, allow_unused=True)
+            for leaf in leaves:
+                leaf.grad = None
+            if flight.entered:
+                own = [flight.gradients.get(number) for number in range(len(flight.entered))]
+                self._messages.send_gradients(own, flight.entered, (stage, *key))
+        self._messages.finish()
+        if accumulate:
+            self._shared.take(0)
+            self._shared.finish(1)
+        self.draws.moment = now
+
+    def _check_hooks(self) -> None:
+        """Raise UsageError for a gradient hook of the script where a loss depends on several calls of the model.
+
+        Each call has a backward of its own, so that the hook would not be given the sum of the gradients.
+        """
+        self._backwards += self._backwards >= 0
+        if self._backwards < 2:
+            return
+        named = self.plain.named_parameters()
+        hooked = next((n for n, p in named if has_gradient_hook(p) or has_accumulation_hook(p)), None)
+        if hooked is not None:
+            raise UsageError(
+                f"the gradient hook on {hooked} cannot be combined with several calls of the model in a loss",
+                where=script_line(),
+                why="the stages run a backward for each call, and the hook would be called for each",
+                remedy="call the model once, as model(torch.cat([first, second])), edit .grad after run.backward, or"
+                " take --strategy mirrored",
+            )
+
     def whole(self, args: Any, kwargs: Any) -> Any:
         """Run the forward of a model that is not cut into pipeline stages, on this rank, and return its output.
 
@@ -694,7 +882,6 @@ class _Relay:
     def __init__(self, replica: PipelineRunner, signature: inspect.Signature) -> None:
         self._replica, self._signature = replica, signature
         self._names = list(signature.parameters)
-        self._known = set(self._names) if replica.cuts is None else replica.cuts.arguments
         self.called = self.computed = self._handed_over = False
         self._failure: tuple[Exception, str] | None = None
 
@@ -776,18 +963,9 @@ class _Relay:
         self.called = True
         if self._replica.cuts is None:
             return self._replica.whole(args, kwargs)
-        recorded = self._replica.cuts.record is not None
-        given = dict(zip(self._names, args, strict=False))
-        if kwargs:
-            given = self._signature.bind(*args, **kwargs).arguments
-        for name in given.keys() - self._known if not recorded else ():
-            if given[name] is not self._signature.parameters[name].default:
-                raise UsageError(
-                    f"the loss function gives the model '{name}', whose default in its forward is different",
-                    why="the stages were cut with the default",
-                    remedy="give the argument no default, or do not give it",
-                )
-        asked = next((n for n, v in given.items() if isinstance(v, Tensor) and v.requires_grad), None)
+        given = _bound(self._replica.cuts, self._signature, args, kwargs)
+        tensors = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        asked = next((n for n, v in tensors.items() if isinstance(v, Tensor) and v.requires_grad), None)
         if asked is not None:
             raise UsageError(
                 f"the loss function asks for the gradient of the model's input '{asked}'",
@@ -795,8 +973,7 @@ class _Relay:
                 remedy="give the model inputs that do not require a gradient, or take --strategy mirrored",
             )
         self.computed = True
-        inputs = {"args": args, "kwargs": kwargs} if recorded else given
-        return self._replica.compute(self._flight, self._stage, inputs)
+        return self._replica.compute(self._flight, self._stage, given)
 
     def __getattr__(self, name: str) -> Any:
         # Of the whole model, whose placeholders refuse to be read: a penalty on all weights is none on some of them.
@@ -807,6 +984,29 @@ class _Relay:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._replica.plain  # type: ignore[misc]
+
+
+def _bound(
+    cuts: stage_partition.StagePartition, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the arguments of a model's call as ``PipelineRunner.compute`` takes them.
+
+    Raises UsageError for an argument with which the stages were not cut.
+    """
+    if cuts.record is not None:
+        return {"args": args, "kwargs": kwargs}
+    given = dict(zip(signature.parameters, args, strict=False))
+    if kwargs:
+        given = signature.bind(*args, **kwargs).arguments
+    for name in given.keys() - cuts.arguments:
+        if given[name] is not signature.parameters[name].default:
+            raise UsageError(
+                f"the script gives the model '{name}', whose default in its forward is different",
+                where=script_line(),
+                why="the stages were cut with the default",
+                remedy="give the argument no default, or do not give it",
+            )
+    return given
 
 
 def _refuse_attribute(error: AttributeError) -> NoReturn:

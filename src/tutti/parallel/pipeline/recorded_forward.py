@@ -324,7 +324,7 @@ class _BlockDispatch:
         self.active = run
         try:
             with run.watching():
-                return run.end(self._plain(*args, **kwargs))
+                return run.end(uncompiled_call(self._plain)(*args, **kwargs))
         except _StageEnd as end:
             return end.values
         finally:

@@ -18,7 +18,8 @@ from tutti.nn.written_tensors import share_memory
 KINDS = {"activations": 1, "gradients": -1}
 """Direction along the stages: 1 to the next rank, -1 to the previous one."""
 
-_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+"""PyTorch's memory formats by their names in a ``MessageForm``."""
 
 
 class MessageForm(NamedTuple):
@@ -91,7 +92,7 @@ class StageMessages:
             UsageError: batches of an equal key have values of different forms, or a value is neither a tensor nor a
                 value that JSON can hold.
         """
-        forms = [_form(value) for value in values]
+        forms = [message_form(value) for value in values]
         known = self._forms.get((kind, *key))
         if known is None:
             forms = _with_shared(forms, values, beside) if kind == "activations" else forms
@@ -107,7 +108,7 @@ class StageMessages:
             if form.shape is not None:
                 # A conjugate is a flag on the memory that is sent.
                 plain = value.detach().resolve_conj().resolve_neg()
-                self._start(kind, plain.contiguous(memory_format=_FORMATS[form.memory]))
+                self._start(kind, plain.contiguous(memory_format=MEMORY_FORMATS[form.memory]))
         return known
 
     def send_gradients(
@@ -194,7 +195,7 @@ class StageMessages:
         for form in self._forms[kind, *key]:
             value = form.value
             if form.shape is not None:
-                dtype, memory = getattr(torch, form.dtype), _FORMATS[form.memory]
+                dtype, memory = getattr(torch, form.dtype), MEMORY_FORMATS[form.memory]
                 value = torch.empty(form.shape, dtype=dtype, device=self._comm.device, memory_format=memory)
                 pending.append(self._comm.start_receive(value, self._neighbour(-KINDS[kind]), kind))
             values.append(value)
@@ -245,12 +246,17 @@ class StageMessages:
         self._comm.receive(length, source, kind)
         raw = torch.zeros(int(length), dtype=torch.uint8, device=self._comm.device)
         self._comm.receive(raw, source, kind)
-        return [MessageForm(*map(_tuples, row)) for row in json.loads(bytes(raw.cpu().numpy()))]
+        return [MessageForm(*map(tuples, row)) for row in json.loads(bytes(raw.cpu().numpy()))]
 
 
-def _form(value: Any) -> MessageForm:
+def message_form(value: Any) -> MessageForm:
+    """Return shape, dtype and memory format of a tensor, or the value itself where it is no tensor.
+
+    Args:
+        value: a tensor, or another value that JSON can hold.
+    """
     if not isinstance(value, Tensor):
-        return MessageForm(None, "", "", False, _tuples(value))
+        return MessageForm(None, "", "", False, tuples(value))
     last = value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
     memory = "channels_last" if last else "contiguous"
     learns = value.is_floating_point() or value.is_complex()
@@ -266,8 +272,9 @@ def _with_shared(forms: Sequence[MessageForm], values: Sequence[Any], beside: Se
     return found
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+def tuples(value: Any) -> Any:
+    """Return a value with tuples in place of its lists, however deep, as it was before a way through JSON."""
+    return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _refuse(value: Any) -> Any:

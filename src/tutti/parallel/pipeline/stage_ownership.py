@@ -32,6 +32,7 @@ class StageOwnership:
         stages: for each parameter and persistent buffer, by its name, the indices of the virtual stages that hold it.
         draws: whether functions outside of modules with RNG streams may draw random numbers. The RNG state then travels
             from stage to stage with the activations.
+        drawn_apart: names of modules with an RNG stream of their own that stages of several ranks call.
     """
 
     cuts: stage_partition.StagePartition
@@ -40,6 +41,7 @@ class StageOwnership:
     calls: list[Mapping[str, int]]
     stages: Mapping[str, Sequence[int]]
     draws: bool
+    drawn_apart: Sequence[str]
 
 
 def stages_here(
@@ -88,12 +90,20 @@ def stages_here(
             groups.setdefault(tuple(sorted({i % ranks for i in holders[name]})), []).append(parameter)
     streams = keyed_modules(plain)
     own = {m for nodes in found.stages for name, m in modules_of(nodes, plain) if name not in streams}
-    *calls, last = _calls_before(found, streams)
+    rows = _calls_before(found, streams)
+    *calls, last = rows
+    callers = {n: {i % ranks for i in range(len(calls)) if rows[i + 1].get(n) != rows[i].get(n)} for n in last}
     # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
     draws = any(map(draws_by_functions, own)) or (bool(calls[-1]) and calls[-1] == last)
     where = {names[i]: [stage for stage, each in enumerate(used) if i in each] or [0] for i in names} | holders
     return [virtual_stages[i] for i in mine], StageOwnership(
-        found, frozenset(borrowed), list(groups.items()), calls, where, draws
+        found,
+        frozenset(borrowed),
+        list(groups.items()),
+        calls,
+        where,
+        draws,
+        [name for name in callers if len(callers[name]) > 1],
     )
 
 

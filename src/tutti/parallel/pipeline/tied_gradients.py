@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
+from tutti.nn.incomplete_gradient import IncompleteGradient
 
 
 class SharedGradients:
@@ -107,6 +108,12 @@ class SharedGradients:
                 summed = _summed(comm, torch.cat([*rows_here, p.detach().new_tensor([float(any_here)])]))
                 parts = list(summed[:-1].view(len(parts), *p.shape)) if bool(summed[-1]) else []
             total = self._before[p]
+            if isinstance(total, IncompleteGradient):
+                # In a backward of the script's own: the placeholder notes what is added to it.
+                for part in parts:
+                    total.added |= part is not None
+                p.grad = total
+                continue
             for part in parts:
                 if part is not None:
                     total = part if total is None else total + part

@@ -1,0 +1,313 @@
+"""Call a model that is cut into pipeline stages as if it were whole: the ranks of all stages make the same call.
+
+A custom training loop and a loss function that calls the model more than once need the model's output on every rank,
+and a backward that may come at any time. A call therefore is one autograd function on every stage's rank. Its forward
+passes the inputs through the stages and broadcasts the last stage's outputs; its backward passes the gradients of the
+outputs, which are the same on all ranks, back through the stages. The stages compute one after another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator
+from tutti.errors import UsageError, script_line
+from tutti.parallel.pipeline.stage_messages import MEMORY_FORMATS, MessageForm, message_form, tuples
+from tutti.torch_compat import (
+    functorch_level,
+    is_reached,
+    keeps_graph,
+    tensor_version,
+    tree_flatten,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+if TYPE_CHECKING:
+    from tutti.parallel.pipeline.pipeline_runner import MicroBatchState, PipelineRunner
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class _Outputs(NamedTuple):
+    """Structure of a model's output, and the form of each leaf in it."""
+
+    structure: str
+    forms: list[MessageForm]
+
+
+class StagedModel:
+    """Stands for a whole model whose stages are on several ranks: a call computes on all of them. Collective.
+
+    Every rank of the replica's stages makes the same calls with equal arguments, and gets the model's output. A
+    gradient of the output goes back through the stages, into the parameters of each and to the inputs.
+
+    Args:
+        runner: runs this rank's stages.
+        plain: the whole model, with placeholders for what other ranks hold.
+        comm: communicator over the ranks of the stages.
+        bind: maps the arguments of a call, positional and by keyword, to what the stages are given.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        plain: nn.Module,
+        comm: Communicator,
+        bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
+        self.runner, self.comm, self.bind = runner, comm, bind
+        self._plain = plain
+        self._parameters = [id(p) for p in plain.parameters()]
+        self._anchor = torch.zeros((), device=comm.device)
+        self._known: dict[tuple[Any, ...], _Outputs] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the model's output on all stages, and return it on every rank. Collective over the stages' ranks.
+
+        Raises:
+            UsageError: an argument is an object whose tensors are not known; the call is within a transform of
+                ``torch.func``, or with other parameters than the model's own; the model writes an argument in place; or
+                the output is no structure of tensors and numbers, or of another form than for equal arguments before.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        self._check(leaves)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        asked = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        with self.runner.model_code():
+            learns = self.runner.look_what_learns(asked)
+            trains = torch.is_grad_enabled() and learns[-1]
+            key = (trains, learns, structure, *(_form_of_argument(leaf, self.comm.device) for leaf in leaves))
+            call = _Call(self, key, leaves, structure, trains)
+            if not trains:
+                values = call.forward(inputs)
+            else:
+                values = _Through.apply(call, self._anchor.clone().requires_grad_(), *inputs)  # type: ignore[no-untyped-call]
+        return tree_unflatten(call.with_values(values), treespec_loads(call.outputs.structure))
+
+    def _check(self, leaves: Sequence[Any]) -> None:
+        """Raise UsageError for a call that the stages cannot make."""
+        why, cuts = "", self.runner.cuts
+        unknown = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
+        if unknown is not None:
+            why = f"one of its arguments is a {type(unknown).__name__}, whose tensors are not known"
+        elif functorch_level():
+            why = "torch.func cannot transform the messages between stages"
+        elif [id(p) for p in self._plain.parameters()] != self._parameters:
+            why = "its parameters are not its own (torch.func.functional_call), and each stage has a part of them"
+        elif cuts is not None and cuts.record is not None and cuts.record.writes_inputs:
+            why = "its forward writes its arguments in place, and every rank has its own copy"
+        if why:
+            raise UsageError(
+                "this call of the model cannot be combined with stages on several ranks",
+                where=script_line(),
+                why=why,
+                remedy="call model(…) with tensors and numbers, or take --strategy mirrored",
+            )
+
+    def share(self, key: tuple[Any, ...], result: Any, last: bool) -> tuple[_Outputs, list[Tensor]]:
+        """Broadcast the model's output from the last stage. Collective.
+
+        Args:
+            key: equal for calls whose outputs have the same form.
+            result: the model's output, on the last stage.
+            last: whether this rank has the last stage.
+
+        Returns:
+            The structure of the output, and its tensors, on every rank.
+        """
+        tensors, found = list[Tensor](), None
+        if last:
+            found, tensors = _describe(result)
+        if key not in self._known:
+            reply = None if found is None else [found.structure, [list(form) for form in found.forms]]
+            structure, forms = self.comm.broadcast_json(reply, self.comm.size - 1, "form of the model's output")
+            self._known[key] = _Outputs(structure, [MessageForm(*map(tuples, row)) for row in forms])
+        known = self._known[key]
+        if found is not None and found != known:
+            raise UsageError(
+                "the model's output has another form than for equal arguments before",
+                where=script_line(),
+                why="each rank must know its shapes before it receives it",
+                remedy="let the shapes depend on those of the arguments alone, or take --strategy mirrored",
+            )
+        if not last:
+            tensors = [_empty(form, self.comm.device) for form in known.forms if form.shape is not None]
+        for tensor in tensors:
+            self.comm.broadcast_unchecked(tensor, self.comm.size - 1, "the model's output")
+        return known, tensors
+
+    def sum_over_stages(self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Add up the gradients of the call's inputs over the stages that read them. Collective.
+
+        Args:
+            gradients: this rank's part of the gradient of each input; None where its stages do not use the input.
+            inputs: the inputs.
+
+        Returns:
+            The gradients, None where no stage uses the input.
+        """
+        found: list[Tensor | None] = []
+        for gradient, given in zip(gradients, inputs, strict=True):
+            mine = torch.zeros_like(given) if gradient is None else gradient
+            flat = torch.cat([mine.reshape(-1), mine.new_tensor([float(gradient is not None)])])
+            self.comm.start_all_reduce(flat, "all_reduce of the gradient of the model's inputs").wait()
+            found.append(flat[:-1].view(given.shape) if bool(flat[-1].real) else None)
+        return found
+
+
+class _Call:
+    """One call of the model: this rank's part of its graph.
+
+    Attributes:
+        outputs: structure of the output, after ``forward``.
+    """
+
+    outputs: _Outputs
+
+    def __init__(
+        self, model: StagedModel, key: tuple[Any, ...], leaves: Sequence[Any], structure: Any, trains: bool
+    ) -> None:
+        self._model, self._key, self._structure, self._trains = model, key, structure, trains
+        self._leaves = list(leaves)
+        self._flights: list[MicroBatchState] = []
+        self._inputs: list[Tensor] = []
+        self._results: list[Tensor] = []
+        self._gradients: dict[int, Tensor] = {}
+
+    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Pass the inputs through all stages, and return the tensors of the model's output. Collective."""
+        runner = self._model.runner
+        before = [tensor_version(t) for t in inputs if not t.is_inference()]
+        with torch.set_grad_enabled(self._trains):
+            self._inputs = [t.detach().requires_grad_(self._trains and t.requires_grad) for t in inputs]
+            for number, leaf in enumerate(self._inputs):
+                if leaf.requires_grad:
+                    leaf.register_hook(partial(self._add, number))
+            given = iter(self._inputs)
+            leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+            self._leaves = []
+            arguments = self._model.bind(*tree_unflatten(leaves, self._structure))
+            self._flights, result = runner.pass_forward(self._key, arguments, self._trains)
+        if before != [tensor_version(t) for t in inputs if not t.is_inference()]:
+            raise UsageError(
+                "the model's forward writes an argument of its call in place",
+                where=script_line(),
+                why="every rank has its own copy of the argument, which is not written",
+                remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take --strategy mirrored",
+            )
+        self.outputs, tensors = self._model.share(self._key, result, runner.has_last)
+        if runner.has_last and self._trains:
+            self._results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        return tensors
+
+    def _add(self, number: int, gradient: Tensor) -> None:
+        known = self._gradients.get(number)
+        self._gradients[number] = gradient if known is None else known + gradient
+
+    def with_values(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return the leaves of the model's output: these tensors, and values of other types."""
+        given = iter(tensors)
+        return [form.value if form.shape is None else next(given) for form in self.outputs.forms]
+
+    @property
+    def learns(self) -> list[bool]:
+        """Whether each tensor of the output depends on a parameter or an input that requires a gradient."""
+        return [form.learns for form in self.outputs.forms if form.shape is not None]
+
+    def backward(self, gradients: Sequence[Tensor | None], accumulate: bool, keep: bool) -> list[Tensor | None]:
+        """Pass the gradients of the outputs back through all stages, and return those of the inputs. Collective.
+
+        Args:
+            gradients: gradient of each tensor of the output, equal on all ranks; None where the loss ignores it.
+            accumulate: whether to add the parameters' gradients to ``.grad``.
+            keep: keep the graph for another backward.
+        """
+        runner, self._gradients = self._model.runner, {}
+        reached = tuple(gradient is not None for gradient in gradients)
+        roots = [(t, g) for t, g in zip(self._results, gradients, strict=False) if t.requires_grad and g is not None]
+        with runner.model_code():
+            runner.pass_backward(self._flights, roots, self._inputs, (*self._key, reached), accumulate, keep)
+            asked = [number for number, leaf in enumerate(self._inputs) if leaf.requires_grad]
+            inputs = [self._inputs[number] for number in asked]
+            summed = self._model.sum_over_stages([self._gradients.get(number) for number in asked], inputs)
+        self._gradients = {}
+        if not keep:
+            self._flights, self._results = [], []
+        found: list[Tensor | None] = [None] * len(self._inputs)
+        for number, gradient in zip(asked, summed, strict=True):
+            found[number] = gradient
+        return found
+
+
+class _Through(torch.autograd.Function):
+    """A call of the model on all stages. The anchor is a leaf by which its backward is told from a gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        tensors = call.forward(inputs)
+        ctx.mark_non_differentiable(*(t for t, learns in zip(tensors, call.learns, strict=True) if not learns))
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient cannot be combined with a model that is cut into stages",
+                where=script_line(),
+                why="the backward through the stages (create_graph=True) leaves no graph",
+                remedy="take --strategy mirrored",
+            )
+        accumulate = is_reached(ctx.next_functions[0][0])
+        return None, None, *ctx.call.backward(gradients, accumulate, keeps_graph())
+
+
+def _describe(result: Any) -> tuple[_Outputs, list[Tensor]]:
+    """Return the structure of the model's output, and copies of its tensors, which the script may write in place."""
+    leaves, structure = tree_flatten(result)
+    odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))), None)
+    if odd is not None or (text := _text_of(structure)) is None:
+        kind = type(result if odd is None else odd).__name__
+        raise UsageError(
+            f"the model returns a {kind}, which cannot be sent from the last stage to the others",
+            where=script_line(),
+            remedy="return tensors, and tuples, lists or dicts of them, or take --strategy mirrored",
+        )
+    forms, tensors = [], []
+    for leaf in leaves:
+        form = message_form(leaf)
+        if isinstance(leaf, Tensor):
+            form = form._replace(learns=leaf.requires_grad)
+            plain = leaf.detach().resolve_conj().resolve_neg()
+            tensors.append(plain.clone(memory_format=MEMORY_FORMATS[form.memory]))
+        forms.append(form)
+    return _Outputs(text, forms), tensors
+
+
+def _text_of(structure: Any) -> str | None:
+    try:
+        text: str = treespec_dumps(structure)
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    # What a dict of keys other than texts comes back as is not what it was.
+    return text if treespec_loads(text) == structure and json.loads(text) is not None else None
+
+
+def _empty(form: MessageForm, device: torch.device) -> Tensor:
+    memory, dtype = MEMORY_FORMATS[form.memory], getattr(torch, form.dtype)
+    return torch.empty(form.shape or (), dtype=dtype, device=device, memory_format=memory)
+
+
+def _form_of_argument(leaf: Any, device: torch.device) -> Any:
+    """Return what the forms of activations and outputs may depend on, of one argument of a call and of autocast."""
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return (message_form(leaf), leaf.requires_grad, cast) if isinstance(leaf, Tensor) else (leaf, cast)
