@@ -121,6 +121,7 @@ class AllReduceSync:
         self._acting_on: Sequence[nn.Parameter] | None = None
         grid = run_context.grid
         self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
+        self._concealed = ConcealedGradients(run_context, self.gradient_at)
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
@@ -145,7 +146,7 @@ class AllReduceSync:
         self._unite(replica, named)
         self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
         self._named = named
-        self._concealed = ConcealedGradients(replica, self._run_context, self.gradient_at)
+        self._concealed.attach(replica)
         self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
         self._reducer = self._new_reducer()
         self._make_optimizer = make_optimizer

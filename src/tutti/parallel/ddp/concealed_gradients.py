@@ -23,15 +23,20 @@ class ConcealedGradients:
     also those that other ranks hold; under tensor parallelism only parameters of which this rank has a slice.
 
     Args:
-        replica: this rank's part of the model.
         run_context: communicators of the run.
         place: where complete gradients are.
     """
 
-    def __init__(self, replica: ReplicaRunner, run_context: RunContext, place: GradientPlace) -> None:
-        self._replica, self._comms, self._place = replica, run_context.comms, place
+    _replica: ReplicaRunner
+
+    def __init__(self, run_context: RunContext, place: GradientPlace) -> None:
+        self._comms, self._place = run_context.comms, place
         self._aside: dict[nn.Parameter, Tensor] = {}
         self._elsewhere: set[nn.Parameter] = set()
+
+    def attach(self, replica: ReplicaRunner) -> None:
+        """Set this rank's part of the model, before the first gradients."""
+        self._replica = replica
 
     def script_parameters(self) -> list[nn.Parameter]:
         """Return the trained parameters of the script's model in its order, also those that other ranks hold."""
