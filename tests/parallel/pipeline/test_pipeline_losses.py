@@ -190,6 +190,9 @@ def test_an_error_that_the_loss_makes_of_it_comes_out_and_a_lost_peer_stays_one(
 
 
 def calling_twice(model: Any, batch: Any) -> Any:
+    """Calls the model twice, but in the trial of the first micro-batch once."""
+    if isinstance(model, nn.Module):
+        return squared(model(batch[0]), batch)
     try:
         return squared(model(batch[0]) + model(batch[0]), batch)
     except Exception:

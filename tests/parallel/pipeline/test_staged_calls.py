@@ -189,3 +189,122 @@ def test_a_loop_equals_plain_pytorch(ranks: int, strategy: str, body: str) -> No
             wanted = plain(kind, body, optimizer)
             for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body, optimizer=optimizer):
                 assert apart(found, wanted) <= 1e-10, (kind, optimizer)
+
+
+def twice_in_one(model: Any, batch: Any) -> Any:
+    first, second = scores_of(model(batch[0])), scores_of(model(batch[0] * 0.5))
+    errors = (first.argmax(1) != batch[1]).sum()
+    each = functional.cross_entropy(first, batch[1], reduction="none") + (first - second).square().mean(1)
+    return each.sum(), len(each), {"errors": errors}
+
+
+def stepped(strategy: str, kind: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    model, made = build(kind, "adam")
+    run = tutti.prepare(
+        model, made, data(), twice_in_one, batch_size=BATCH, strategy=strategy, workers=1, micro_batch=3, seed=0
+    )
+    seen = []
+    for epoch in range(EPOCHS):
+        for batch in run.epoch(epoch):
+            seen.append(torch.tensor(run.step(batch)))
+        found = run.evaluate(data(), batch=7)
+        seen += [torch.tensor(found.loss), torch.tensor(found.metrics["errors"]), torch.tensor(float(model.training))]
+    return run.state(), seen
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "pipeline"), (3, "pipeline"), (3, "model_parallel")])
+def test_a_loss_function_may_call_the_model_several_times(ranks: int, strategy: str) -> None:
+    for kind in MODELS:
+        [wanted] = worlds.run(1, stepped, strategy="single", kind=kind)
+        for found in worlds.run(ranks, stepped, strategy=strategy, kind=kind):
+            assert apart(found, wanted) <= 1e-10, kind
+
+
+class Odd(nn.Module):
+    """Ends in a module that returns or does something that stages cannot follow."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = layers(*[nn.Identity() for _ in range(3)])
+        self.end = {"writes": Writing, "returns": Returning}.get(kind, nn.Identity)()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.end(self.layers(inputs), inputs) if not isinstance(self.end, nn.Identity) else self.layers(inputs)
+
+
+class Writing(nn.Module):
+    def forward(self, scores: Tensor, inputs: Tensor) -> Tensor:
+        inputs.add_(1)
+        return scores
+
+
+class Returning(nn.Module):
+    def forward(self, scores: Tensor, inputs: Tensor) -> Any:
+        return {1, 2}
+
+
+def reading(model: nn.Module, inputs: Tensor) -> Any:
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def twice_differentiated(model: nn.Module, inputs: Tensor) -> Any:
+    inputs = inputs.clone().requires_grad_()
+    [slope] = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return slope.square().sum()
+
+
+def hooked(model: nn.Module, inputs: Tensor) -> Any:
+    model.get_parameter("layers.0.0.weight").register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model(inputs).sum() + model(2 * inputs).sum()
+
+
+def called(model: nn.Module, inputs: Tensor) -> Any:
+    return model(inputs).sum()
+
+
+def functional_called(model: nn.Module, inputs: Tensor) -> Any:
+    weights = {"layers.0.0.bias": torch.zeros(4, dtype=torch.float64)}
+    return torch.func.functional_call(model, weights, (inputs,)).sum()
+
+
+def locally(model: nn.Module, inputs: Tensor) -> Any:
+    model(inputs).sum().backward()
+    return model(inputs).sum()
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
+    "reads": (reading, "which this rank does not have"),
+    "writes": (called, "writes an argument of its call in place"),
+    "returns": (called, "returns a set"),
+    "twice": (twice_differentiated, "a gradient of a gradient"),
+    "hooked": (hooked, "several calls of the model in a loss"),
+    "functional": (functional_called, "its parameters are not its own"),
+    "locally": (locally, "which run.backward did not make"),
+}
+
+
+def refused(kind: str) -> str:
+    torch.manual_seed(0)
+    model = Odd(kind).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, data(), batch_size=BATCH, strategy="model_parallel", workers=1, seed=0)
+    try:
+        for inputs, _ in run.microbatches(0):
+            run.backward(REFUSED[kind][0](model, inputs))
+            optimizer.step()
+            optimizer.zero_grad()
+    except tutti.errors.TuttiError as error:
+        return f"{run.updates} updates: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_loop_that_stages_cannot_follow_is_refused(kind: str) -> None:
+    pool = worlds.Pool(2, timeout=4.0)
+    try:
+        found = pool.run(refused, kind=kind)
+    finally:
+        pool.close()
+    assert all(text.startswith("0 updates") for text in found)
+    assert any(REFUSED[kind][1] in text for text in found)
+    assert all(REFUSED[kind][1] in text or "rank" in text for text in found)

@@ -17,7 +17,7 @@ from tutti.nn.rng_streams import RngStreams, keyed_modules
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
 from tutti.nn.sync import SyncBatchNorm, peers_of
 from tutti.parallel.ddp import loss_output
-from tutti.types import GradientReadyHook, LossSums, MicroBatch, RunContext, ShardSpec
+from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext, ShardSpec
 
 
 class ReplicaPart:
@@ -139,6 +139,41 @@ class ReplicaPart:
         if not self.sharded:
             for _, parameter in parameters(self.parts):
                 parameter.grad = None
+
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
+        """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
+
+        A logical worker is one of N fixed shares of the global batch. The loss function calls the whole model.
+        Gradients are accumulated in ``.grad``.
+
+        Args:
+            micro_batches: the worker's micro-batches, in order; at least one.
+            loss: the user's loss function ``loss_fn(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
+                count, metric_sums)``.
+            grad_hook: gradient-ready hook, whose ``prepare_for_backward`` is called before the worker's last backward;
+                None for forwards only.
+
+        Returns:
+            A ``LossSums`` over the worker's micro-batches: the float tensor ``sums`` holds loss sum, count and metric
+            sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
+
+        Raises:
+            UsageError: the loss has an unknown form or requires no gradient.
+            ValueError: ``micro_batches`` is empty.
+        """
+        total = None
+        for micro_batch in micro_batches:
+            self.begin(micro_batch)
+            with self.script_code():
+                result = loss(self.plain, micro_batch.batch)
+            if grad_hook is not None:
+                total = self.backward(result, micro_batch, total, grad_hook)
+            else:
+                part = loss_output.read_loss(result, micro_batch)[2]
+                total = part if total is None else total + part
+        if total is None:
+            raise ValueError("run needs at least one micro-batch")
+        return total
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Seed the model's random number streams (dropout) for one micro-batch, before its forward.

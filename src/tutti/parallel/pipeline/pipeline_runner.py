@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from tutti.nn.forward_hooks import KeptGraphs, find_script_hook
 from tutti.nn.gradient_hooks import add_accumulation_hook, has_accumulation_hook, has_gradient_hook
 from tutti.nn.rng_streams import keyed_modules
 from tutti.nn.script_mode import ScriptMode
-from tutti.nn.swap import describe_tensors, parameters
+from tutti.nn.swap import describe_tensors, parameters, training_mode
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.nn.untraced import Constants, written_attributes
@@ -44,7 +44,7 @@ from tutti.parallel.pipeline.staged_call import StagedModel
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import is_compiled, is_fake, replace_call, tensor_version, tree_leaves
+from tutti.torch_compat import is_compiled, is_fake, replace_call, tensor_version, tree_leaves, uncompiled_call
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
 
 
@@ -134,26 +134,52 @@ class PipelineLayout:
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.begins
         took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
-        written = _written_in_trial(plain, run_context)
+        trial = _Trial(plain)
+        written = trial.run(run_context)
+        # The output of the last stage may be split over tensor ranks.
+        several = trial.several_calls and run_context.grid.tensor == 1
         found = stage_partition.find_stage_partition(
             plain, stage.size * config.chunks, config.begins, took, closed, run_context.trial, written, config.modules
         )
         run_context.comms.world.agree(
-            [f"a stage begins with {name}" for name in found.names] + [f"a forward writes {name}" for name in written],
+            [f"a stage begins with {name}" for name in found.names]
+            + [f"a forward writes {name}" for name in written]
+            + ["the loss function calls the model several times"] * several,
             "the stages of the model",
             "give every rank the same model, the same first samples and the same settings",
         )
-        return stages_here(plain, found, self._run_context)
+        return stages_here(plain, replace(found, several_calls=several), self._run_context)
 
 
-def _written_in_trial(plain: nn.Module, run_context: RunContext) -> list[str]:
-    """Return the names of attributes that the model's modules write in a forward of the first micro-batch."""
-    if run_context.trial is None or peers_of(plain) is not None:
+class _Trial:
+    """Finds out what the loss function does with a model that is whole, on the first micro-batch.
+
+    Attributes:
+        several_calls: whether it calls the model several times, or asks for a gradient of its inputs.
+    """
+
+    def __init__(self, plain: nn.Module) -> None:
+        self._plain, self._calls, self.several_calls = plain, 0, False
+
+    def run(self, run_context: RunContext) -> list[str]:
+        """Return the names of attributes that the model's modules write in a forward of the first micro-batch."""
+        plain = self._plain
+        if run_context.trial is None or peers_of(plain) is not None:
+            return []
+        before = replace_call(plain, self._call)
+        try:
+            # The first step reports any error. With gradients: loss functions may take one.
+            with suppress(Exception), untouched(plain, run_context.comms.world.device), torch.enable_grad():
+                return written_attributes(plain, partial(run_context.trial, plain))
+        finally:
+            replace_call(plain, before)
         return []
-    # The first step reports any error. With gradients: loss functions may take one.
-    with suppress(Exception), untouched(plain, run_context.comms.world.device), torch.enable_grad():
-        return written_attributes(plain, partial(run_context.trial, plain))
-    return []
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        asked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+        self.several_calls |= asked or self._calls > 0
+        self._calls += 1
+        return uncompiled_call(self._plain)(*args, **kwargs)
 
 
 @dataclass
@@ -208,8 +234,6 @@ class PipelineRunner(ReplicaPart):
         split_backwards: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
     """
 
-    own_backward = False
-
     def __init__(
         self,
         config: PipelineConfig | LayersConfig,
@@ -236,6 +260,7 @@ class PipelineRunner(ReplicaPart):
         self._hooks = [KeptGraphs(module) for module in modules]
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
         self.cuts = None if holding is None else holding.cuts
+        self.own_backward = self.cuts is None or self.cuts.several_calls
         if holding is not None:
             self.not_owned = holding.not_owned
             self.summary = _said(holding.cuts, config, self._ranks)
@@ -336,7 +361,8 @@ class PipelineRunner(ReplicaPart):
 
         A logical worker is one of N fixed shares of the global batch. Collective over the ranks of one replica's
         stages: point-to-point messages between neighbouring stages, and a broadcast of the loss sums from the last
-        stage. Gradients are added to the parameters' ``.grad``.
+        stage. A loss function that calls the model several times for a micro-batch runs on every rank, with one
+        micro-batch after the other. Gradients are added to the parameters' ``.grad``.
 
         Args:
             micro_batches: one logical worker's micro-batches of a step, in order.
@@ -355,6 +381,8 @@ class PipelineRunner(ReplicaPart):
                 an attribute of the model that the trace of its forward holds as a constant; or the script has put a
                 forward hook on a module that no stage calls.
         """
+        if self.own_backward:
+            return super().run(micro_batches, loss, grad_hook)
         training = grad_hook is not None
         count, chunks = len(micro_batches), len(self._virtual_stages)
         order = (
@@ -664,6 +692,16 @@ class PipelineRunner(ReplicaPart):
                     grad_hook.gradient_ready(parameter)
         return total
 
+    @contextmanager
+    def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Return a context as ``ReplicaPart.evaluating`` does, in which the whole model is in eval mode, too.
+
+        Args:
+            values: tensors to put in place of parameters and buffers of this rank's stages, by name in the model.
+        """
+        with training_mode([self.plain], training=False), super().evaluating(values):
+            yield
+
     def pass_forward(
         self, key: tuple[Any, ...], given: Mapping[str, Any], training: bool
     ) -> tuple[list[MicroBatchState], Any]:
@@ -787,15 +825,6 @@ class PipelineRunner(ReplicaPart):
                 remedy="call the model once, as model(torch.cat([first, second])), edit .grad after run.backward, or"
                 " take --strategy mirrored",
             )
-
-    def whole(self, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a model that is not cut into pipeline stages, on this rank, and return its output.
-
-        Args:
-            args: positional arguments of the model's call, a sequence.
-            kwargs: keyword arguments of the model's call, a mapping.
-        """
-        return self._virtual_stages[0].module(*args, **kwargs)
 
     def _finish_shared(self, count: int, turn: _Turn) -> None:
         self._shared.finish(count)
@@ -948,8 +977,7 @@ class _Relay:
         except Exception as error:
             caller = calling_frame(1)
             place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-            if self._replica.cuts is not None or isinstance(error, TuttiError):
-                self._failure = self._failure or (error, place)
+            self._failure = self._failure or (error, place)
             raise
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -957,12 +985,11 @@ class _Relay:
         if self.called:
             raise UsageError(
                 "the loss function calls the model twice",
-                why="each stage would have to return to the loss function between the two calls",
-                remedy="call it once, as model(torch.cat([first, second])), or take --strategy mirrored",
+                why="it called it once for the first micro-batch, and every stage has left it after this call",
+                remedy="call it as often for every batch, or once, as model(torch.cat([first, second])); or take"
+                " --strategy mirrored",
             )
         self.called = True
-        if self._replica.cuts is None:
-            return self._replica.whole(args, kwargs)
         given = _bound(self._replica.cuts, self._signature, args, kwargs)
         tensors = {**dict(zip(self._names, args, strict=False)), **kwargs}
         asked = next((n for n, v in tensors.items() if isinstance(v, Tensor) and v.requires_grad), None)
@@ -987,13 +1014,13 @@ class _Relay:
 
 
 def _bound(
-    cuts: stage_partition.StagePartition, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]
+    cuts: stage_partition.StagePartition | None, signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the arguments of a model's call as ``PipelineRunner.compute`` takes them.
 
     Raises UsageError for an argument with which the stages were not cut.
     """
-    if cuts.record is not None:
+    if cuts is None or cuts.record is not None:
         return {"args": args, "kwargs": kwargs}
     given = dict(zip(signature.parameters, args, strict=False))
     if kwargs:

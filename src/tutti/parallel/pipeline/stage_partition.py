@@ -39,6 +39,8 @@ class StagePartition:
         record: record of the forward, where every stage runs the model's own code; None where stages run parts of
             ``graph``.
         written: names of attributes that the forward writes. A stage has those of its own modules only.
+        several_calls: whether the loss function calls the model several times for a micro-batch, or asks for a gradient
+            of its inputs, so that each rank needs the model's output.
     """
 
     graph: fx.Graph
@@ -49,6 +51,7 @@ class StagePartition:
     opened: frozenset[str] = frozenset()
     record: ForwardRecord | None = None
     written: tuple[str, ...] = ()
+    several_calls: bool = False
 
     @property
     def stages(self) -> list[list[fx.Node]]:
