@@ -157,8 +157,8 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
 
     Raises:
         UntraceableError: ``torch.fx`` cannot trace the forward.
-        UsageError: the model has hooks; its forward takes ``*args``, draws random numbers outside of its modules, or
-            does something else in training than in evaluation.
+        UsageError: the model has hooks; its forward takes ``*args``, draws random numbers that do not depend on its
+            inputs, or does something else in training than in evaluation.
     """
     name = type(model).__name__
     remedy = (
@@ -174,8 +174,9 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
         raise UsageError(f"a {name} cannot be cut into stages", why="it has hooks of its own", remedy=remedy)
     if any(node.op == "placeholder" and str(node.target).startswith("*") for node in graph.nodes):
         raise UsageError(f"a {name} cannot be cut into stages", why="its forward takes *args", remedy=remedy)
-    if drawing:
-        why = f"its own forward draws random numbers by {', '.join(drawing)}, which would depend on the stages"
+    elsewhere = sorted({*drawing} - {_name(node) for node in graph.nodes if _draws_in_forward(node)})
+    if elsewhere:
+        why = f"its own forward draws random numbers by {', '.join(elsewhere)}, which would be constants of the stages"
         raise UsageError(f"a {name} cannot be cut into stages", why=why, remedy=remedy)
     with training_mode([model], training=not model.training):
         other = _read(model, opened)
@@ -208,6 +209,15 @@ def openable(module: nn.Module) -> bool:
     except Exception:
         return False
     return not read.drawing and str(other) == str(read)
+
+
+def graph_draws(graph: fx.Graph) -> bool:
+    """Return whether nodes of a model's graph draw random numbers outside of modules.
+
+    Args:
+        graph: graph of the model's forward.
+    """
+    return any(map(_draws_in_forward, graph.nodes))
 
 
 def draws_by_functions(module: nn.Module) -> bool:
@@ -256,9 +266,14 @@ def _same_state(state: Any, other: Any) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a node calls a function that may draw random numbers."""
+    """Return whether a node calls a function that may draw random numbers, in its forward or in its backward."""
+    return _draws_in_forward(node) or _draws_within(getattr(node.target, "applied", None))
+
+
+def _draws_in_forward(node: fx.Node) -> bool:
+    """Return whether a node calls a function of PyTorch that draws random numbers in its forward alone."""
     if node.op == "call_function":
-        return node.target in _RANDOM or _attends(node) or _draws_within(getattr(node.target, "applied", None))
+        return node.target in _RANDOM or _attends(node)
     return node.op == "call_method" and node.target in _RANDOM_METHODS
 
 

@@ -12,7 +12,7 @@ from tutti.comm.communicator import Communicator
 from tutti.nn.rng_streams import keyed_modules
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel.pipeline import stage_partition
-from tutti.parallel.pipeline.graph_trace import draws_by_functions
+from tutti.parallel.pipeline.graph_trace import draws_by_functions, graph_draws
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, cut_into_stages, modules_of, read_directly, tensors_of
 from tutti.types import RunContext
 
@@ -94,7 +94,7 @@ def stages_here(
     *calls, last = rows
     callers = {n: {i % ranks for i in range(len(calls)) if rows[i + 1].get(n) != rows[i].get(n)} for n in last}
     # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
-    draws = any(map(draws_by_functions, own)) or (bool(calls[-1]) and calls[-1] == last)
+    draws = any(map(draws_by_functions, own)) or graph_draws(found.graph) or (bool(calls[-1]) and calls[-1] == last)
     where = {names[i]: [stage for stage, each in enumerate(used) if i in each] or [0] for i in names} | holders
     return [virtual_stages[i] for i in mine], StageOwnership(
         found,
