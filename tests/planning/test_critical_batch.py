@@ -119,6 +119,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert main(["noise", *arguments]) == 2
         assert words in capsys.readouterr().err
+    (path / "metrics.jsonl").write_bytes(b"\x00 no record\n[1]\n")
+    with pytest.raises(UsageError, match=r"no step of the run can be read .*metrics\.jsonl"):
+        noise_evidence(path)
     (path / "summary.json").write_text("[]")
     with pytest.raises(UsageError, match="has no global_batch_size"):
         noise_evidence(path)

@@ -114,6 +114,16 @@ def test_a_pipeline_is_looked_at_where_it_is_cut(options: str, words: str, tmp_p
     assert list(tmp_path.iterdir()) == [], "nothing is left of it"
 
 
+@pytest.mark.parametrize("checkpointing", ["blocks", "selective"])
+def test_stages_of_a_sequence_that_is_recomputed_as_a_whole_are_looked_at(checkpointing: str) -> None:
+    """Recomputation replaces the forward of the whole model, whose arguments are those of its own forward."""
+    plain, again = (
+        observe_stages("digits", PlannedRun(**BASE, strategy="pipeline", activation_checkpointing=choice), {})
+        for choice in ("none", checkpointing)
+    )
+    assert again.bounds == plain.bounds and [b.parameters for b in again.blocks] == [b.parameters for b in plain.blocks]
+
+
 def test_a_cut_that_does_not_fit_is_moved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All the time is in the first convolution, and most parameters in the first linear layer."""
     monkeypatch.setattr(command_line, "_seconds", lambda *_: {"conv1": 1.0, "conv2": 1e-3, "fc1": 1e-3})

@@ -96,6 +96,15 @@ def test_runs_of_two_problems_are_refused_and_changing_batches_left_out(tmp_path
         find_runs([tmp_path / "none"])
 
 
+def test_a_run_that_has_not_ended_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    half, done = write_run(tmp_path / "half", 64, 9000), write_run(tmp_path / "done", 32, 5000)
+    (half / "summary.json").write_text('{"target": {"met', encoding="utf-8")
+    found = evidence(half, done)
+    assert found[0].target is None and found[0].step_seconds is not None
+    assert str(half) in caplog.text and "has not ended" in caplog.text and str(done) not in caplog.text
+    assert [each.batch for each in measured_targets(found, TARGET, "digits")[1]] == [32]
+
+
 def test_an_algorithm_without_one_update_needs_a_measured_run(tmp_path: Path) -> None:
     runs = evidence(
         write_run(tmp_path / "a", 64, 9000, strategy="local_sgd:period=4", devices="2", workers=2),

@@ -40,6 +40,16 @@ def restore_forwards(part: nn.Module) -> None:
         module.__class__ = getattr(type(module), "_plain", type(module))
 
 
+def plain_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the bound forward that a module has without activation checkpointing and compilation.
+
+    Args:
+        module: the module, changed by ``recompute`` or ``apply_ac_and_compile``, or as the script made it.
+    """
+    own = getattr(type(module), "_plain", None)
+    return module.forward if own is None else types.MethodType(own.forward, module)
+
+
 def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunContext) -> None:
     """Apply activation checkpointing and ``torch.compile`` to the modules on this rank, in place.
 

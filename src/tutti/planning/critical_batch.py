@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import UsageError, counted
-from tutti.metrics.metrics_file import metric_records
+from tutti.metrics.metrics_file import METRICS, metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
 from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
@@ -100,11 +100,17 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         steps = [record for record in metric_records(path) if record.get("group") == "train"]
     except OSError as error:
         raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
-    if not steps or steps[-1].get("loss") is None or steps[-1].get("skipped"):
+    if not steps:
         raise UsageError(
-            "the run diverged" if steps else "the run has made no step",
+            "no step of the run can be read",
+            where=str(path / METRICS),
+            remedy="give the directory of a run that has trained, with its metrics.jsonl",
+        )
+    if steps[-1].get("loss") is None or steps[-1].get("skipped"):
+        raise UsageError(
+            "the run diverged",
             where=str(path),
-            why="the loss of its last step is not finite, and its gradients' noise says nothing" if steps else None,
+            why="the loss of its last step is not finite, and its gradients' noise says nothing",
             remedy="lower the learning rate or clip the gradient, and train again",
         )
     return NoiseEvidence(

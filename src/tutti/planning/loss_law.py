@@ -225,14 +225,15 @@ def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> l
 
 def _check_enough(parameters: Array, data: Array, by_size: bool) -> None:
     constants = 5 if by_size else 3
-    counts = {"runs": (len(data), constants + 1), "amounts of data": (len(np.unique(data)), 3)}
+    counts = [("run", "runs", len(data), constants + 1), ("amount of data", "amounts of data", len(np.unique(data)), 3)]
     if by_size:
-        counts["model sizes"] = (len(np.unique(parameters)), 3)
-    for name, (have, need) in counts.items():
+        counts.append(("model size", "model sizes", len(np.unique(parameters)), 3))
+    for one, several, have, need in counts:
         if have < need:
             raise UsageError(
-                f"{have} {name} cannot fit a law of {constants} constants",
-                remedy=f"give at least {need} different {name}" + ", or runs of one model size, which need 4" * by_size,
+                f"{have} {one if have == 1 else several} cannot fit a law of {constants} constants",
+                remedy=f"give at least {need} different {several}"
+                + ", or runs of one model size, which need 4" * by_size,
             )
 
 

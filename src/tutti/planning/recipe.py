@@ -176,12 +176,15 @@ def read_recipe(path: Path) -> TrainingRecipe:
         found = stored.get("format") if isinstance(stored, dict) else None
         raise UsageError(f"the recipe has format {found}, and not {RECIPE_FORMAT}", where=str(path), remedy=remedy)
     try:
+        target = stored["target"]
+        if not isinstance(target, dict):
+            raise ValueError('target is not {"metric": …, "value": …}')
         return TrainingRecipe(
-            metric=str(stored["target"]["metric"]),
-            value=_finite_number(stored["target"]["value"], "target.value"),
+            metric=str(target["metric"]),
+            value=_finite_number(target["value"], "target.value"),
             samples_min=_positive(stored["samples_min"], "samples_min"),
             critical_batch=_positive(stored["critical_batch"], "critical_batch"),
-            draws=tuple((_positive(least, "draws"), _positive(batch, "draws")) for least, batch in stored["draws"]),
+            draws=_draws(stored["draws"]),
             basis=str(stored["basis"]),
             ways=tuple(_way(each) for each in stored.get("ways", ())),
         )
@@ -189,6 +192,13 @@ def read_recipe(path: Path) -> TrainingRecipe:
         raise UsageError(f"the recipe has no {error}", where=str(path), remedy=remedy) from error
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError("the recipe is invalid", where=str(path), why=str(error), remedy=remedy) from error
+
+
+def _draws(stored: Any) -> tuple[tuple[float, float], ...]:
+    pairs = isinstance(stored, list) and all(isinstance(draw, list) and len(draw) == 2 for draw in stored)
+    if not stored or not pairs:
+        raise ValueError("draws is no list of pairs [E_min, B_crit]")
+    return tuple((_positive(least, "draws"), _positive(batch, "draws")) for least, batch in stored)
 
 
 def _way(stored: Any) -> CriticalBatchWay:
@@ -203,8 +213,9 @@ def _way(stored: Any) -> CriticalBatchWay:
 
 
 def _finite_number(value: Any, name: str) -> float:
-    number = float(value)
-    if isinstance(value, bool) or not math.isfinite(number):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {json.dumps(value)}, and no number")
+    if not math.isfinite(number := float(value)):
         raise ValueError(f"{name} is {value}")
     return number
 

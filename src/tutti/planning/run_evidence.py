@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from collections import defaultdict
@@ -20,6 +21,7 @@ from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import read_summary
 from tutti.planning.device_plan import MeasuredTarget
 
+log = logging.getLogger("tutti.plan")
 _BLOCKS = 5
 _LEAST_STEPS = 10
 _SAME = ("data", "model", "augment")
@@ -83,6 +85,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 def read_evidence(path: Path) -> RunEvidence:
     """Read configuration, target and step times from one run directory of ``tutti train``.
 
+    Without a readable ``summary.json``, as before the end of a run, the target is None and a warning is logged.
+
     Args:
         path: the run directory, with ``config.toml``, ``metrics.jsonl`` and ``summary.json``.
 
@@ -100,7 +104,10 @@ def read_evidence(path: Path) -> RunEvidence:
     config = TrainConfig(**values)
     steps, held_out = _records(path)
     seconds, spread = _step_seconds(steps, config.batch_size)
-    target = read_summary(path).get("target")
+    summary = read_summary(path)
+    if not summary:
+        log.warning("%s: the run has not ended, or its summary.json cannot be read: it says nothing of a target", path)
+    target = summary.get("target")
     if not config.devices.isdecimal():
         raise UsageError("the run does not say on how many devices it was", where=str(path), remedy="leave it out")
     return RunEvidence(path, task, config, target, seconds, spread, _host(path), held_out)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, fx, nn
 
 from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.nn.ac_and_compile import plain_forward
 from tutti.nn.swap import parameters
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.balance import balance
@@ -307,7 +308,7 @@ class _Watched(fx.Interpreter):
     def __init__(self, plain: nn.Module, graph: fx.Graph, starts: Sequence[int], counter: Counter) -> None:
         super().__init__(fx.GraphModule(plain, graph), graph=graph)
         self._plain, self._counter = plain, counter
-        self._signature = inspect.signature(plain.forward)
+        self._signature = inspect.signature(plain_forward(plain))
         self._block = {node: bisect_right(starts, place) - 1 for place, node in enumerate(body(graph))}
         self.kept, self.forward, self.backward = [0] * len(starts), [0] * len(starts), [0] * len(starts)
         self.bytes: dict[fx.Node, int] = {}
