@@ -270,6 +270,7 @@ def page(stored: dict[str, Any], file: str) -> str:
         width = share(cell.get("median_band_width"))
         head = f"| {cell['cell']} | {cell['series']} | {cell['sets']} |"
         lines.append(f"{head} {share(covered)} | {interval} | {width} | {holds} |")
+    lines += source_text(stored["sources"])
     lines += ["", "## Errors by group", ""]
     lines += [
         "A group is a workload or a published set, and its hardware. Coverage and width are those of its bands.",
@@ -309,18 +310,49 @@ def page(stored: dict[str, Any], file: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def source_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the worst coverage and the mean interval score over sources and cells with bands, each source left out."""
+    banded = [row for row in rows if row["others90"] is not None]
+    if not banded:
+        return {}
+    worst = min(banded, key=lambda row: float(row["coverage"]))
+    return {
+        "number": len(banded),
+        "below_75": sum(row["coverage"] < 0.75 for row in banded),
+        "lowest_coverage": worst["coverage"],
+        "lowest": f"{worst['source']}, {worst['cell']}",
+        "interval_score": sum(row["interval_score"] for row in banded) / len(banded),
+    }
+
+
+def source_text(summary: dict[str, Any]) -> list[str]:
+    """Return the lines of the page on sources that are left out in turn."""
+    if not summary:
+        return []
+    score = f"{summary['interval_score']:.3f}"
+    return [
+        "",
+        f"Of {summary['number']} pairs of a source and a cell with bands, {summary['below_75']} have a coverage below "
+        f"75 %. The lowest is {share(summary['lowest_coverage'])} % ({summary['lowest']}).",
+        "The *interval score* of a band is its width plus 20 times the distance of a measurement outside of it, both",
+        f"as natural logarithms (Gneiting, Raftery 2007): {score} in the mean over these pairs.",
+        "The narrower the bands are that hold, the smaller it is: by it, changes of the bands are judged.",
+    ]
+
+
 def source_table(rows: list[dict[str, Any]]) -> list[str]:
     """Return a table of the residuals of each source that was left out."""
     lines = [
         "| source left out | cell | predictions | series | median error % | worst error % "
-        "| 90 % score | of other sources | coverage % |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| 90 % score | of other sources | coverage % | interval score |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         others = "no band" if row["others90"] is None else f"{row['others90']:.2f}"
         head = f"| {row['source']} | {row['cell']} | {row['n']} | {row['series']} |"
         figures = f"{share(row['median'])} | {share(row['worst'])} | {row['score90']:.2f} | {others}"
-        lines.append(f"{head} {figures} | {share(row['coverage'])} |")
+        interval = "–" if row["interval_score"] is None else f"{row['interval_score']:.2f}"
+        lines.append(f"{head} {figures} | {share(row['coverage'])} | {interval} |")
     return lines
 
 
@@ -366,6 +398,7 @@ def main() -> int:
         "seconds": round(time.perf_counter() - began, 1),
         "bars": against_bars(result),
         "cells": result.cells,
+        "sources": source_summary(result.left_out()),
         "rows": result.rows,
         "refused": result.refused,
         "notes": result.notes,

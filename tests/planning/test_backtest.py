@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -467,6 +468,12 @@ def test_a_source_is_left_out_of_its_own_bands(tmp_path: Path) -> None:
     for row in banded:
         cell = {name: scores for name, scores in result.residuals[str(row["cell"])].items() if name != row["source"]}
         assert row["others90"] == pytest.approx(band_factor({str(row["cell"]): cell}, str(row["cell"]), ""))
+        same = [one for _, one in result.checked if (one.set_name, one.cell) == (row["source"], row["cell"])]
+        scores = []
+        for one in same:
+            half, error = row["others90"] * one.width, abs(math.log(one.measured / one.predicted))
+            scores.append(2 * half + 20 * max(error - half, 0))
+        assert row["interval_score"] == pytest.approx(sum(scores) / len(scores))
 
 
 def test_rounding_errors_leave_the_width_of_bands_as_it_is() -> None:

@@ -91,15 +91,17 @@ class BacktestResult:
 
         An error is that of a predicted time, or amount of data, against the published measurement. A class of
         predictions (key ``cell``) has one basis, such as one measured row, and a similar extrapolation distance. A
-        score is |ln(measured ÷ predicted)| divided by (σ² + 0.05²)^⅜, where σ is the standard deviation that the
+        score is |ln(measured ÷ predicted)| divided by (σ² + 0.1²)^⅜, where σ is the standard deviation that the
         prediction states for its logarithm.
 
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
             ``series`` (independent ones), ``median`` and ``worst`` relative error, ``score90`` (0.9 quantile of the
             source's scores), ``others90`` (that of all other sources' scores, which gives the half width of the 90 %
-            bands; None where they are too few) and ``coverage`` (share of the source's measurements within these bands;
-            None without ``others90``).
+            bands; None where they are too few), ``coverage`` (share of the source's measurements within these bands)
+            and ``interval_score`` (mean width of these bands plus 20 × the distance of each measurement outside of
+            them, as natural logarithms; the smaller the better: Gneiting, Raftery 2007), both None without
+            ``others90``.
         """
         found: list[JsonRow] = []
         by_source: dict[tuple[str, str], list[CheckedPrediction]] = {}
@@ -108,6 +110,11 @@ class BacktestResult:
         for (source, cell), same in sorted(by_source.items()):
             errors = [abs(one.predicted / one.measured - 1) for one in same]
             others = band_factor(self.residuals, cell, source)
+            interval = None
+            if others is not None:
+                beyond = [max(one.score - others, 0.0) for one in same]
+                widths = [2 * one.width * (others + out / (1 - LEVEL)) for one, out in zip(same, beyond, strict=True)]
+                interval = statistics.fmean(widths)
             found.append(
                 {
                     "source": source,
@@ -119,6 +126,7 @@ class BacktestResult:
                     "score90": float(np.quantile([one.score for one in same], LEVEL)),
                     "others90": others,
                     "coverage": None if others is None else statistics.fmean(one.score <= others for one in same),
+                    "interval_score": interval,
                 }
             )
         return found

@@ -452,7 +452,7 @@ def step_band(
 ) -> tuple[tuple[float, float] | None, str]:
     """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
-    The interval is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.05²)^⅜ is the unit of errors
+    The interval is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.1²)^⅜ is the unit of errors
     (``band_unit``), with the standard deviation σ of ln ``seconds``; q is the multiple of u within which 90 % of the
     checked predictions of the same class were right (``band_factor``). A class holds predictions from the same kind of
     machine data (measured or published) to a similar multiple of the devices of a measured node.
