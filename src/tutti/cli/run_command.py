@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
@@ -64,6 +64,84 @@ def end_options(words: list[str]) -> list[str]:
     return [*words[:at], "--", *words[at:]] if at < len(words) else words
 
 
+@dataclass(frozen=True, kw_only=True)
+class ElasticFlags:
+    """Options of ``tutti run`` for elastic jobs, in which ranks join and leave; a slot is room for one rank on a host.
+
+    Attributes
+    ----------
+    min_np:
+        with --horovod: fewest ranks of an elastic job
+    max_np:
+        with --horovod: most ranks of an elastic job
+    host_discovery_script:
+        prints the slots of this machine, localhost:SLOTS; run again and again
+    slots_per_host:
+        slots of hosts that the script prints without a number
+    reset_limit:
+        changes of members that end an elastic job
+    elastic_timeout:
+        seconds to wait for min-np slots; default: 600
+    blacklist_cooldown_range:
+        seconds for which a failed rank's slot stays empty, first and at most;
+        default: for good
+    """
+
+    min_np: OptionalWholeNumber = None
+    max_np: OptionalWholeNumber = None
+    host_discovery_script: Path | None = None
+    slots_per_host: OptionalWholeNumber = None
+    reset_limit: OptionalWholeNumber = None
+    elastic_timeout: float | None = None
+    blacklist_cooldown_range: tuple[float, float] | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether the job is elastic: an option other than ``elastic_timeout`` is given.
+
+        Raises UsageError for an ``elastic_timeout`` below 0, and in a job that is not elastic.
+        """
+        elastic = replace(self, elastic_timeout=None) != ElasticFlags()
+        if self.elastic_timeout is not None:
+            if not elastic:
+                raise UsageError(
+                    "--elastic-timeout is for elastic jobs, and this job waits for no slots",
+                    remedy="add --min-np or --host-discovery-script, or leave it out",
+                )
+            if not self.elastic_timeout >= 0:
+                raise UsageError(f"--elastic-timeout is {self.elastic_timeout:g}", remedy="give seconds, at least 0")
+        return elastic
+
+    def options(self, devices: str) -> ElasticOptions:
+        """Return the limits of the elastic job, with defaults in place of None.
+
+        Args:
+            devices: value of ``-np``, the number of slots with which the job begins.
+
+        Raises:
+            UsageError: ``-np`` is not given, or contradicts ``min_np`` or ``max_np``.
+        """
+        if devices == "auto":
+            raise UsageError("an elastic job needs -np", remedy="write -np 2 --min-np 1 --max-np 4")
+        np, script = int(devices), self.host_discovery_script
+        least, most = np if self.min_np is None else self.min_np, np if self.max_np is None else self.max_np
+        if not 1 <= least <= np <= most:
+            raise UsageError(
+                f"--min-np {least}, -np {np} and --max-np {most} contradict each other",
+                remedy="give 1 <= min-np <= np <= max-np",
+            )
+        return ElasticOptions(
+            np=np,
+            min_np=least,
+            max_np=most,
+            script=None if script is None else script.absolute(),
+            slots_per_host=self.slots_per_host,
+            reset_limit=self.reset_limit,
+            cooldown=self.blacklist_cooldown_range,
+            timeout=ElasticOptions.timeout if self.elastic_timeout is None else self.elastic_timeout,
+        )
+
+
 def run(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     devices: Annotated[str, Parameter(name=("-np", "--num-proc", "--devices"))] = "auto",
@@ -77,13 +155,7 @@ def run(
     max_restarts: WholeNumber = 0,
     show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     horovod: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    min_np: OptionalWholeNumber = None,
-    max_np: OptionalWholeNumber = None,
-    host_discovery_script: Path | None = None,
-    slots_per_host: OptionalWholeNumber = None,
-    reset_limit: OptionalWholeNumber = None,
-    elastic_timeout: float | None = None,
-    blacklist_cooldown_range: tuple[float, float] | None = None,
+    elastic_flags: Annotated[ElasticFlags, Parameter(name="*")] = ElasticFlags(),
 ) -> int:
     """Start your own script on many devices; in it, call tutti.init().
 
@@ -117,21 +189,6 @@ def run(
         show every process's output, not the first one's only
     horovod:
         serve import horovod.torch in the script by tutti
-    min_np:
-        with --horovod: fewest ranks of an elastic job
-    max_np:
-        with --horovod: most ranks of an elastic job
-    host_discovery_script:
-        prints the slots of this machine, localhost:SLOTS; run again and again
-    slots_per_host:
-        slots of hosts that the script prints without a number
-    reset_limit:
-        changes of members that end an elastic job
-    elastic_timeout:
-        seconds to wait for min-np slots; default: 600
-    blacklist_cooldown_range:
-        seconds for which a failed rank's slot stays empty, first and at most;
-        default: for good
 
     Returns
     -------
@@ -143,7 +200,7 @@ def run(
     Notes
     -----
     ``command`` holds the script, or with ``module`` the module's name, and its arguments. A rank is one of the
-    processes; a slot is room for one of them on a host.
+    processes. ``elastic_flags`` holds the options of elastic jobs.
 
     ``start_timeout`` holds for the start, evaluations and the end of a run, ``step_timeout`` for its steps.
     """
@@ -161,23 +218,13 @@ def run(
             f"unknown option {script}", remedy="see tutti run --help; write the script's own options after its name"
         )
     elastic = None
-    given = (min_np, max_np, host_discovery_script, slots_per_host, reset_limit, blacklist_cooldown_range)
-    waits = any(option is not None for option in given)
-    _check_elastic_timeout(elastic_timeout, waits)
-    if waits:
+    if elastic_flags.given:
         if not horovod or hosts is not None or on is not None or max_restarts or process_context.joined(os.environ):
             raise UsageError(
                 "--min-np, --max-np and the other options of elastic jobs need --horovod and tutti's own launcher",
                 remedy="leave out -H, --on and --max-restarts",
             )
-        elastic = _elastic(devices, min_np, max_np, host_discovery_script)
-        elastic = replace(
-            elastic,
-            slots_per_host=slots_per_host,
-            reset_limit=reset_limit,
-            timeout=elastic.timeout if elastic_timeout is None else elastic_timeout,
-            cooldown=blacklist_cooldown_range,
-        )
+        elastic = elastic_flags.options(devices)
         os.environ["HOROVOD_ELASTIC"] = "1"
         timeout = _ELASTIC_TIMEOUT if timeout is None else timeout
     if timeout is not None:
@@ -223,19 +270,6 @@ def _check_devices(devices: str, hosts: str | None, on: str | None) -> None:
         raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
 
 
-def _check_elastic_timeout(seconds: float | None, waits: bool) -> None:
-    """Raise UsageError for ``--elastic-timeout`` in a job that waits for no slots, or a negative one."""
-    if seconds is None:
-        return
-    if not waits:
-        raise UsageError(
-            "--elastic-timeout is for elastic jobs, and this job waits for no slots",
-            remedy="add --min-np or --host-discovery-script, or leave it out",
-        )
-    if not seconds >= 0:
-        raise UsageError(f"--elastic-timeout is {seconds:g}", remedy="give seconds, at least 0")
-
-
 def _check_script_here(script: str, module: bool, joined: bool) -> None:
     """Raise UsageError if this node lacks the script; ``joined``: a launcher has started this process on the node."""
     try:
@@ -258,20 +292,6 @@ def _engine(hosts: str | None, on: str | None, show_all: bool) -> str:
         option = "-H" if hosts is not None else "--on"
         raise UsageError(f"--show-all cannot be combined with {option}", remedy="leave out one of the two")
     return str(on) if hosts is None else f"ssh:hosts={hosts.replace(',', '+')}"
-
-
-def _elastic(devices: str, least: int | None, most: int | None, script: Path | None) -> ElasticOptions:
-    """Return the limits of an elastic job, and its script's absolute path."""
-    if devices == "auto":
-        raise UsageError("an elastic job needs -np", remedy="write -np 2 --min-np 1 --max-np 4")
-    np = int(devices)
-    least, most = np if least is None else least, np if most is None else most
-    if not 1 <= least <= np <= most:
-        raise UsageError(
-            f"--min-np {least}, -np {np} and --max-np {most} contradict each other",
-            remedy="give 1 <= min-np <= np <= max-np",
-        )
-    return ElasticOptions(np, least, most, None if script is None else script.absolute())
 
 
 def _again(
