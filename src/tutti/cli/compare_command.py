@@ -16,6 +16,7 @@ from tutti.cli.train_command import refuse_trial
 from tutti.compare import convergence_table, figure, ladder, runs, verdict
 from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board
+from tutti.config.bounds import check_least
 from tutti.config.metric_direction import Metric, higher_is_better
 from tutti.config.settings import WholeNumber, flag_table
 from tutti.errors import DiskError, ExitCode, UsageError, counted
@@ -84,8 +85,7 @@ def compare(
         raise UsageError("no task is given", remedy="write tutti compare TASK, such as tutti compare digits")
     if process_context.joined(os.environ):
         raise UsageError("tutti compare starts processes of its own", remedy="call it without torchrun, srun or mpirun")
-    if seeds < 1:
-        raise UsageError(f"--seeds is {seeds}", remedy="give at least 1")
+    check_least({"--seeds": seeds})
     options: dict[str, Any] = dict(flags)
     variables = {
         "workers": options.pop("workers", None) or 8,

@@ -19,6 +19,7 @@ from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
 from tutti.checkpoint.weights_source import FOLDER
 from tutti.cli.console_tables import print_table
+from tutti.config.bounds import check_least
 from tutti.config.settings import OptionalWholeNumber, WholeNumber, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.device import check_device
@@ -143,8 +144,7 @@ def landscape(
         raise UsageError("a landscape needs the package scipy", remedy=f"run {pip_install('planning')}")
     check_device(device)
     count = (count_accelerators(device, os.environ) or 1) if devices is None else devices
-    if count < 1:
-        raise UsageError(f"--devices is {count}", remedy="give a whole number of at least 1")
+    check_least({"--devices": count})
     _check_script(run, script, arguments)
     manifest = chosen_checkpoint(run, step, _warn)
     other = None if to is None else chosen_checkpoint(to, "newest", _warn)

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.cli.console_tables import print_table
+from tutti.config.bounds import check_least
 from tutti.config.settings import OptionalWholeNumber, WholeNumber, flag_table, resolve_config
 from tutti.errors import ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text
@@ -98,9 +99,7 @@ def noise(
         raise UsageError("no run is given", remedy="write tutti noise RUN, with the directory of a run")
     if not 0 < last <= 1:
         raise UsageError(f"--last is {last:g}", remedy="give a share above 0 and up to 1")
-    for name, number in (("seeds", seeds), ("window", window)):
-        if number < 1:
-            raise UsageError(f"--{name} is {number}", remedy="give a whole number of at least 1")
+    check_least({"--seeds": seeds, "--window": window})
     if not 0 <= tolerance < math.inf:
         raise UsageError(f"--tolerance is {tolerance:g}", remedy="give a loss of at least 0")
     check_writable(recipe, "the recipe")

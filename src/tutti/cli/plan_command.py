@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
 from tutti.cli.simulate_command import parse_link
+from tutti.config.bounds import check_above_zero, check_least
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import ExitCode, UsageError, counted
@@ -28,7 +29,7 @@ from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry, user
 
 if TYPE_CHECKING:
-    from tutti.planning.device_plan import DevicePlan, LostReason, PlannedStep, TargetData
+    from tutti.planning.device_plan import DevicePlan, LostReason, MeasuredTarget, PlannedStep, TargetData
     from tutti.planning.machine_costs import StepCosts
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
@@ -236,7 +237,7 @@ def _to_target(
             )
         known = wanted
     same = [run for run in evidence if is_single_update(run.config.strategy)]
-    measured: Sequence[Any] = ()
+    measured: Sequence[MeasuredTarget] = ()
     if any(run.target is not None for run in same) or posterior is None:
         known, measured, more = measured_targets(same, known, task)
         notes += more
@@ -326,12 +327,8 @@ class _Asked:
         verify: int,
         device_memory: float | None,
     ) -> _Asked:
-        for flag, value in (("--max-devices", max_devices), *(("--batch-size", batch) for batch in batches)):
-            if value < 1:
-                raise UsageError(f"{flag} is {value}", remedy="give a whole number of at least 1")
-        for flag, number in (("--budget", budget), ("--price", price), ("--device-memory", device_memory)):
-            if number is not None and not 0 < number < float("inf"):
-                raise UsageError(f"{flag} is {number:g}", remedy="give a number above 0")
+        check_least({"--max-devices": max_devices, "--batch-size": min(batches, default=None)})
+        check_above_zero({"--budget": budget, "--price": price, "--device-memory": device_memory})
         if budget is not None and price is None:
             raise UsageError(
                 "--budget needs a price", remedy="give --price, of one device for an hour; tutti knows no prices"

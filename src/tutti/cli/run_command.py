@@ -13,7 +13,14 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from tutti import process_context
-from tutti.config.engine_config import SlurmEngineConfig, SshEngineConfig, parse_device_range, parse_engine
+from tutti.config.bounds import check_least
+from tutti.config.engine_config import (
+    SlurmEngineConfig,
+    SshEngineConfig,
+    check_devices,
+    parse_device_range,
+    parse_engine,
+)
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits, check_timeout
 from tutti.errors import UsageError
@@ -207,8 +214,7 @@ def run(
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
     _check_devices(devices, hosts, on)
-    if max_restarts < 0:
-        raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
+    check_least({"--max-restarts": max_restarts}, least=0)
     if timeout is not None:
         check_timeout(timeout, "--timeout")
     limits = WatchdogLimits.make(start_timeout, step_timeout, WatchdogLimits.read(os.environ).save)
@@ -263,10 +269,8 @@ def run(
 
 def _check_devices(devices: str, hosts: str | None, on: str | None) -> None:
     """Raise UsageError for a number of processes that is malformed, or a range without an engine that can resize."""
-    span = parse_device_range(devices)
-    if span is None and devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
-        raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
-    if span is not None and hosts is None and on is None:
+    check_devices(devices, "-np")
+    if parse_device_range(devices) is not None and hosts is None and on is None:
         raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
 
 

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from tutti.cli.console_tables import print_table
 from tutti.cli.workload_command import quantity
 from tutti.comm.collective_schedules import LinkCost
+from tutti.config.bounds import check_least
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.errors import DiskError, ExitCode, UsageError, counted
@@ -137,17 +138,16 @@ def simulate_step(
         raise UsageError("--timeline draws one number of devices", remedy="leave out --sweep, or take --svg")
     if batch_size is not None and device_batch is not None:
         raise UsageError("--batch-size and --device-batch both say how large a batch is", remedy="leave out one")
-    for flag, value in (
-        ("--devices", devices),
-        ("--batch-size", batch_size),
-        ("--device-batch", device_batch),
-        ("--micro-batch", micro_batch),
-        ("--workers", workers),
-        ("--devices-per-node", devices_per_node),
-    ):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} is {value}", remedy="give a whole number of at least 1")
-
+    check_least(
+        {
+            "--devices": devices,
+            "--batch-size": batch_size,
+            "--device-batch": device_batch,
+            "--micro-batch": micro_batch,
+            "--workers": workers,
+            "--devices-per-node": devices_per_node,
+        }
+    )
     given: dict[str, Any] = {
         "strategy": strategy,
         "micro_batch": micro_batch,

@@ -23,7 +23,7 @@ from tutti.cli.train_command import (
     train,
 )
 from tutti.config.cluster_config import KubeflowConfig, SkyPilotConfig
-from tutti.config.engine_config import SlurmEngineConfig, parse_device_range
+from tutti.config.engine_config import SlurmEngineConfig, check_devices, parse_device_range
 from tutti.config.spec import Spec
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher.cluster_files import sky_task, train_job
@@ -185,9 +185,8 @@ def read_submission(command: Sequence[str]) -> Submission:
         devices = str(bound.arguments.get("devices", "auto"))
         if devices == "auto":
             raise UsageError("tutti submit needs -np", remedy="say how many, such as -np 4")
+        check_devices(devices, "-np")
         span = parse_device_range(devices)
-        if span is None and not (devices.isdecimal() and int(devices) >= 1):
-            raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or a range such as 2:4")
         if not bound.arguments.get("command"):
             raise UsageError("no script is given", remedy="write tutti submit … -- run -np 4 script.py")
         return Submission(words, Path(bound.arguments["command"][0]).stem, span or (int(devices), int(devices)), None)

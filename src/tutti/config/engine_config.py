@@ -166,11 +166,12 @@ def parse_engine(text: str) -> EngineConfig:
     return spec.build(spec.choose(ENGINES, "engine"), "--on")
 
 
-def parse_device_range(text: str) -> tuple[int, int] | None:
+def parse_device_range(text: str, option: str = "--devices") -> tuple[int, int] | None:
     """Parse ``--devices``: return the least and the most devices of ``LEAST:MOST``; None for a text without a colon.
 
     Args:
         text: value of the option. A text without a colon is a plain number or ``auto``, and is not checked here.
+        option: name of the option, which a UsageError states.
 
     Raises:
         UsageError: a text with a colon is not two whole numbers, the first at least 1 and the second no smaller.
@@ -182,8 +183,21 @@ def parse_device_range(text: str) -> tuple[int, int] | None:
         return None
     match = _RANGE.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"--devices is '{text}'", remedy="write LEAST:MOST, such as 2:8")
+        raise UsageError(f"{option} is '{text}'", remedy="write LEAST:MOST, such as 2:8")
     return int(match[1]), int(match[2])
+
+
+def check_devices(text: str, option: str) -> None:
+    """Raise UsageError unless the devices of a run are a whole number of at least 1, a range ``2:8``, or ``auto``.
+
+    Args:
+        text: value of the option.
+        option: name of the option, which the error states.
+    """
+    if text != "auto" and parse_device_range(text, option) is None and not (text.isdecimal() and int(text) >= 1):
+        raise UsageError(
+            f"{option} is '{text}'", remedy="give a whole number of at least 1, a range such as 2:8, or auto"
+        )
 
 
 def parse_seconds(text: str, option: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -10,10 +9,12 @@ from typing import Literal
 
 from tutti.config.averaging import Averaging
 from tutti.config.best import Best
+from tutti.config.bounds import check_above_zero, check_least
 from tutti.config.engine_config import (
     WAIT,
     EngineConfig,
     LocalEngineConfig,
+    check_devices,
     parse_device_range,
     parse_engine,
     parse_seconds,
@@ -167,34 +168,27 @@ class TrainConfig:
     machine: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "workers",
-            "batch_size",
-            "micro_batch",
-            "steps",
-            "samples",
-            "patience",
-            "regime_batch",
-            "noise_every",
-            "threads",
-            "max_nonfinite",
-            "log_every",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{_flag(name)} is {value}", remedy="give a whole number of at least 1")
-        for name in ("epochs", "clip"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"{_flag(name)} is {value}", remedy="give a number above 0")
+        check_least(
+            {
+                "--workers": self.workers,
+                "--batch-size": self.batch_size,
+                "--micro-batch": self.micro_batch,
+                "--steps": self.steps,
+                "--samples": self.samples,
+                "--patience": self.patience,
+                "--regime-batch": self.regime_batch,
+                "--noise-every": self.noise_every,
+                "--threads": self.threads,
+                "--max-nonfinite": self.max_nonfinite,
+                "--log-every": self.log_every,
+            }
+        )
+        check_least(
+            {"--seed": self.seed, "--max-restarts": self.max_restarts, "--data-workers": self.data_workers}, least=0
+        )
+        check_above_zero({"--epochs": self.epochs, "--clip": self.clip})
         check_timeout(self.timeout, "--timeout")
         self._check_engine()
-        plain = self.device_range is None and self.devices != "auto"
-        if plain and (not self.devices.isdecimal() or int(self.devices) < 1):
-            raise UsageError(f"--devices is '{self.devices}'", remedy="give a whole number of at least 1, or auto")
-        for name in ("seed", "max_restarts", "data_workers"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{_flag(name)} is {getattr(self, name)}", remedy="give a whole number of at least 0")
         if self.reproducible and self.threads not in (None, 1):
             raise UsageError(
                 f"--reproducible cannot be combined with --threads {self.threads}",
@@ -252,6 +246,7 @@ class TrainConfig:
 
     def _check_engine(self) -> None:
         """Raise UsageError if ``--on``, ``--wait`` and a range of devices are malformed or do not go together."""
+        check_devices(self.devices, "--devices")
         engine = self.engine()
         parse_seconds(self.wait, "--wait")
         if engine is not None and self.devices == "auto":

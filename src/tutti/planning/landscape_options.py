@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tutti.config.bounds import check_above_zero, check_least
 from tutti.errors import UsageError, did_you_mean
 
 PARTS = ("curvature", "sharpness", "line", "plane")
@@ -59,12 +60,10 @@ class LandscapeOptions:
         for part in self.parts:
             if part not in PARTS:
                 raise UsageError(f"there is no part '{part}' of a landscape", remedy=did_you_mean(part, PARTS))
-        least = {"samples": 1, "block": 1, "eigenvalues": 1, "probes": 1, "lanczos": 2, "points": 3, "grid": 3}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                flag = {"block": "micro-batch"}.get(name, name)
-                raise UsageError(f"--{flag} is {value}", remedy=f"give a whole number of at least {bound}")
-        for name in ("tolerance", "epsilon", "rho", "reach"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UsageError(f"--{name} is {getattr(self, name):g}", remedy="give a number above 0")
+        check_least({"--samples": self.samples, "--micro-batch": self.block})
+        check_least({"--eigenvalues": self.eigenvalues, "--probes": self.probes})
+        check_least({"--lanczos": self.lanczos}, least=2)
+        check_least({"--points": self.points, "--grid": self.grid}, least=3)
+        check_above_zero(
+            {"--tolerance": self.tolerance, "--epsilon": self.epsilon, "--rho": self.rho, "--reach": self.reach}
+        )

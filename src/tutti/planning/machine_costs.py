@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tutti.comm.collective_schedules import Algorithm, LinkCost
+from tutti.config.bounds import check_least
 from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError, counted
 from tutti.planning.hardware_anchor import (
@@ -827,8 +828,7 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
         UsageError: there is no such file or chip; no published job ran on the chip in this precision; a file has
             another format or version; the file ``between`` has no links; or ``per_node`` is below 1.
     """
-    if per_node is not None and per_node < 1:
-        raise UsageError(f"--devices-per-node is {per_node}", remedy="give a whole number of at least 1")
+    check_least({"--devices-per-node": per_node})
     match = _PUBLISHED.fullmatch(text)
     if match is not None and not Path(text).exists() and chip_of(match[1])[0]:
         link = measured_network(between, 1).between if isinstance(between, Path) else between
