@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tutti.cli.train_command import refuse_config
+from tutti.cli.config_checks import refuse_config
 from tutti.comm.process_groups import process_groups
 from tutti.config.train_config import TrainConfig
 from tutti.device import (

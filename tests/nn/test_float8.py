@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.simulated_accelerator.build import DEVICE
-from tutti.cli.train_command import refuse_config
+from tutti.cli.config_checks import refuse_config
 from tutti.config.train_config import TrainConfig
 from tutti.device import reason_against_float8
 from tutti.errors import UsageError

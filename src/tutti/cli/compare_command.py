@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from tutti import process_context
-from tutti.cli.train_command import refuse_trial
+from tutti.cli.config_checks import refuse_trial
 from tutti.compare import convergence_table, figure, ladder, runs, verdict
 from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board

@@ -14,7 +14,8 @@ from cyclopts import App
 
 from tutti.chaos.command import Command
 from tutti.chaos.faults import LAUNCHER, SOAK
-from tutti.cli.train_command import bare_options, count_devices, refuse_config, resolved, run_directory, train
+from tutti.cli.config_checks import count_devices, refuse_config
+from tutti.cli.train_command import bare_options, resolved, run_directory, train
 from tutti.errors import UsageError, did_you_mean
 
 SMALL = 2**26

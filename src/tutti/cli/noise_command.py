@@ -157,7 +157,7 @@ def noise(
 
 def _train_batches(task: str, options: Mapping[str, Any], batches: Sequence[int], seeds: int) -> list[TunedBatch]:
     """Train the missing runs of the task at each batch size, and return the runs with the best rates."""
-    from tutti.cli.train_command import refuse_trial
+    from tutti.cli.config_checks import refuse_trial
     from tutti.compare.tuned_batches import check_batches, tuned_batches
 
     _, base = resolve_config({**options, "batch_size": max(min(batches), 1)}, (), task)

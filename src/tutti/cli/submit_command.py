@@ -11,17 +11,10 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from tutti.cli.config_checks import possible_sizes, refuse_config, refuse_idle_wait, sets_wait
 from tutti.cli.launch_flags import only_asks, take_flags
 from tutti.cli.run_command import end_options, run
-from tutti.cli.train_command import (
-    bare_options,
-    possible_sizes,
-    refuse_config,
-    refuse_idle_wait,
-    resolved,
-    sets_wait,
-    train,
-)
+from tutti.cli.train_command import bare_options, resolved, train
 from tutti.config.cluster_config import KubeflowConfig, SkyPilotConfig
 from tutti.config.engine_config import SlurmEngineConfig, check_devices, parse_device_range
 from tutti.config.spec import Spec

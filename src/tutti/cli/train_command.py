@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import logging
 import os
 import sys
@@ -17,43 +16,28 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tutti import parallel, process_context
-from tutti.checkpoint.weights_source import check_source
+from tutti import process_context
+from tutti.cli.config_checks import count_devices, possible_sizes, refuse_config, refuse_idle_wait, sets_wait
 from tutti.config.dotted import dotted_words
 from tutti.config.engine_config import EngineConfig, LocalEngineConfig, SlurmEngineConfig, parse_seconds
-from tutti.config.gradient_noise import per_worker_option
 from tutti.config.metric_direction import RAW
-from tutti.config.module_config import (
-    Sync,
-    WorkerBatchNorm,
-    check_compiler,
-    check_float8,
-)
-from tutti.config.optimizer_config import ImportedOptimizerConfig
-from tutti.config.settings import FILES, HEADINGS, flag_table, read_file, resolve_config
+from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
 from tutti.config.train_config import TrainConfig
-from tutti.config.training_target import check_metric, split_target
-from tutti.data.contract import BatchContract
-from tutti.device import check_device, check_processes
-from tutti.distribution import pip_install
 from tutti.errors import FINISHED, DiskError, ExitCode, UsageError, counted
 from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.engines import make_engine
 from tutti.launcher.failure import failure_exit_code
-from tutti.launcher.launch import check_script, launch
+from tutti.launcher.launch import launch
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 from tutti.metrics.progress import format_number
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
 from tutti.metrics.throughput import MFU
-from tutti.optim.scaling import scaled
 from tutti.process_context import LAUNCHED
 from tutti.report.html_report import report_at_the_end
-from tutti.tasks import task_registry, user
 from tutti.train.engine_rank import CONFIGURATION
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
-from tutti.workload.machine_file import read_machine
 
 log = logging.getLogger("tutti.train")
 
@@ -302,123 +286,6 @@ def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Pa
     return path
 
 
-def refuse_config(task: str, config: TrainConfig) -> None:
-    """Raise an error for a configuration of ``tutti train`` that cannot run, before any rank is started.
-
-    Args:
-        task: name of a built-in task, or ``file.py:function`` of the user's.
-        config: the configuration, whose ``devices`` is a number, not ``auto`` or a range.
-
-    Raises:
-        UsageError: options are malformed or do not go together.
-        DataError: the task's data or a package are missing.
-        CheckpointError: the weights of ``--init-from`` cannot be loaded.
-    """
-    devices = int(config.devices)
-    check_device(config.device)
-    check_processes(config.device, devices, "--devices")
-    rule = config.lr_rule
-    adaptive = rule.adaptive
-    compiling = config.compile_choice
-    accelerated = config.device not in ("cpu", "auto") or count_accelerators(config.device, os.environ) > 0
-    choice = parallel.check_strategy(
-        config.strategy,
-        devices,
-        workers=config.workers,
-        reproducible=config.reproducible,
-        adaptive=adaptive,
-        averaging=config.averaging is not None,
-        compiled=compiling is not None,
-        graphs=compiling is not None and compiling.records_graphs,
-        accelerated=accelerated,
-    )
-    ranks = choice.data_ranks(devices)
-    # Whether the batch can be divided does not depend on the number of samples, so 1 will do.
-    workers = config.workers or ranks
-    micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
-    contract = BatchContract(1, config.batch_size, workers, ranks, micro, config.identical_batches)
-    chosen = scaled(config.optimizer_choice.options, rule, config.batch_size)
-    if isinstance(chosen, ImportedOptimizerConfig):
-        check_script(chosen.module, module=True)
-    _ = config.lr_schedule
-    for slow in config.slowness:
-        slow.check(devices, workers, accelerated)
-    noise = config.noise
-    norm = config.batch_norm_options
-    if config.noise_every is not None:
-        parallel.check_noise_scale(choice, devices, contract, noise is not None)
-    if isinstance(norm, Sync):
-        each = per_worker_option(adaptive, noise, config.noise_every)
-        parallel.check_sync(choice, devices, config.reproducible, each)
-        contract.check_whole()
-    _ = config.loss_scale_options
-    _ = config.checkpointing
-    if config.precision == "fp8":
-        check_float8(not accelerated, choice.shape(devices)["tensor"] > 1)
-    if compiling and not accelerated:
-        check_compiler(compiling.options)
-    if config.machine is not None:
-        read_machine(Path(config.machine))
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the package tensorboard",
-            remedy=f"run {pip_install('tensorboard')}, or leave it out",
-        )
-    other = not isinstance(norm, WorkerBatchNorm)
-    task_registry.check_task(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
-    if not user.is_own(task):
-        # A user's task may declare the direction of its metrics, which is known only after loading it.
-        _check_metrics(task_registry.held_out_values(task), config)
-    # A resumed run takes its weights from its own checkpoint.
-    if config.init_from is not None and config.resume is None:
-        check_source(Path(config.init_from))
-
-
-def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
-    """Raise UsageError unless a built-in task reports the metrics of ``--until`` and ``--keep-best``."""
-    averaged = config.averaging is not None
-    if config.target_text is not None:
-        check_metric(split_target(config.target_text)[0], "--until", reported, averaged)
-    if config.keep_best not in (None, "none"):
-        check_metric(str(config.keep_best).partition(":")[0].strip(), "--keep-best", reported, averaged)
-    config.best()
-    config.target()
-
-
-def count_devices(config: TrainConfig, joined: process_context.Identity | None) -> int:
-    """Return the number of ranks of a run, one for each device.
-
-    It is the number of processes of a job that another launcher has started, else ``--devices``; for ``auto`` it is the
-    number of accelerators of this machine, at least 1.
-
-    Args:
-        config: the configuration.
-        joined: identity of this process in the job of another launcher, such as torchrun; None without one.
-
-    Raises:
-        UsageError: ``--devices`` contradicts the job's number of processes.
-    """
-    if joined is None:
-        if config.devices == "auto":
-            found = count_accelerators(config.device, os.environ)
-            log.info(
-                "%d devices: --devices is auto, and there are %d accelerators for --device %s",
-                found or 1,
-                found,
-                config.device,
-            )
-            return found or 1
-        return int(config.devices)
-    least, most = config.device_range or (joined.size, joined.size)
-    plain = config.device_range is not None or config.devices in ("auto", str(joined.size))
-    if not (plain and least <= joined.size <= most):
-        raise UsageError(
-            f"--devices is {config.devices}, but this job was started with {counted(joined.size, 'process')}",
-            remedy="leave --devices out under torchrun, srun and mpirun",
-        )
-    return joined.size
-
-
 def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool) -> int:
     """Train in this process or in one process a device; write the exit code of a failed run to ``summary.json``.
 
@@ -456,83 +323,6 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
     if code:
         _leave_code(directory, code)
     return code
-
-
-def sets_wait(flags: Mapping[str, Any], files: Sequence[Path]) -> bool:
-    """Return whether ``--wait`` is given: by its flag, its variable, or in a file with a value other than the default.
-
-    A file that tutti has written, such as a plan, states every option, most of them with their defaults.
-
-    Args:
-        flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.
-        files: TOML files of ``--config``.
-    """
-    return "wait" in flags or any(read_file(file).get("wait", TrainConfig.wait) != TrainConfig.wait for file in files)
-
-
-def refuse_trial(task: str, config: TrainConfig) -> None:
-    """Raise the error with which ``tutti train`` would refuse a run, for commands that start such runs.
-
-    Args:
-        task: name of a built-in task, or ``file.py:function`` of the user's.
-        config: the run's configuration; for ``--devices auto`` it is checked with one device.
-
-    Raises:
-        TuttiError: see ``refuse_config``; also if ``--wait`` has no effect, or no number of a range of devices is
-            possible.
-    """
-    if config.wait != TrainConfig.wait:
-        refuse_idle_wait(config, config.engine())
-    fixed = dataclasses.replace(config, devices="1") if config.devices == "auto" else config
-    refuse_config(task, dataclasses.replace(fixed, devices=str(possible_sizes(task, fixed)[-1])))
-
-
-def refuse_idle_wait(config: TrainConfig, engine: EngineConfig | None) -> None:
-    """Raise UsageError for ``--wait`` if the run waits for no device.
-
-    A run waits if an engine starts its ranks, and starts the ranks again after the loss of a device: with a range of
-    devices or ``--max-restarts``.
-
-    Args:
-        config: the configuration.
-        engine: options of ``--on``; None if no engine starts the ranks.
-    """
-    if engine is None or (config.device_range is None and not config.max_restarts):
-        raise UsageError(
-            f"--wait {config.wait} is for runs that outlive lost devices, and this run ends with its first one",
-            remedy="give a range such as --devices 2:8, or leave out --wait",
-        )
-
-
-def possible_sizes(task: str, config: TrainConfig) -> list[int]:
-    """Return the numbers of devices on which a run can start whose ranks an engine starts (``--on``).
-
-    An engine starts ranks on this node, over SSH, by Slurm or by Ray. For ``--devices 4`` it is this number, unchecked;
-    for ``--devices 2:8`` the numbers of the range with which the configuration is valid.
-
-    Args:
-        task: name of a built-in task, or ``file.py:function``.
-        config: the configuration, whose ``devices`` is a number or a range.
-
-    Returns:
-        The numbers in rising order; at least one.
-
-    Raises:
-        UsageError: no number of a range is possible.
-    """
-    if config.device_range is None:
-        return [int(config.devices)]
-    least, most = config.device_range
-    found, refusal = [], None
-    for devices in range(least, most + 1):
-        try:
-            refuse_config(task, dataclasses.replace(config, devices=str(devices)))
-            found.append(devices)
-        except UsageError as error:
-            refusal = error
-    if refusal is not None and not found:
-        raise refusal
-    return found
 
 
 def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: Path, sizes: list[int]) -> int:
