@@ -1,0 +1,343 @@
+"""What ``tutti plan`` was asked for, and its answer: tables, JSON, plan file and figure."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutti.cli.console_tables import print_table
+from tutti.config.bounds import check_above_zero, check_least
+from tutti.config.training_target import TrainingTarget
+from tutti.errors import ExitCode, UsageError, counted
+from tutti.launcher.encoding import json_text
+from tutti.planning.planned_run import PlannedRun
+from tutti.planning.task_or_script import TaskOrScript
+
+if TYPE_CHECKING:
+    from tutti.planning.device_plan import DevicePlan, LostReason, TargetData
+    from tutti.planning.plan_candidates import PlanCandidates
+    from tutti.planning.run_evidence import RunEvidence
+
+_SHOWN = 3
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """Limits of the plans of ``tutti plan``, and the number of plans to verify.
+
+    Attributes:
+        max_devices: most devices of a plan.
+        batches: global batch sizes to plan, in samples; empty for batches chosen from the measured ones.
+        deadline: most seconds of training; None for no limit.
+        budget: most money; None for no limit.
+        price: price of one device for an hour; None where it is not stated.
+        verify: number of plans to train for a few steps on this machine.
+        device_memory: bytes of a device; None: memory is not checked.
+    """
+
+    max_devices: int
+    batches: tuple[int, ...]
+    deadline: float | None
+    budget: float | None
+    price: float | None
+    verify: int
+    device_memory: float | None
+
+    @classmethod
+    def check(
+        cls,
+        max_devices: int,
+        batches: tuple[int, ...],
+        deadline: str | None,
+        budget: float | None,
+        price: float | None,
+        verify: int,
+        device_memory: float | None,
+    ) -> PlanLimits:
+        """Return the limits that the options of ``tutti plan`` state.
+
+        Args:
+            max_devices: ``--max-devices``.
+            batches: ``--batch-size``.
+            deadline: ``--deadline``, a text such as ``8h``.
+            budget: ``--budget``.
+            price: ``--price``.
+            verify: ``--verify``.
+            device_memory: ``--device-memory``, in GiB.
+
+        Raises:
+            UsageError: a value is malformed or out of bounds, or there is a budget and no price.
+        """
+        check_least({"--max-devices": max_devices, "--batch-size": min(batches, default=None)})
+        check_above_zero({"--budget": budget, "--price": price, "--device-memory": device_memory})
+        if budget is not None and price is None:
+            raise UsageError(
+                "--budget needs a price", remedy="give --price, of one device for an hour; tutti knows no prices"
+            )
+        if verify < 0:
+            raise UsageError(f"--verify is {verify}", remedy="give a number of plans, such as 3")
+        seconds = None if deadline is None else _deadline(deadline)
+        room = None if device_memory is None else device_memory * (1 << 30)
+        return cls(max_devices, batches, seconds, budget, price, verify, room)
+
+
+def _deadline(text: str) -> float:
+    """Return the seconds of a time such as 8h.
+
+    >>> _deadline("8h"), _deadline("1.5min"), _deadline("90s")
+    (28800.0, 90.0, 90.0)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|m|min|h|d)\s*", text)
+    try:
+        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise UsageError(f"cannot read '{text}'", where="--deadline", remedy="write 8h, 30m or 90s")
+    return seconds
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """The plans that ``tutti plan`` has found for a target, and the evidence that they rest on.
+
+    Attributes:
+        subject: the task or script to plan.
+        target: metric and value at which training ends.
+        plans: all plans, each a choice of devices, batch and strategy with its predicted seconds and cost.
+        found: the candidates of the search: refused choices, and assumptions of the predictions.
+        notes: lines to print below the tables.
+        data: samples that training needs to reach the target, by batch size.
+        asked: limits of the plans.
+    """
+
+    subject: TaskOrScript
+    target: TrainingTarget
+    plans: list[DevicePlan]
+    found: PlanCandidates
+    notes: list[str]
+    data: TargetData
+    asked: PlanLimits
+
+    def show(
+        self, base: PlannedRun, near: RunEvidence | None, out: Path | None, figure: Path | None, as_json: bool
+    ) -> int:
+        """Print the answer of ``tutti plan``, write plan file and figure, and return the exit code.
+
+        Args:
+            base: configuration with the options that all plans share.
+            near: evidence of a run from which the plan file takes the length of training; None without one.
+            out: plan file to write; None for none.
+            figure: SVG or PNG to write; None for none.
+            as_json: print JSON in place of tables.
+
+        Returns:
+            0 if a plan is chosen; ``THRESHOLD`` if no plan is within deadline and budget.
+        """
+        from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
+        from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure
+
+        best = best_by_devices(self.plans)
+        rows = {plan.devices: plan for plan in best}
+        limited = self.asked.deadline is not None or self.asked.budget is not None
+        able = [p for p in self.plans if within_limits(p, self.asked.deadline, self.asked.budget)]
+        fastest = min(able, key=lambda plan: plan.seconds, default=None)
+        knee, cheapest = find_knee(best), cheapest_plan(self.plans)
+        marked = {"knee": knee, "cheapest": cheapest, "fastest within the limits" if limited else "fastest": fastest}
+        place = {id(plan): number for number, plan in enumerate(self.plans)}
+        marks: dict[int, list[str]] = {}
+        for name, plan in marked.items():
+            if plan is not None:
+                marks.setdefault(place[id(plan)], []).append(name)
+        shown = self.plans if as_json else [plan for row in _runners_up(self.plans, best) for plan in row]
+        reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in shown if p is not rows[p.devices]}
+        chosen = fastest if limited else knee or best[0]
+        text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
+        if out is not None and chosen is not None:
+            write_plan(plan_config(chosen, base, self.target, near), self.subject.text, text, out)
+        if figure is not None:
+            write_plan_figure(best, f"{self.subject.text} to {self.target}", figure)
+        if as_json:
+            print(json_text(self._json(text, plan_json(self.plans, reasons, marks), chosen, place), sys.stdout))
+        else:
+            self._print(text, best, marks, place, reasons)
+            if chosen is not None and self.subject.script:
+                print(f"to run it: {_script_run(chosen, self.subject)}")
+            for path in (out if chosen is not None else None, figure):
+                if path is not None:
+                    print(f"wrote {path}")
+        return ExitCode.DONE if chosen is not None else ExitCode.THRESHOLD
+
+    def _missed(self, best: Sequence[DevicePlan]) -> str:
+        from tutti.planning.plan_file import plan_seconds
+
+        limits = [f"{plan_seconds(self.asked.deadline)}"] if self.asked.deadline is not None else []
+        limits += [f"a budget of {self.asked.budget:g}"] if self.asked.budget is not None else []
+        quickest = min(best, key=lambda plan: plan.seconds)
+        judged = "by the point figures: there is no band" if quickest.band is None else "by the slow end of the band"
+        cost = "" if quickest.cost is None else f", cost {_money(quickest.cost)}"
+        within = " and ".join(limits)
+        return f"no plan reaches {self.target} within {within} ({judged}); the fastest: {plan_in_words(quickest)}{cost}"
+
+    def _facts(self) -> dict[str, Any]:
+        critical = self.data.critical_batch
+        return {
+            "measured": [
+                {"batch": each.batch, "samples": each.samples, "runs": each.runs}
+                for each in self.data.measured.values()
+            ],
+            "critical_batch": None if critical is None else dict(zip(("median", "low", "high"), critical, strict=True)),
+        }
+
+    def _searched(self) -> list[str]:
+        if not self.found.searched:
+            return []
+        ruled = sum(plan.step.least for plan in self.plans)
+        full = f"{counted(self.found.searched, 'plan')}: {self.found.evaluated:,} evaluated in full"
+        return [f"{full}, {ruled:,} ruled out by a lower bound of their time"]
+
+    def _json(
+        self, text: str, plans: list[dict[str, Any]], chosen: DevicePlan | None, place: dict[int, int]
+    ) -> dict[str, Any]:
+        return {
+            "format": "tutti plan",
+            "version": 1,
+            "task": self.subject.text,
+            "target": {"metric": self.target.metric.name, "value": self.target.value},
+            "headline": text,
+            "chosen": None if chosen is None else place[id(chosen)],
+            "price": None
+            if self.asked.price is None
+            else {"device_hour": self.asked.price, "stated": datetime.date.today().isoformat()},
+            "data": self._facts(),
+            "plans": plans,
+            "searched": self.found.searched,
+            "evaluated": self.found.evaluated,
+            "refused": self.found.refusals(),
+            "rests_on": self.found.rests,
+            "guesses": self.found.guesses,
+            "notes": self.notes,
+            "back_test": "docs/backtest.md",
+        }
+
+    def _print(
+        self,
+        text: str,
+        best: Sequence[DevicePlan],
+        marks: dict[int, list[str]],
+        place: dict[int, int],
+        reasons: dict[int, LostReason],
+    ) -> None:
+        from tutti.planning.device_plan import draw_ends, last_gain
+        from tutti.planning.plan_file import plan_seconds
+
+        print(f"{text[0].upper()}{text[1:]}.\n")
+        times = ["time to target", "draws 5–95 %", "band 90 %"]
+        heads = ["devices", "batch", "step (5–95 %)", "samples", *times, "gain", "cost (5–95 %) [band]", "plan"]
+        rows = []
+        for number, plan in enumerate(best):
+            low, high = draw_ends(plan.draws)
+            gain = last_gain(best, number)
+            rows.append(
+                [
+                    str(plan.devices),
+                    str(plan.step.batch),
+                    f"{plan_seconds(plan.step.seconds)} ({'–'.join(map(plan_seconds, draw_ends(plan.step.draws)))})",
+                    f"{plan.data.samples:,.0f}",
+                    plan_seconds(plan.seconds),
+                    f"{plan_seconds(low)}–{plan_seconds(high)}",
+                    "no band" if plan.band is None else "–".join(map(plan_seconds, plan.band)),
+                    "" if gain is None else f"{gain:.2f} ×",
+                    _cost_text(plan),
+                    ", ".join([plan.step.label, *marks.get(place[id(plan)], ())]),
+                ]
+            )
+        print_table(heads, rows)
+        print()
+        inside = {id(plan) for plan in best}
+        for number, names in marks.items():
+            if id(self.plans[number]) not in inside:
+                print(f"{', '.join(names)}: {plan_in_words(self.plans[number])}")
+        for plan, losers in zip(best, _runners_up(self.plans, best), strict=True):
+            if losers:
+                print(f"why not at {plan.devices}:")
+            for p in losers:
+                print(f"  {p.step.label}, batch {p.step.batch}: {reasons[place[id(p)]].text}")
+        critical = self.data.critical_batch
+        if critical is not None:
+            print(f"critical batch {critical[0]:,.0f} samples (draws 5–95 %: {critical[1]:,.0f}–{critical[2]:,.0f})")
+        for label, line in (
+            *(("step", line) for line in dict.fromkeys(plan.step.basis for plan in best)),
+            *(("data", line) for line in dict.fromkeys(plan.data.text for plan in best)),
+            *(("band", line) for line in dict.fromkeys(plan.band_text for plan in best)),
+            *(("searched", line) for line in self._searched()),
+            *(("rests on", line) for line in self.found.rests),
+            *(("GUESSED", line) for line in self.found.guesses),
+            *(("refused", f"{line} ({counted(count, 'choice')})") for line, count in self.found.refusals().items()),
+            *(("note", line) for line in self.notes),
+        ):
+            print(f"{label:<9} {line}")
+        if self.asked.price is not None:
+            print(f"price     {self.asked.price:g} a device and hour, as stated on {datetime.date.today().isoformat()}")
+        print("time      of training alone: start, evaluations, saves and failures come on top (tutti goodput)")
+
+
+def _runners_up(plans: Sequence[DevicePlan], best: Sequence[DevicePlan]) -> list[list[DevicePlan]]:
+    """Return for each number of devices the fastest losers: one of each strategy, then the next of any."""
+    found = []
+    for winner in best:
+        losers = [p for p in plans if p.devices == winner.devices and p is not winner]
+        firsts = {p.step.family: p for p in reversed(losers)}
+        heads = sorted(firsts.values(), key=lambda plan: plan.seconds)
+        others = [p for p in losers if p not in heads]
+        found.append(sorted([*heads, *others[: max(0, _SHOWN - len(heads))]], key=lambda plan: plan.seconds))
+    return found
+
+
+def _script_run(plan: DevicePlan, script: TaskOrScript) -> str:
+    """Return what to give to ``tutti.prepare`` in a script, and the command that starts it, for a plan."""
+    options = {"strategy": plan.step.strategy, "batch_size": plan.step.batch, **dict(plan.step.options)}
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    command = shlex.join(["tutti", "run", "-np", str(plan.devices), script.text, *script.arguments])
+    return f"tutti.prepare(…, {given}), then {command}"
+
+
+def plan_in_words(plan: DevicePlan) -> str:
+    """Return a plan's devices, batch, strategy and seconds of training in words.
+
+    Args:
+        plan: the plan.
+    """
+    from tutti.planning.plan_file import plan_seconds
+
+    return f"{choice_in_words(plan)}, {plan_seconds(plan.seconds)}"
+
+
+def choice_in_words(plan: DevicePlan) -> str:
+    """Return a plan's devices, batch and strategy in words."""
+    count = counted(plan.devices, "device")
+    return f"{count}, batch {plan.step.batch}, {plan.step.label}"
+
+
+def _cost_text(plan: DevicePlan) -> str:
+    """Return a plan's cost, the quantiles of its draws in parentheses, and its band, if it has one, in brackets."""
+    if plan.cost is None or plan.cost_ends is None:
+        return "no price"
+    band = "" if plan.cost_band is None else f" [{'–'.join(map(_money, plan.cost_band))}]"
+    return f"{_money(plan.cost)} ({'–'.join(map(_money, plan.cost_ends))}){band}"
+
+
+def _money(cost: float) -> str:
+    """Format a cost.
+
+    >>> _money(1234.5), _money(0.001234)
+    ('1,234.50', '0.0012')
+    """
+    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}"
