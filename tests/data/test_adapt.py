@@ -88,7 +88,7 @@ def test_an_item_that_cannot_be_read_is_named() -> None:
         (Augmented(0), DataError, "Augmented) is empty"),
         (torch.empty(0, 3), DataError, "is empty"),
         ([], DataError, "is empty"),
-        ((torch.zeros(3), torch.zeros(4)), DataError, "different lengths [3, 4]"),
+        ((torch.zeros(3), torch.zeros(4)), DataError, "different lengths: [3, 4]"),
     ],
 )
 def test_what_is_no_data_is_refused(data: Any, kind: type[Exception], words: str) -> None:

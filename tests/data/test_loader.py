@@ -238,4 +238,4 @@ def too_much() -> str:
 
 def test_a_batch_without_room_is_refused() -> None:
     [said] = worlds.run(1, too_much)
-    assert said.startswith("DataError no memory for a batch of 1,024 MiB: Cannot allocate memory")
+    assert said.startswith("DataError there is no memory for a batch of 1,024 MiB: Cannot allocate memory")

@@ -108,7 +108,7 @@ def test_the_first_error_is_raised_with_its_rank(tmp_path: Path) -> None:
 
 def test_inside_a_rank_it_is_refused(tmp_path: Path) -> None:
     code, _, err = started(TRAINS, tmp_path, RANK="0", WORLD_SIZE="1")
-    assert code == 1 and "UsageError: tutti.launch inside a rank" in err
+    assert code == 1 and "UsageError: tutti.launch is called inside a rank" in err
 
 
 def test_the_snippet_of_the_page_runs(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_model_is_converted_in_place_and_keeps_its_state() -> None:
     assert isinstance(ghost.convert_ghost_batch_norm(nn.BatchNorm1d(2), 4), ghost.GhostBatchNorm)
     with pytest.raises(UsageError, match="no batch norm"):
         ghost.convert_ghost_batch_norm(nn.Linear(2, 2), 8)
-    with pytest.raises(UsageError, match="ghost of 0"):
+    with pytest.raises(UsageError, match="ghost batch has 0"):
         ghost.convert_ghost_batch_norm(nn.BatchNorm1d(2), 0)
 
 

@@ -199,7 +199,7 @@ def test_a_script_is_planned_with_its_arguments(tmp_path: Path) -> None:
     words = ("plan", path, *machine, "--batch-size", "64", "--strategy", "mirrored", "pipeline:stages=2,schedule=1f1b")
     shown = tutti(tmp_path, *words, "--", "6")
     assert shown.code == 0, shown.err
-    assert "pipeline: a loop of its own cannot run in stages" in shown.out
+    assert "pipeline: a custom training loop cannot run in pipeline stages" in shown.out
     assert f"then tutti run -np 1 {path} 6\n" in shown.out or f"then tutti run -np 2 {path} 6\n" in shown.out
     assert "tutti.prepare(…, strategy='mirrored', batch_size=64" in shown.out
     refused = tutti(tmp_path, *words, "--verify", "1", "--", "6")
@@ -218,4 +218,4 @@ def test_the_command_predicts_a_script_with_its_arguments(tmp_path: Path) -> Non
     looping = script(tmp_path, LOOP)
     words = ("--machine", "a100x8", "--precision", "bf16", "--strategy", "pipeline", "--devices", "2")
     staged = tutti(tmp_path, "simulate", looping, *words)
-    assert staged.code == 2 and "loop of its own" in staged.err
+    assert staged.code == 2 and "custom training loop" in staged.err

@@ -57,7 +57,7 @@ def test_its_options_are_numbers_truth_values_tuples_and_texts() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("torch.optim:SGD", "no learning rate for SGD"),
+        ("torch.optim:SGD", "SGD is given no learning rate"),
         ("torch.optim:SDG:lr=0.1", "has no optimizer 'SDG'.*SGD"),
         ("torch.optim:SGD:lr=0.1,speed=3", "SGD refuses its arguments: .*speed"),
         ("torch.nowhere:SGD:lr=0.1", "cannot be imported"),

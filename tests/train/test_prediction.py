@@ -65,7 +65,7 @@ def refused(kind: str, strategy: str = "mirrored") -> str:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("mean", "shape () for 5 samples"), ("text", "holds a str"), ("shapes", "shapes (2,) and (5,)")],
+    [("mean", "for 5 samples has shape ()"), ("text", "holds a str"), ("shapes", "shapes (2,) and (5,)")],
 )
 def test_what_is_no_prediction_is_refused(kind: str, words: str) -> None:
     assert words in worlds.run(1, refused, kind=kind)[0]

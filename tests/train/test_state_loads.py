@@ -170,7 +170,7 @@ def test_every_logical_worker_begins_with_them(strategy: str, workers: int) -> N
 )
 def test_workers_with_statistics_of_their_own_need_all_of_it(strategy: str, workers: int) -> None:
     for got in worlds.run(2, twice, strategy=strategy, workers=workers, late="part"):
-        assert isinstance(got, str) and "load_state_dict of a part of the model" in got and "1.running_mean" in got
+        assert isinstance(got, str) and "load_state_dict with a part of the model" in got and "1.running_mean" in got
 
 
 # --- a copy of the model is a plain model -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.shape) < 1 or not 0 <= self.rank < self.size:
-            raise UsageError(f"no rank {self.rank} on a grid of {self.shape}")
+            raise UsageError(f"a device mesh of shape {self.shape} has no rank {self.rank}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

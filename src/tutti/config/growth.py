@@ -110,7 +110,7 @@ class BatchGrowth:
         if largest is not None and dataset is not None and largest > dataset:
             raise UsageError(
                 f"the largest batch of {largest} is more than the {dataset} samples of an epoch",
-                remedy="leave largest= out: a tenth of them",
+                remedy="leave largest= out; its default is a tenth of them",
             )
         return largest
 

@@ -446,7 +446,7 @@ def _imported(text: str, module: str, name: str, options: str) -> ImportedOptimi
     rate = values.pop("lr", None)
     if not isinstance(rate, int | float) or not rate >= 0:
         raise UsageError(
-            f"no learning rate for {name}",
+            f"{name} is given no learning rate",
             where=f"--optimizer {text}",
             remedy=f"write {module}:{name}:lr=0.001",
         )

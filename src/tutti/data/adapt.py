@@ -138,7 +138,9 @@ class TensorSource:
         self._tensors = tensors
         lengths = {len(t) for t in (tensors if isinstance(tensors, tuple) else (tensors,))}
         if len(lengths) != 1:
-            raise DataError(f"tensors of different lengths {sorted(lengths)}", remedy="one entry a sample in each")
+            raise DataError(
+                f"the tensors have different lengths: {sorted(lengths)}", remedy="give each one entry for every sample"
+            )
         self._length = lengths.pop()
 
     def __len__(self) -> int:

@@ -414,7 +414,7 @@ def _pack(batch: Batch) -> tuple[_Packed, int]:
     except OSError as error:
         os.close(descriptor)
         raise DataError(
-            f"no memory for a batch of {packed.size / 2**20:,.0f} MiB",
+            f"there is no memory for a batch of {packed.size / 2**20:,.0f} MiB",
             why=error.strerror,
             remedy="take fewer --data-workers or a smaller batch",
         ) from error

@@ -243,7 +243,9 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
         return found
     if isinstance(loader.dataset, Source):
         raise UsageError(
-            "a DataLoader of a tutti.data.Source", why="a source makes whole batches", remedy="give the source itself"
+            "tutti.prepare was given a DataLoader of a tutti.data.Source",
+            why="a source makes whole batches",
+            remedy="give the source itself",
         )
     sampler, whole = loader.sampler, False
     if loader.batch_size is None:
@@ -279,7 +281,7 @@ def _check_undivided(sampler: Any) -> None:
     """Raise UsageError for a sampler that divides the samples over ranks."""
     if isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
         raise UsageError(
-            f"a DataLoader with a {type(sampler).__name__}",
+            f"tutti.prepare was given a DataLoader with a {type(sampler).__name__}",
             why="it divides the samples over ranks, which tutti does itself, and repeats some to make the shares even",
             remedy="leave the sampler out and give shuffle=True, and the global batch as batch_size",
         )

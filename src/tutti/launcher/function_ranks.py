@@ -90,7 +90,7 @@ def _check_outside() -> None:
     """Raise UsageError if this process is a rank, or has the threads and connections of one, which do not fork."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise UsageError(
-            "tutti.launch inside a rank",
+            "tutti.launch is called inside a rank",
             why=f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already",
             remedy="call the function itself, or start the script with python and not with tutti run",
         )

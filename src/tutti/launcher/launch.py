@@ -242,7 +242,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 def _signal_handlers() -> Iterator[None]:
     """Exit quietly on a signal until the agent installs its handlers; restore the caller's handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError("processes are started from a thread", remedy="call launch from the main thread")
+        raise UsageError("launch is called outside the main thread", remedy="call it from the main thread")
     before = {number: signal.signal(number, _leave_early) for number in child.SIGNALS}
     try:
         yield

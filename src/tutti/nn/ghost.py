@@ -67,7 +67,7 @@ class GhostBatchNorm(TakenOver):
 
     def __init__(self, plain: BatchNormBase, size: int) -> None:
         if size < 1:
-            raise UsageError(f"a ghost of {size} samples", remedy="give at least 1")
+            raise UsageError(f"a ghost batch has {size} samples", remedy="give at least 1")
         super().__init__(plain)
         self.size = size
 
@@ -93,10 +93,10 @@ class GhostBatchNorm(TakenOver):
             return BatchNormBase.forward(self, input)
         if self.size * points == 1:
             raise UsageError(
-                "a ghost of 1 sample, with a single number a channel",
+                "a ghost batch has 1 sample with a single number a channel",
                 where=f"an input of shape {tuple(input.shape)}",
                 why="a single number has no variance, so that every output would be the bias",
-                remedy="give ghosts of at least 2 samples",
+                remedy="give ghost batches at least 2 samples",
             )
         result, means, scales = normalise(input, self.weight, self.bias, first, self.eps)
         if self.training and self.track_running_stats and self.running_mean is not None:

@@ -113,5 +113,7 @@ class AdaScale:
         """
         tau, first, second, weight = (float(saved[name]) for name in ("tau", "variance", "square", "weight"))
         if not (all(map(math.isfinite, (tau, first, second))) and tau >= 0 and 0 <= weight <= 1):
-            raise ValueError(f"τ {tau:g}, σ² {first:g}, μ² {second:g}, weight {weight:g}")
+            raise ValueError(
+                f"the saved averages are out of bounds: τ {tau:g}, σ² {first:g}, μ² {second:g}, weight {weight:g}"
+            )
         self.tau, self._averages.sums, self._averages.weight = tau, (first, second), weight

@@ -97,7 +97,8 @@ class Muon(Optimizer):
         if not group["adam"] and any(p.ndim < 2 for p in group["params"]):
             del self.param_groups[-1]
             raise UsageError(
-                "a group for orthogonal steps has a tensor that is not a matrix", remedy='give "adam": True'
+                'a parameter group of Muon with "adam": False has a tensor that is not a matrix',
+                remedy='put it into a group with "adam": True',
             )
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ class LossCounter:
                 room.
         """
         if len(part.names) > METRICS:
-            raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"at most {METRICS}")
+            raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"return at most {METRICS}")
         self._names = part.names
 
     def together(self, part: LossSums | None) -> LossSums | None:

@@ -117,7 +117,7 @@ def _task_of_script(script: str, arguments: Sequence[str]) -> Task:
         raise UsageError(
             "the script gives no loss to tutti.prepare",
             where=script,
-            why="a loop of its own may train the model, and draw samples, between two losses",
+            why="a custom training loop may update the model, and draw samples, between two losses",
             remedy="give it: tutti.prepare(model, optimizer, data, loss_fn)",
         )
     return loaded.task

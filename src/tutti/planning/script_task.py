@@ -1,6 +1,6 @@
 """Take model, loss and data of a training script that calls ``tutti.prepare``, without training.
 
-The script runs up to ``tutti.prepare``. If it gives its loss there, this is all. If it has a loop of its own, each
+The script runs up to ``tutti.prepare``. If it gives its loss there, this is all. If it has a custom training loop, each
 forward and backward that is traced runs the script again, with the traced model in place of its own, up to its first
 ``run.backward(loss)``.
 """
@@ -31,7 +31,7 @@ from tutti.train.run_options import RunOptions
 from tutti.train.strategy_spec import strategy_text
 from tutti.train.training_data import choose_sampling
 
-_LOOP_AFTER = "a loop of its own is followed up to its first run.backward(loss) alone"
+_LOOP_AFTER = "a custom training loop is followed up to its first run.backward(loss) alone"
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class TaskSizes:
         key = self._key(config)
         if isinstance(self._task.loss, ScriptLoopLoss) and key[1] > 1:
             raise UsageError(
-                "a loop of its own cannot run in stages",
+                "a custom training loop cannot run in pipeline stages",
                 where=f"{self._name}, --strategy {config.strategy}",
                 remedy="give the loss to tutti.prepare(model, optimizer, data, loss), and call run.step(batch)",
             )

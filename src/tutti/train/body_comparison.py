@@ -129,7 +129,7 @@ class BodyComparison:
         if self.several:
             if kind == "step" and _is_called_by_scaler():
                 raise UsageError(
-                    "torch.amp.GradScaler with several micro-batches a rank",
+                    "torch.amp.GradScaler cannot be combined with several micro-batches a rank",
                     where=f"step {self._run.clock + 1}, {script_line()}",
                     why="it counts every run of the loop's body as an update, and changes its scale between"
                     " micro-batches of one global batch",
@@ -138,7 +138,7 @@ class BodyComparison:
                 )
             if kind != "step" and any(event == "step" for event, _ in self._events):
                 raise UsageError(
-                    "two updates in one body of the loop, with several micro-batches a rank",
+                    "two updates in one body of the loop cannot be combined with several micro-batches a rank",
                     where=f"step {self._run.clock + 1}, {script_line()}",
                     why="what follows the first update depends on the gradients of micro-batches whose bodies have"
                     " not run yet",

@@ -131,7 +131,8 @@ class HookWatch:
             raise UsageError(what, why="each tensor rank computes a slice of the gradient alone", remedy=_ELSEWHERE)
         if after and not alone:
             raise UsageError(
-                f"register_post_accumulate_grad_hook on {name}, with several micro-batches or workers",
+                f"register_post_accumulate_grad_hook on {name} cannot be combined with several micro-batches"
+                " or workers",
                 why=".grad is complete only after the sum over all of them, which comes after backward",
                 remedy="take register_hook, which is given each micro-batch's part, or edit .grad in a custom loop"
                 " after run.backward",

@@ -87,7 +87,7 @@ def _rows(samples: int) -> Callable[[Tensor], Tensor]:
         rows = tensor.detach().cpu()
         if samples and (rows.dim() == 0 or len(rows) != samples):
             raise UsageError(
-                f"a prediction of shape {tuple(rows.shape)} for {counted(samples, 'sample')}",
+                f"the prediction for {counted(samples, 'sample')} has shape {tuple(rows.shape)}",
                 remedy="return tensors whose first dimension is the sample",
             )
         return rows[:samples] if rows.dim() else rows.new_empty(0)

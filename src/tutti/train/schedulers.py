@@ -69,7 +69,7 @@ class Schedulers:
         def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
             if not schedulers._stepping:
                 raise UsageError(
-                    f"{kind.__name__}.step() of a scheduler that tutti.prepare was given",
+                    f"the script calls {kind.__name__}.step() of a scheduler that it gave to tutti.prepare",
                     where=script_line(),
                     why=f"the run steps it once an {schedulers._every}, and the rate would change twice",
                     remedy="leave the call out, or leave scheduler out of tutti.prepare",

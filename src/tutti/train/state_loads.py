@@ -63,7 +63,7 @@ class StateLoads:
             return
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
-                "load_state_dict(assign=True) after tutti.prepare",
+                "the script calls load_state_dict(assign=True) after tutti.prepare",
                 why="the optimizer would go on with tensors that the model no longer has",
                 remedy="leave out assign=True, or load before tutti.prepare",
             )
@@ -139,7 +139,7 @@ class StateLoads:
 
     def _refuse_part(self, name: str, why: str) -> None:
         raise UsageError(
-            "load_state_dict of a part of the model after tutti.prepare",
+            "the script calls load_state_dict with a part of the model after tutti.prepare",
             where=f"without {name}",
             why=f"{why}, of which the model here holds one",
             remedy="give all of the model's tensors (run.state() has them), or load before tutti.prepare",

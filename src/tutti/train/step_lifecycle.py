@@ -149,7 +149,7 @@ class StepLifecycle:
         """
         if self.drawn is None or self.drawn.dummy is None:
             raise UsageError(
-                "a batch without samples",
+                "this rank's batch has no samples",
                 why="batch_norm='sync' and sharded weights need every device to take part",
                 remedy="bring at least one sample on every rank",
             )

@@ -79,7 +79,7 @@ def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Sou
         )
     if identical and isinstance(data, Stream):
         raise UsageError(
-            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave identical_batches out"
         )
     if reproducible and isinstance(data, Stream) and data.sharded:
         raise UsageError(

@@ -316,7 +316,7 @@ class _Probe(LocalShapeMode):
         whole = self._whole[self.drawn]
         differ = [d - tensor.dim() for d in range(tensor.dim()) if tensor.shape[d] != whole[d]]
         if len(differ) > 1:
-            raise ValueError("split in several dimensions")
+            raise ValueError("the tensor is split in several dimensions")
         self.draws.append(differ[0] if differ else 0)
         return self.draws[-1]
 
