@@ -134,6 +134,13 @@ def test_what_cannot_be_tried_needs_all() -> None:
     assert (found.rows, found.tensors) == (False, False) and "_mode is 'normalized'" in str(found.untried)
 
 
+def test_an_attribute_of_the_script_s_optimizer_is_not_taken_for_tutti_s() -> None:
+    """A normalised update whose class keeps the norms of its steps for a plot."""
+    optimizer = mixers.of(mixers.Normalized)(mixers.model())
+    optimizer.norms = []
+    assert mixing_of(optimizer) == MIXED
+
+
 def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     tried = mixing._tried

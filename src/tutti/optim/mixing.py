@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from tutti.comm.partition import block
 from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
+from tutti.optim.layerwise import LayerWise
+from tutti.optim.muon import Muon
 from tutti.torch_compat import FunctionModesDisabled
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
@@ -70,8 +72,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     tensors; results are cached by class and settings. The optimizer's parameters and the states of the global
     generators stay as they are. Not collective.
 
-    An optimizer with an attribute ``norms`` (which completes the norms of sliced tensors over ranks) or ``wholes``
-    (which gathers sliced matrices) supports slices along a dimension itself and is not tried; neither is
+    tutti's own optimizers LARS, LARC, LAMB and NovoGrad (which complete the norms of sliced tensors over ranks) and
+    ``Muon`` (which gathers sliced matrices) support slices along a dimension themselves and are not tried; neither is
     ``SparseAdam``.
 
     Args:
@@ -83,7 +85,7 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
         all whole tensors. ``draws``: whether a step draws from a global random generator; ``closure``: whether it needs
         a closure; ``untried``: why the trial failed, or None. After a failed trial the first four flags are False.
     """
-    if hasattr(optimizer, "norms") or hasattr(optimizer, "wholes"):
+    if isinstance(optimizer, LayerWise | Muon):
         return Mixing(flat=False)
     if type(optimizer) is torch.optim.SparseAdam:
         # It refuses the dense gradients of a trial. It updates each row of a sparse gradient by itself, and strategies

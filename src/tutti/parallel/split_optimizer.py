@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import region_index
 from tutti.comm.communicator import Communicator
+from tutti.optim.layerwise import LayerWise
+from tutti.optim.muon import Muon
 from tutti.types import FullTensorGatherer, NormReducer, ShardSpec
 
 
 def support_split_tensors(
-    optimizer: Any,
+    optimizer: Optimizer,
     split: Mapping[Tensor, SliceRegions],
     comm: Communicator,
     norms: NormReducer | None = None,
@@ -23,12 +25,12 @@ def support_split_tensors(
 ) -> None:
     """Let an optimizer that needs whole matrices or their norms compute them from tensor-parallel slices.
 
-    Such an optimizer has an attribute ``norms`` (sums of squared norms) or ``wholes`` (gathered matrices), which is set
-    to an object that communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather. If
-    no rank has a split parameter, nothing is changed.
+    Its attribute ``norms`` (sums of squared norms) or ``wholes`` (gathered matrices) is set to an object that
+    communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather. If no rank has a
+    split parameter, nothing is changed.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``; without these attributes it is left as it is.
+        optimizer: the optimizer; one other than LARS, LARC, LAMB, NovoGrad and ``Muon`` of tutti is left as it is.
         split: by split parameter on this rank, where the slice lies in the global tensor (``shape`` of that tensor, and
             ``regions``, each a tuple of one ``slice`` a dimension).
         comm: the tensor ranks.
@@ -37,9 +39,9 @@ def support_split_tensors(
     """
     if comm.size == 1 or not _somewhere(bool(split), comm):
         return
-    if getattr(optimizer, "norms", 0) is norms:
+    if isinstance(optimizer, LayerWise) and optimizer.norms is norms:
         optimizer.norms = SplitNormReducer(optimizer, split.keys(), comm, norms)
-    if getattr(optimizer, "wholes", 0) is wholes:
+    if isinstance(optimizer, Muon) and optimizer.wholes is wholes:
         optimizer.wholes = SplitMatrixGatherer(split, comm, wholes)
 
 
