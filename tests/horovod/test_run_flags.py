@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 import pytest
 
+from tutti.cli.run_command import run_options
 from tutti.errors import UsageError
 from tutti.horovod.run_flags import translate_flags
+
+
+def translated(words: list[str], environ: MutableMapping[str, str]) -> list[str]:
+    return translate_flags(words, environ, run_options())
 
 
 def test_a_whole_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "--horovod", "--num-proc=6", "-hostfile", "hosts", "--mpi", "--cycle-time-ms", "5"]
     words.append("--log-with-timestamp")
-    found = translate_flags([*words, "python3", "train.py", "--gloo", "-p", "1"], {})
+    found = translated([*words, "python3", "train.py", "--gloo", "-p", "1"], {})
     assert found == ["run", "--horovod", "-np", "6", "--hostfile", "hosts", "train.py", "--gloo", "-p", "1"]
     assert capsys.readouterr().err == "tutti: without effect: --mpi, --cycle-time-ms, --log-with-timestamp\n"
 
@@ -19,7 +26,7 @@ def test_a_whole_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags_that_stand_for_variables() -> None:
     environ: dict[str, str] = {}
     words = ["run", "--horovod", "--fusion-threshold-mb", "2", "--no-stall-check", "--timeline-filename=t.json", "x.py"]
-    assert translate_flags(words, environ) == ["run", "--horovod", "x.py"]
+    assert translated(words, environ) == ["run", "--horovod", "x.py"]
     assert environ == {
         "HOROVOD_FUSION_THRESHOLD": str(2 << 20),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
@@ -39,20 +46,27 @@ def test_flags_that_stand_for_variables() -> None:
 )
 def test_what_would_matter_is_refused(words: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        translate_flags(["run", "--horovod", *words], {})
+        translated(["run", "--horovod", *words], {})
 
 
 def test_other_commands_are_left_alone() -> None:
     for words in (["train", "digits", "--horovod"], ["run", "--start-timeout", "3", "x.py", "--horovod", "--mpi"]):
-        assert translate_flags(words, {}) == words
+        assert translated(words, {}) == words
 
 
 def test_flags_of_elastic_jobs() -> None:
     words = ["--min-np", "1", "--max-num-proc=4", "--host-discovery-script", "./d.sh", "--blacklist-cooldown-range"]
-    found = translate_flags(["run", "--horovod", *words, "1", "10", "x.py"], {})
+    found = translated(["run", "--horovod", *words, "1", "10", "x.py"], {})
     kept = ["--min-np", "1", "--max-np", "4", "--host-discovery-script", "./d.sh", "--blacklist-cooldown-range"]
     assert found == ["run", "--horovod", *kept, "1", "10", "x.py"]
-    found = translate_flags(["run", "--horovod", "--slots", "4", "x.py"], {"HOROVOD_ELASTIC_TIMEOUT": "7"})
+    found = translated(["run", "--horovod", "--slots", "4", "x.py"], {"HOROVOD_ELASTIC_TIMEOUT": "7"})
     assert found == ["run", "--horovod", "--slots-per-host", "4", "--elastic-timeout", "7", "x.py"]
     plain = ["run", "--horovod", "-np", "2", "x.py"]
-    assert translate_flags(plain, {"HOROVOD_ELASTIC_TIMEOUT": "7"}) == plain
+    assert translated(plain, {"HOROVOD_ELASTIC_TIMEOUT": "7"}) == plain
+
+
+def test_every_option_of_tutti_run_may_stand_before_the_script() -> None:
+    for option, count in run_options().items():
+        if option.startswith("-") and option not in ("--horovod", "--num-proc", "--start-timeout"):
+            words = ["run", "--horovod", option, *["1"] * count]
+            assert translated([*words, "python", "x.py", "--mpi"], {}) == [*words, "x.py", "--mpi"]

@@ -25,7 +25,7 @@ from tutti.cli.launch_flags import hosts_as_engine, node_of_job, start_node
 from tutti.cli.noise_command import noise
 from tutti.cli.plan_command import plan_devices
 from tutti.cli.report_command import report_runs
-from tutti.cli.run_command import end_options, run
+from tutti.cli.run_command import end_options, run, run_options
 from tutti.cli.simulate_command import simulate_step
 from tutti.cli.submit_command import submit, submitted
 from tutti.cli.train_command import bare_options, train
@@ -116,7 +116,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 def _run(tokens: Sequence[str] | None) -> int:
     try:
-        given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ)
+        given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ, run_options())
         loud = take_verbosity(end_options(given), os.environ)
         configure_logging(os.environ)
         words = submitted(hosts_as_engine(bare_options(_negative_values(loud))), os.environ)

@@ -41,8 +41,11 @@ OF_NODE = ("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--
 
 
 @cache
-def _words_after() -> Mapping[str, int]:
-    """Return the number of values that follow each option of ``tutti run``, by the option's name."""
+def run_options() -> Mapping[str, int]:
+    """Return the number of values that follow each option of ``tutti run``, by the option's name.
+
+    Among them are ``--hostfile`` and torchrun's flags of nodes, which are taken from the command line before ``run``.
+    """
     options = App(default_command=run).assemble_argument_collection()
     counts = {name: option.token_count()[0] for option in options for name in option.names}
     return {**counts, **dict.fromkeys(("--hostfile", *OF_NODE), 1)}
@@ -67,7 +70,7 @@ def end_options(words: list[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words
-        at += 1 + _words_after().get(words[at].replace("_", "-"), 0)
+        at += 1 + run_options().get(words[at].replace("_", "-"), 0)
     return [*words[:at], "--", *words[at:]] if at < len(words) else words
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from tutti.errors import UsageError
@@ -20,11 +20,6 @@ _RENAMED = {
     "-hostfile": "--hostfile",
 }
 _OF_ELASTIC_JOBS = frozenset(("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit"))
-_KEPT = _OF_ELASTIC_JOBS | {
-    *("-np", "-H", "--hosts", "--hostfile", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"),
-    "--elastic-timeout",
-}
-"""Flags of ``tutti run`` with a value."""
 
 _VARIABLES = {
     "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
@@ -69,7 +64,7 @@ _REFUSED = {
 }
 
 
-def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list[str]:
+def translate_flags(words: list[str], environ: MutableMapping[str, str], options: Mapping[str, int]) -> list[str]:
     """Translate a command line with the flags of ``horovodrun`` into a command line of ``tutti run``, and return it.
 
     Flags that stand for environment variables, such as ``--fusion-threshold-mb``, set these in ``environ``. Flags
@@ -79,6 +74,7 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
     Args:
         words: the command line, without the name of the program.
         environ: environment variables; variables for which flags stand are added to it.
+        options: number of values of each option of ``tutti run``, by name.
 
     Returns:
         The words of the new command line; ``words`` itself where nothing is translated.
@@ -88,7 +84,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
             cannot be read; the value of ``--fusion-threshold-mb`` is not a whole number; or a flag that stands for a
             variable is given with ``-H``, because ranks on other hosts would not get the variable.
 
-    >>> translate_flags(["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"], {})
+    >>> words = ["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"]
+    >>> translate_flags(words, {}, {"-np": 1, "--timeout": 1})
     ['run', '--horovod', '-np', '2', '--timeout', '9', 'train.py', '--mpi']
     """
     if words[:1] != ["run"] or "--horovod" not in words:
@@ -106,11 +103,11 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
 
         if flag in _REFUSED:
             raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
-        if flag == "--blacklist-cooldown-range":
-            made += [flag, taken(), *rest[:1]]
-            del rest[:1]
-        elif flag in _RENAMED or flag in _KEPT:
-            made += [_RENAMED.get(flag, flag), taken()]
+        if flag in _RENAMED:
+            made += [_RENAMED[flag], taken()]
+        elif count := options.get(flag):
+            made += [flag, taken(), *rest[: count - 1]]
+            del rest[: count - 1]
         elif flag in _VARIABLES:
             variables[_VARIABLES[flag]] = taken()
         elif flag in _SWITCHES:

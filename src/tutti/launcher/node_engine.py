@@ -37,7 +37,7 @@ class NodePart:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.processes < 1 or not 0 <= self.number < self.nodes:
             raise UsageError(
-                f"this node is number {self.number} of {self.nodes}, with {counted(self.processes, 'process')}",
+                f"this cannot be node {self.number} of {self.nodes} with {counted(self.processes, 'process')}",
                 remedy="give --nnodes and --nproc-per-node of at least 1, and a --node-rank from 0 to nnodes - 1",
             )
 
