@@ -191,8 +191,6 @@ def check_run(
         check_fresh(each)
     loss_scale = make_loss_scale(o.loss_scale, o.precision, loss_fn)
     if o.noise_every is not None:
-        if o.noise_every < 1:
-            raise UsageError(f"noise_every is {o.noise_every}", remedy="give a whole number of at least 1, or None")
         parallel.check_noise_scale(choice, grid.size, contract, noise is not None, bool(sparse))
     option = per_worker_option(adaptive, noise, o.noise_every)
     together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)

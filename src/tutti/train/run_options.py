@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.config.averaging import Averaging
+from tutti.config.bounds import check_least
 from tutti.config.gradient_noise import Multiplicative
 from tutti.config.growth import BatchGrowth
 from tutti.config.init_map import InitMap
@@ -26,6 +27,7 @@ from tutti.config.module_config import (
     check_compile,
 )
 from tutti.config.slowness import Slowness
+from tutti.errors import UsageError
 from tutti.train.schedulers import Given
 from tutti.train.strategy_spec import StrategySpec
 
@@ -39,7 +41,7 @@ DEFAULT_BATCH_SIZE = 128
 class RunOptions:
     """The keyword options of ``tutti.prepare`` in one object; the docstring of ``tutti.prepare`` explains each.
 
-    Options may be given as text; the properties return them parsed.
+    Options may be given as text; the properties return them parsed. Raises UsageError for numbers out of bounds.
     """
 
     strategy: str | StrategySpec = "mirrored"
@@ -72,6 +74,20 @@ class RunOptions:
     scheduler: Given = None
     scheduler_every: str = "update"
     callbacks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        check_least(
+            {
+                "workers": self.workers,
+                "batch_size": self.batch_size,
+                "micro_batch": self.micro_batch,
+                "noise_every": self.noise_every,
+                "max_nonfinite": self.max_nonfinite,
+            }
+        )
+        # Infinity measures the norm and clips nothing, as in PyTorch.
+        if self.clip is not None and not self.clip > 0:
+            raise UsageError(f"clip is {self.clip:g}", remedy="give a number above 0, or None")
 
     @cached_property
     def lr_rule(self) -> NoRule:
