@@ -50,46 +50,46 @@ class TrainConfig:
         data: folder, file or hub name that the task reads.
         model: ``name:key=value``; default: the task's first.
         augment: random crops and flips, if the task has them.
-        batch_norm: statistics of a worker, of few (``ghost:size=32``), or sync.
-        data_workers: loader processes a device.
+        batch_norm: statistics over a worker; or ``ghost:size=32``, or sync.
+        data_workers: loader processes of each device.
         strategy: how devices share the work: ddp, fsdp, tp, pp …
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
-        workers: logical replicas, part of the algorithm; default: devices.
+        workers: logical workers, part of the algorithm; default: devices.
         devices: processes or GPUs; or 2:8; ``auto``: every GPU, or one.
         on: engine: local, ``ssh:hosts=a:2+b:2`` or -H, ray, slurm.
-        wait: how long to wait for a lost device.
+        wait: time to wait for another device when one is lost.
         batch_size: samples in one *global* batch, over all workers.
-        batch_growth: instead of a smaller rate: ``milestones=9ep,factor=5``.
-        micro_batch: most samples in one forward pass; default: no limit.
-        identical_batches: every worker draws worker 0's samples: a mistake.
+        batch_growth: grow the batch, not lower the rate: ``milestones=9ep,factor=5``.
+        micro_batch: most samples in one forward; default: no limit.
+        identical_batches: mistake on purpose: every worker draws worker 0's samples.
         epochs, steps, samples: length, at most one of them; default: 3 epochs.
         duration: length of training as 3ep, 500st or 20000sa.
-        until: end at this held-out value: accuracy=0.93, loss<=0.2.
-        patience: end after so many evaluations without a better value.
-        regime_batch: as many updates as with this batch; milestones, warm-up too.
+        until: held-out value that ends the run: accuracy=0.93, loss<=0.2.
+        patience: evaluations without a better value that end the run.
+        regime_batch: update as often as with this batch; milestones, warm-up too.
         precision: fp32, bf16, fp16 or fp8 (fp32 weights), or fp64.
         loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
         channels_last: memory layout of images; default: on for image tasks.
-        compile: mode of torch.compile, such as default.
-        activation_checkpointing: blocks, or selective: recompute activations.
-        clip: largest norm of the whole gradient.
-        gradient_noise: a smaller batch's: ``multiplicative:base_batch=512``.
-        noise_every: measure gradient noise every so many steps; alone: 50.
+        compile: mode of torch.compile; alone: default.
+        activation_checkpointing: recompute activations: blocks or selective.
+        clip: scale the whole gradient down to this norm, if it is larger.
+        gradient_noise: smaller batch's noise: ``multiplicative:base_batch=512``.
+        noise_every: steps between measurements of gradient noise; alone: 50.
         ema: decay of the weights' average: 0.999 or 0.999:warmup.
-        eval_every: 1ep, 100st …; none for only at the end.
-        checkpoint_every: 1ep, 100st …; none for only when preempted.
+        eval_every: interval of evaluations: 1ep, 100st …; none: at the end.
+        checkpoint_every: interval of saves: 1ep, 100st …; none: if preempted.
         keep: number of newest checkpoints to keep.
-        keep_best: the best one too, by loss, accuracy, NAME:min or NAME:max.
+        keep_best: also keep the best by loss, accuracy, NAME:min or NAME:max.
         init_from: warm start from a run, a checkpoint or .safetensors files.
-        init_map: differences to allow in them, such as new=head.*,unused=lm_*.
-        resume: run directory; alone: the newest run of this configuration.
-        change: may differ in a resume: lr, batch_size, data, seed, schedule.
+        init_map: allowed differences of these weights: new=head.*,unused=lm_*.
+        resume: run to continue; alone: the newest one of this configuration.
+        change: changes in a resume: lr, batch_size, data, seed, schedule.
         max_restarts: restarts from the last checkpoint after a failure.
-        seed: every RNG stream is derived from it.
+        seed: seed of all RNG streams.
         reproducible: bit-identical weights on any number of devices.
-        slow: stragglers on purpose: rank=1,factor=3.
+        slow: delay ranks or workers on purpose: rank=1,factor=3.
         threads: CPU threads a process; default: cores ÷ local processes.
         device: auto, cpu or an accelerator such as cuda.
         max_nonfinite: steps in a row that a NaN or infinity may skip.
