@@ -20,7 +20,7 @@ from tutti.parallel.ddp.buckets import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
-from tutti.planning.conformal_band import NO_BAND, CellScores
+from tutti.planning.conformal_band import NO_BAND, CellScores, band_unit
 from tutti.planning.hardware_anchor import matching_anchors, shipped_anchors
 from tutti.planning.machine_costs import (
     MeasuredCosts,
@@ -442,7 +442,7 @@ def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
     few, enough = ({cell: {name: CellScores((2.0,), each) for name in "ab"}} for each in (14, 15))
     assert step_band(seconds, costs(), 2, few) == (None, NO_BAND)
     band, text = step_band(seconds, costs(), 2, enough)
-    wide = np.exp(2 * 0.05**0.75)
+    wide = np.exp(2 * band_unit(0.0))
     assert band == pytest.approx((2 / wide, 2 * wide)) and cell in text
     assert step_band(seconds, costs(), 64, enough) == (None, NO_BAND)
 
