@@ -32,9 +32,9 @@ from tutti.planning.measurement_table import column_role, read_tables
 from tutti.planning.scaling_laws import ALLREDUCE_LAW, ANCHORED_LAW, DATA_PARALLEL_LAW, GPT_GRID_LAW
 
 ROOT = Path(__file__).parents[2]
-DATA = os.environ.get("TUTTI_SCALING_DATA", "")
+DATA = os.environ.get("TEST_SCALING_DATA", "")
 TRUTH = np.array([0.05, 0.002, 1e-4, 0.02, 1e-4, 0.1, 1.0, 2.0])
-MEASURED = pytest.mark.skipif(not DATA, reason="TUTTI_SCALING_DATA names no folder of published measurements")
+MEASURED = pytest.mark.skipif(not DATA, reason="TEST_SCALING_DATA names no folder of published measurements")
 
 
 def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
