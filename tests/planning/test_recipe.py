@@ -28,7 +28,6 @@ def test_a_recipe_is_read_as_written(tmp_path: Path) -> None:
         ({"critical_batch": 1e-300}, "no number of samples"),
         ({"samples_min": "64000"}, 'samples_min is "64000", and no number'),
         ({"draws": [[1.0]]}, "draws is no list of pairs"),
-        ({"draws": []}, "draws is no list of pairs"),
         ({"draws": "abc"}, "draws is no list of pairs"),
         ({"target": "loss"}, "target is not {"),
         ({"draws": [[1.0, -1.0]]}, "draws is -1"),

@@ -195,8 +195,7 @@ def read_recipe(path: Path) -> TrainingRecipe:
 
 
 def _draws(stored: Any) -> tuple[tuple[float, float], ...]:
-    pairs = isinstance(stored, list) and all(isinstance(draw, list) and len(draw) == 2 for draw in stored)
-    if not stored or not pairs:
+    if not isinstance(stored, list) or not all(isinstance(draw, list) and len(draw) == 2 for draw in stored):
         raise ValueError("draws is no list of pairs [E_min, B_crit]")
     return tuple((_positive(least, "draws"), _positive(batch, "draws")) for least, batch in stored)
 
