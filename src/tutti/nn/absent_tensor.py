@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError, script_line
+from tutti.nn.partial_gradient import PartGradient
 from tutti.nn.swap import BufferRef, buffers
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, VERSION_ATTRIBUTE, TorchFunctionDisabled
 
@@ -36,6 +37,8 @@ def _metadata() -> set[Any]:
     return found | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
 
 
+_ADDING = {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
+
 METADATA = _metadata()
 """Functions that read or write no values of a tensor."""
 
@@ -58,6 +61,16 @@ class _Absent:
         if func in METADATA:
             with TorchFunctionDisabled():
                 return func(*args, **(kwargs or {}))
+        if func is Tensor.detach:
+            with TorchFunctionDisabled():
+                detached = args[0].detach().as_subclass(AbsentBuffer)
+            _call(detached, args[0].called, {args[0].called: args[0].place})
+            detached.undo = args[0].undo
+            return detached
+        if func in _ADDING and isinstance(args[0], PartGradient) and args[0].elsewhere:
+            # The rank that has both adds them.
+            args[0].note(None)
+            return args[0]
         if func is Tensor.copy_ and args[0] is args[1]:
             # ``load_state_dict`` of the placeholder itself: the ranks that hold the values have loaded them already.
             return args[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.nn.incomplete_gradient import IncompleteGradient
-from tutti.torch_compat import tensor_version, tree_leaves, tree_map_only
+from tutti.torch_compat import in_backward, tensor_version, tree_leaves, tree_map_only
 
 _NORMS = ("linalg_vector_norm", "_foreach_norm")
 _SCALING = (
@@ -19,6 +19,7 @@ _SCALING = (
     "_amp_foreach_non_finite_check_and_unscale_",
 )
 _UNSCALE = _SCALING[-1]
+_ADDING = ("add_", "sub_")
 _PROBE = (1.0, -2.5, 1e-3)
 """Elements of ``PartGradient.probe``: of both signs and several magnitudes, for clamps."""
 
@@ -47,6 +48,7 @@ class GradientParts:
         counted: bool = True,
         scaled: Callable[[], None] = lambda: None,
         elsewhere: bool = False,
+        whole: bool = False,
     ) -> None:
         """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters.
 
@@ -57,12 +59,14 @@ class GradientParts:
             counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
             scaled: called after each scaling of the part.
             elsewhere: whether this rank has no part of the gradient, and others have.
+            whole: whether each rank has the whole gradient or no part of it.
         """
         probe = torch.tensor(_PROBE, dtype=parameters[0].dtype, device=parameters[0].device)
         for parameter in parameters:
             made = PartGradient(parameter, place)
             made.parts, made.place_in_parts, made.probe = self, len(self._parts), probe
-            made.own, made.scaled, made.elsewhere = own, scaled, elsewhere
+            made.own, made.scaled, made.elsewhere, made.whole = own, scaled, elsewhere, whole
+            made.added_to = []
             parameter.grad = made
         self._parts.append((made, counted))
 
@@ -117,6 +121,8 @@ class PartGradient(IncompleteGradient):
         probe: (3,), numbers that have been scaled and clamped like the gradient.
         scaled: called after each scaling of the part.
         elsewhere: whether this rank has no part of the gradient, and others have.
+        whole: whether each rank has the whole gradient or no part of it; the script may then add tensors to it.
+        added_to: sums of the tensors that the script has added; None for tensors that this rank does not have.
     """
 
     parts: GradientParts
@@ -125,11 +131,13 @@ class PartGradient(IncompleteGradient):
     probe: Tensor
     scaled: Callable[[], None]
     elsewhere: bool
+    whole: bool
+    added_to: list[Tensor | None]
 
     @property
     def edited(self) -> bool:
-        """Whether the script has scaled or clamped the gradient."""
-        return bool(tensor_version(self.probe))
+        """Whether the script has scaled or clamped the gradient, or added to it."""
+        return bool(tensor_version(self.probe) or self.added_to)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -137,6 +145,8 @@ class PartGradient(IncompleteGradient):
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PartGradient)]
+        if name in _ADDING and found == [args[0]] and found[0].takes(args[1]):
+            return found[0].add_term(func, args[1], kwargs)
         if not _acts_on_parts(name, args, kwargs) or any(each.own() is None and not each.elsewhere for each in found):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if name in _NORMS:
@@ -165,6 +175,27 @@ class PartGradient(IncompleteGradient):
         # In-place writes below autograd do not increment the version counter.
         torch.autograd.graph.increment_version([each.probe for each in once.values()])
         return args[0] if isinstance(args[0], Tensor) else None
+
+    def takes(self, term: Any) -> bool:
+        """Return whether ``term`` is a tensor, or a number, that may be added to this gradient."""
+        there = self.whole and (self.elsewhere or self.own() is not None)
+        # In a backward autograd accumulates a gradient of the script's own.
+        return there and not in_backward() and not isinstance(term, IncompleteGradient)
+
+    def add_term(self, func: Any, term: Any, options: Mapping[str, Any]) -> PartGradient:
+        """Add ``term`` to the gradient where this rank has it, by ``func``, and note it. Returns this object."""
+        own = self.own()
+        if own is not None:
+            func(own, term, **options)
+            self.parts.forget()
+            self.scaled()
+        self.note(torch.as_tensor(term).detach().sum() * options.get("alpha", 1))
+        return self
+
+    def note(self, total: Tensor | None) -> None:
+        """Note that the script has added a tensor with this sum of its elements, None where it is unknown here."""
+        self.parts.forget()
+        self.added_to.append(total)
 
 
 def _is_here(gradients: Any) -> bool:

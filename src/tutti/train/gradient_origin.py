@@ -7,7 +7,7 @@ the script has edited since. The identity and version counter of each tensor tel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.comm.communicator import Communicator
 from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.gradient_hooks import add_accumulation_hook
@@ -315,13 +316,20 @@ class GradientOrigin:
                 remedy="give tutti.prepare clip=…, or take --strategy tensor or mirrored",
             )
         comms = run.context.comms
-        comm = comms.world if place in (*SPLIT_OVER_MODEL, "rows") else comms.replica
-        if comm.size == 1 or place in ("shards", "servers"):
+        if place == "stages":
+            # What is added to a gradient is known on the ranks of its stage alone.
+            self._compare(comms.replica, _sums_of_added)
+        if place not in ("shards", "servers"):
+            self._compare(comms.world if place in (*SPLIT_OVER_MODEL, "rows") else comms.replica, _sums)
+
+    def _compare(self, comm: Communicator, sums: Callable[[Tensor | None], Tensor]) -> None:
+        """Raise MismatchError on every rank of ``comm`` where ``sums`` of edited gradients differ. Collective."""
+        run, seen = self._run, self.script_parameters()
+        if comm.size == 1:
             return
         names = {p: name for name, p in self._sync.named_trained()}
-        seen = self.script_parameters()
         # On the device: the host waits once, for the comparison, and not for each gradient.
-        table = torch.stack([_sums(parameter.grad).to(comm.device) for parameter in seen])
+        table = torch.stack([sums(parameter.grad).to(comm.device) for parameter in seen])
         rows = comm.all_gather(table, f"digests of edited gradients in step {run.clock + 1}")
         for other in rows[1:]:
             same = ((other == rows[0]) | (other.isnan() & rows[0].isnan())).all(dim=1)
@@ -340,6 +348,16 @@ def _own(gradient: Tensor) -> Tensor:
     """Return this rank's part of a ``DTensor``; any other tensor as it is."""
     part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return part.detach()
+
+
+def _sums_of_added(gradient: Tensor | None) -> Tensor:
+    """Return the sums of the tensors that the script has added to a gradient, as one sum (1,) weighted by their order.
+
+    Of tensors that this rank does not have it counts none.
+    """
+    added = gradient.added_to if isinstance(gradient, PartGradient) else []
+    known = [total.cpu().double() * number for number, total in enumerate(added, 1) if total is not None]
+    return torch.stack(known).sum(0, keepdim=True) if known else torch.zeros(1, dtype=torch.float64)
 
 
 def _sums(gradient: Tensor | None) -> Tensor:

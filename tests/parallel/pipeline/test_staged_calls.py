@@ -99,6 +99,29 @@ def clipped(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, se
     optimizer.step()
 
 
+def added(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    backward(functional.cross_entropy(scores_of(model(batch[0])), batch[1]))
+    draw = torch.Generator().manual_seed(len(seen))
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 0.1 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+            with torch.no_grad():
+                parameter.grad.sub_(parameter, alpha=0.05)
+    seen.append(clip_grad_norm_(model.parameters(), 0.1))
+    optimizer.step()
+
+
+def assigned(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    backward(functional.cross_entropy(scores_of(model(batch[0])), batch[1]))
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.grad is not None:
+            parameter.grad = torch.full(parameter.shape, 0.01 * number, dtype=torch.float64)
+    optimizer.step()
+
+
 def twice(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
     optimizer.zero_grad()
     first, second = scores_of(model(batch[0])), scores_of(model(batch[0] * 0.5))
@@ -139,7 +162,9 @@ def watched(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, se
     seen.append(scores_of(model(batch[0])).detach())
 
 
-BODIES: dict[str, Body] = {each.__name__: each for each in (usual, clipped, twice, attacked, accumulated, watched)}
+BODIES: dict[str, Body] = {
+    each.__name__: each for each in (usual, clipped, added, assigned, twice, attacked, accumulated, watched)
+}
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
@@ -218,6 +243,26 @@ def test_a_loss_function_may_call_the_model_several_times(ranks: int, strategy: 
         [wanted] = worlds.run(1, stepped, strategy="single", kind=kind)
         for found in worlds.run(ranks, stepped, strategy=strategy, kind=kind):
             assert apart(found, wanted) <= 1e-10, kind
+
+
+def disturbed() -> str:
+    model, optimizer = build("plain", "sgd")
+    run = tutti.prepare(model, optimizer, data(), batch_size=BATCH, strategy="hybrid:stages=2", workers=2, seed=0)
+    try:
+        for inputs, targets in run.microbatches(0):
+            run.backward(functional.cross_entropy(model(inputs), targets))
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.add_(torch.full(parameter.shape, float(tutti.rank()), dtype=torch.float64))
+            optimizer.step()
+    except tutti.errors.MismatchError as error:
+        return f"{run.updates} updates: {error}"
+    return "nothing"
+
+
+def test_noise_of_a_rank_of_its_own_is_refused() -> None:
+    for said in worlds.run(4, disturbed):
+        assert said.startswith("0 updates") and "in another way on each rank" in said
 
 
 class Odd(nn.Module):

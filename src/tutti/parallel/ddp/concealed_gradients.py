@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
-from tutti.nn.incomplete_gradient import after_clearing
+from tutti.nn.incomplete_gradient import IncompleteGradient, after_clearing
 from tutti.nn.partial_gradient import GradientParts
 from tutti.nn.swap import parameters
 from tutti.types import GradientPlace, ReplicaRunner, RunContext
@@ -70,12 +70,18 @@ class ConcealedGradients:
         elsewhere = parameter in self._elsewhere
         if parameter.grad is not None and not elsewhere:
             self._aside[parameter] = parameter.grad
-        parts.conceal([parameter], place, partial(self._aside.get, parameter), counted, elsewhere=elsewhere)
+        own, whole = partial(self._aside.get, parameter), self._place == "stages"
+        parts.conceal([parameter], place, own, counted, elsewhere=elsewhere, whole=whole)
 
     def reveal(self) -> None:
-        """Put the gradients back into ``.grad``, cleared where the script has cleared the placeholders."""
+        """Put the gradients back into ``.grad``, cleared where the script has cleared the placeholders.
+
+        A gradient that the script has assigned in place of one stays, where ranks have whole gradients.
+        """
         for parameter, gradient in self._aside.items():
-            parameter.grad = after_clearing(gradient, parameter.grad)
+            shown = parameter.grad
+            assigned = self._place == "stages" and not isinstance(shown, IncompleteGradient | None)
+            parameter.grad = shown if assigned else after_clearing(gradient, shown)
         self._elsewhere = {p for p in self._elsewhere if p.grad is not None}
         for parameter in self._elsewhere:
             parameter.grad = None
