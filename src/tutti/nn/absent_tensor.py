@@ -101,7 +101,11 @@ class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
 
 
 def put_away(
-    plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module], undo: Callable[[], None] | None = None
+    plain: nn.Module,
+    places: Mapping[str, str],
+    here: Sequence[nn.Module],
+    undo: Callable[[], None] | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Replace the tensors of a model that this rank does not compute with by placeholders, and free their memory.
 
@@ -116,18 +120,20 @@ def put_away(
         here: the modules that this rank computes; their tensors stay.
         undo: called before an operation on a parameter's placeholder is refused, to take back what the script has
             written to other parameters; None for nothing.
+        device: device of the placeholders, so that a script groups parameters alike on every rank; None for that of
+            the tensors.
     """
     own = {id(tensor) for part in here for tensor in (*part.parameters(), *part.buffers())}
     for name, parameter in plain.named_parameters():
         if id(parameter) not in own and not isinstance(parameter, AbsentParameter):
             parameter.grad = None
-            parameter.data = _empty(parameter.data)
+            parameter.data = _empty(parameter.data, device)
             parameter.__class__ = AbsentParameter
             _call(parameter, name, places)
             parameter.undo = undo  # type: ignore[attr-defined]
     for slot in buffers([plain]):
         if id(slot.get()) not in own:
-            _put_away(slot, places)
+            _put_away(slot, places, device)
 
 
 def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequence[nn.Module]) -> None:
@@ -152,8 +158,8 @@ def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequ
             vars(module)[key] = placeholder
 
 
-def _put_away(slot: BufferRef, places: Mapping[str, str]) -> None:
-    buffer = _empty(slot.get()).as_subclass(AbsentBuffer)
+def _put_away(slot: BufferRef, places: Mapping[str, str], device: torch.device | None) -> None:
+    buffer = _empty(slot.get(), device).as_subclass(AbsentBuffer)
     _call(buffer, slot.name, places)
     slot.put(buffer)
 
@@ -162,9 +168,9 @@ def _call(tensor: Any, name: str, places: Mapping[str, str]) -> None:
     tensor.called, tensor.place = name, places.get(name, "on another rank")
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _empty(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Return a tensor of the same shape that takes the memory of one element."""
-    return tensor.new_zeros(()).expand(tensor.shape)
+    return tensor.new_zeros((), device=device).expand(tensor.shape)
 
 
 def is_absent(tensor: Tensor) -> bool:

@@ -105,7 +105,8 @@ def added(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen
     draw = torch.Generator().manual_seed(len(seen))
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad += 0.1 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.grad += 0.1 * noise.to(parameter.device)
             parameter.grad.add_(parameter.detach(), alpha=0.1)
             with torch.no_grad():
                 parameter.grad.sub_(parameter, alpha=0.05)
@@ -118,7 +119,8 @@ def assigned(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, s
     backward(functional.cross_entropy(scores_of(model(batch[0])), batch[1]))
     for number, parameter in enumerate(model.parameters()):
         if parameter.grad is not None:
-            parameter.grad = torch.full(parameter.shape, 0.01 * number, dtype=torch.float64)
+            shape, device = parameter.shape, parameter.device
+            parameter.grad = torch.full(shape, 0.01 * number, dtype=torch.float64, device=device)
     optimizer.step()
 
 
@@ -190,6 +192,10 @@ def plain(kind: str, body: str, optimizer: str) -> tuple[dict[str, Tensor], list
     return model.state_dict(), seen
 
 
+def on_cpu(state: dict[str, Tensor], seen: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    return {name: tensor.cpu() for name, tensor in state.items()}, [tensor.detach().cpu() for tensor in seen]
+
+
 def looped(strategy: str, kind: str, body: str, optimizer: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     model, made = build(kind, optimizer)
     run = tutti.prepare(model, made, data(), batch_size=BATCH, strategy=strategy, workers=1, seed=0)
@@ -197,7 +203,7 @@ def looped(strategy: str, kind: str, body: str, optimizer: str) -> tuple[dict[st
     for epoch in range(EPOCHS):
         for batch in run.microbatches(epoch):
             BODIES[body](model, made, batch, run.backward, seen)
-    return run.state(), seen
+    return on_cpu(run.state(), seen)
 
 
 def apart(found: tuple[dict[str, Tensor], list[Tensor]], wanted: tuple[dict[str, Tensor], list[Tensor]]) -> float:
@@ -234,7 +240,7 @@ def stepped(strategy: str, kind: str) -> tuple[dict[str, Tensor], list[Tensor]]:
             seen.append(torch.tensor(run.step(batch)))
         found = run.evaluate(data(), batch=7)
         seen += [torch.tensor(found.loss), torch.tensor(found.metrics["errors"]), torch.tensor(float(model.training))]
-    return run.state(), seen
+    return on_cpu(run.state(), seen)
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "pipeline"), (3, "pipeline"), (3, "model_parallel")])
@@ -253,7 +259,7 @@ def disturbed() -> str:
             run.backward(functional.cross_entropy(model(inputs), targets))
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter.grad.add_(torch.full(parameter.shape, float(tutti.rank()), dtype=torch.float64))
+                parameter.grad.add_(torch.full_like(inputs[:1, :1], float(tutti.rank())))
             optimizer.step()
     except tutti.errors.MismatchError as error:
         return f"{run.updates} updates: {error}"

@@ -292,7 +292,7 @@ class PipelineRunner(ReplicaPart):
                 script = ScriptMode(writes)
                 self.script_code, self.model_code = script.script_code, script.model_code
             self._forget_writes = writes.forget
-            put_away(plain, places, self.parts, writes.undo)
+            put_away(plain, places, self.parts, writes.undo, self._comm.device)
             replace_call(plain, StagedModel(self, plain, self._comm, partial(_bound, holding.cuts, signature)))
             self._synced = holding.draws or bool(keyed_modules(plain))
             self._drawn_apart = holding.drawn_apart
