@@ -24,7 +24,7 @@ FLOORS = {
     "sharded, stage 2": 0.80,
     "sharded": 0.80,
     "tensor": 0.60,
-    "pipeline": 0.40,
+    **dict.fromkeys(("pipeline", "model_parallel", "hybrid, stages"), 0.75),
 }
 
 

@@ -259,7 +259,7 @@ def disturbed() -> str:
             run.backward(functional.cross_entropy(model(inputs), targets))
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter.grad.add_(torch.full_like(inputs[:1, :1], float(tutti.rank())))
+                parameter.grad.add_(torch.full_like(inputs[0, 0], float(tutti.rank())))
             optimizer.step()
     except tutti.errors.MismatchError as error:
         return f"{run.updates} updates: {error}"
