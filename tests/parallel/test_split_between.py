@@ -43,12 +43,12 @@ def test_positions_split_in_replicas_and_stages(shape: str, strategy: str, devic
 def crossing() -> set[str]:
     """Types of what goes from stage to stage."""
     run, seen = prepare("nano", "hybrid:stages=2,tensor=2,least=1,sequence=true", workers=2), set()
-    before = stage_messages._form
-    stage_messages._form = lambda value: seen.add(type(value).__name__) or before(value)  # type: ignore[func-returns-value]
+    before = stage_messages.message_form
+    stage_messages.message_form = lambda value: seen.add(type(value).__name__) or before(value)  # type: ignore[func-returns-value]
     try:
         run.step(next(iter(run.epoch(0))))
     finally:
-        stage_messages._form = before
+        stage_messages.message_form = before
     return seen
 
 

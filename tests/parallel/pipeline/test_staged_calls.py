@@ -56,6 +56,20 @@ class Tied(nn.Module):
         return self.last(self.inner(torch.tanh(self.first(inputs))))
 
 
+class Shared(nn.Module):
+    """Calls one dropout module on several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.drop = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Dropout(0.3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs
+        for layer in self.layers:
+            hidden = self.drop(torch.tanh(layer(hidden)))
+        return hidden
+
+
 def layers(*between: nn.Module) -> nn.Module:
     # A bias before a batch norm has a gradient of rounding errors, which Adam makes as large as any.
     blocks = [nn.Sequential(nn.Linear(4, 4, isinstance(each, nn.Identity)), each, nn.Tanh()) for each in between]
@@ -67,6 +81,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: layers(*[nn.BatchNorm1d(4) for _ in range(5)]),
     "skipping": Skipping,
     "tied": Tied,
+}
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "dropout first": lambda: layers(nn.Dropout(0.3), *[nn.Identity() for _ in range(4)]),
+    "dropout": lambda: layers(*[nn.Dropout(0.3) for _ in range(5)]),
+    "shared dropout": Shared,
 }
 
 
@@ -164,8 +183,17 @@ def watched(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, se
     seen.append(scores_of(model(batch[0])).detach())
 
 
+def drawn(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    noise = 0.1 * torch.randn_like(batch[0])
+    first, second = model(batch[0] + noise), model(batch[0])
+    backward(functional.cross_entropy(first, batch[1]) + (second * torch.rand_like(second)).square().mean())
+    seen.append(torch.rand_like(second))
+    optimizer.step()
+
+
 BODIES: dict[str, Body] = {
-    each.__name__: each for each in (usual, clipped, added, assigned, twice, attacked, accumulated, watched)
+    each.__name__: each for each in (usual, clipped, added, assigned, drawn, twice, attacked, accumulated, watched)
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -175,7 +203,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 
 def build(kind: str, optimizer: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = MODELS[kind]().double()
+    model = (MODELS | DRAWING)[kind]().double()
     return model, OPTIMIZERS[optimizer](model)
 
 
@@ -212,7 +240,7 @@ def apart(found: tuple[dict[str, Tensor], list[Tensor]], wanted: tuple[dict[str,
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", [name for name in BODIES if name != "drawn"])
 @pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
 def test_a_loop_equals_plain_pytorch(ranks: int, strategy: str, body: str) -> None:
     for kind in MODELS:
@@ -220,6 +248,22 @@ def test_a_loop_equals_plain_pytorch(ranks: int, strategy: str, body: str) -> No
             wanted = plain(kind, body, optimizer)
             for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body, optimizer=optimizer):
                 assert apart(found, wanted) <= 1e-10, (kind, optimizer)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES[:-1])
+def test_random_numbers_of_a_loop_are_those_of_one_device(ranks: int, strategy: str) -> None:
+    for kind in ("dropout first", "dropout"):
+        [wanted] = worlds.run(1, looped, strategy="single", kind=kind, body="drawn", optimizer="adam")
+        for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body="drawn", optimizer="adam"):
+            assert apart(found, wanted) <= 1e-10, kind
+
+
+def test_a_second_call_with_one_dropout_on_several_stages_is_refused() -> None:
+    with pytest.raises(worlds.RankError) as caught:
+        worlds.run(2, looped, strategy="model_parallel", kind="shared dropout", body="drawn", optimizer="sgd")
+    assert all(
+        each is not None and "cannot be combined with drop on several" in each.text for each in caught.value.failures
+    )
 
 
 def twice_in_one(model: Any, batch: Any) -> Any:
