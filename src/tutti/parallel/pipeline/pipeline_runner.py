@@ -138,8 +138,9 @@ class PipelineLayout:
         written = trial.run(run_context)
         # The output of the last stage may be split over tensor ranks.
         several = trial.several_calls and run_context.grid.tensor == 1
+        tried = run_context.trial or run_context.forward_trial
         found = stage_partition.find_stage_partition(
-            plain, stage.size * config.chunks, config.begins, took, closed, run_context.trial, written, config.modules
+            plain, stage.size * config.chunks, config.begins, took, closed, tried, written, config.modules
         )
         run_context.comms.world.agree(
             [f"a stage begins with {name}" for name in found.names]
