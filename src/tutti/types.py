@@ -626,6 +626,9 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
             count, *metric sums]``. A dummy micro-batch, which has no samples, adds zero.
         """
 
+    def forget(self) -> None:
+        """Undo a dummy micro-batch, which has no samples: restore the model's buffers, and clear the gradients."""
+
 
 class ModelLayout(Protocol):
     """Protocol of the part of a strategy that splits one replica of the model over ranks.
@@ -1164,4 +1167,64 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Args:
             optimizer: one of the script's optimizers.
+        """
+
+
+class AloneLoopSync(CustomLoopSync, Protocol):
+    """A ``CustomLoopSync`` where each logical worker makes updates of its own (local SGD), with one worker a rank.
+
+    A logical worker is one of N fixed shares of the global batch. In a step with updates of its own, a custom training
+    loop calls these methods in place of ``end_worker``, ``reduce_gradients`` and ``optimizer_step``.
+    """
+
+    def updates_alone(self, step_context: StepContext) -> bool:
+        """Return whether each worker makes updates of its own in this step, with the gradient of its own samples.
+
+        False in synchronous steps, with which a run may begin.
+
+        Args:
+            step_context: the step under way.
+        """
+
+    def end_own(self, worker: int, part: LossSums | None) -> None:
+        """Make ``.grad`` the gradient of the mean over the worker's own samples, and note its loss sums.
+
+        Args:
+            worker: index of the logical worker.
+            part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step.
+        """
+
+    def reduce_losses(self, step_context: StepContext) -> StepStats:
+        """Return loss, metrics and mean gradient norm over all workers, of the sums that ``end_own`` noted. Collective.
+
+        Args:
+            step_context: the step under way, which is compared over the ranks.
+
+        Returns:
+            A ``StepStats``, equal on all ranks; ``finite`` is False where the gradient of any worker is not finite.
+
+        Raises:
+            MismatchError: ranks are in different steps, or make different calls.
+        """
+
+    def step_own(self, step_context: StepContext) -> UpdateResult:
+        """Clip the worker's own gradient and step its optimizer; skip the update where the gradient is not finite.
+
+        Within ``stepping`` only one of the worker's optimizers. Not collective.
+
+        Args:
+            step_context: the step under way, with the factor on the initial learning rates.
+
+        Returns:
+            An ``UpdateResult``: ``skipped``, and then ``nonfinite``, are those of this worker alone.
+        """
+
+    def end_step(self, step_context: StepContext) -> bool:
+        """Average the workers' parameters if that is due after this step, whose last update has been made. Collective.
+
+        Args:
+            step_context: the step that ends.
+
+        Returns:
+            Whether the parameters have been averaged, so that they are those of the whole run now.
         """

@@ -153,7 +153,12 @@ def test_the_names_of_the_field_are_accepted(alias: str, name: str) -> None:
         ("mirrored:wire=fp16", 2, {"reproducible": True}, ["--reproducible cannot be combined with a compressed wire"]),
         ("hybrid:stages=2,tensor=2", 4, {"custom_loop": True}, ["stages=2 with tensor", "needs run.step(batch)"]),
         ("hybrid:stages=2,shards=2", 4, {"custom_loop": True}, ["stages=2 with shards", "needs run.step(batch)"]),
-        ("local_sgd", 2, {"custom_loop": True}, ["needs run.step(batch)", "take one of single, mirrored"]),
+        (
+            "local_sgd",
+            2,
+            {"custom_loop": True, "workers": 3},
+            ["loop of 3 workers on 2 data ranks", "strategy 'local_sgd'", "as many workers as data ranks (2)"],
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_can(
@@ -168,4 +173,5 @@ def test_what_cannot_run_is_refused_with_what_can(
 def test_what_can_run_is_let_through() -> None:
     parallel.check_strategy("single", 1, workers=8, reproducible=True, custom_loop=True)
     parallel.check_strategy("mirrored", 4, workers=4, reproducible=True, custom_loop=True)
+    parallel.check_strategy("diloco", 4, workers=4, reproducible=True, custom_loop=True)
     parallel.check_strategy("model_parallel", 4, workers=1, reproducible=True)

@@ -236,7 +236,7 @@ REFUSED = {
     in_half_precision: r"loss_fn",
     of_strange_parameters: "parameters that the model does not have",
     over_layers: r"run\.step",
-    over_periods: r"run\.step",
+    over_periods: r"loop of 2 workers on 1 data rank.*as many workers as data ranks \(1\); or call run\.step",
 }
 
 

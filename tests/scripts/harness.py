@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import tutti
 from tests import worlds
-from tests.scripts import oracle, table
+from tests.scripts import oracle
 from tests.scripts.table import STRATEGIES, Case
 from tutti.comm.partition import even_share
 from tutti.errors import ExitCode, TuttiError
@@ -119,9 +119,6 @@ def play_oracle(name: str, workers: int, algorithm: oracle.Algorithm, micro: int
 @functools.cache
 def reference(name: str, workers: int, algorithm: oracle.Algorithm, micro: int) -> Reference:
     """The oracle's result; where one worker draws nothing, plain PyTorch's."""
-    if table.form(name) == "loop" and algorithm.period is not None:
-        # Every worker has a model of its own: such a script can only be refused.
-        return Reference([])
     [found] = worlds.run(1, play_oracle, name=name, workers=workers, algorithm=algorithm, micro=micro)
     if plain_is_the_oracle(name, workers, algorithm, micro):
         found.results = worlds.run(1, play_plain, name=name)

@@ -5,7 +5,8 @@ layouts is used; its order of samples, its shares and its keys of random draws a
 what a worker computes on. Backward of a micro-batch is that of its part of the global batch's loss, ``loss · n_w / n``
 with n_w of the n samples, or of ``sum / n`` where the loss is a sum and its count, of which the complete gradient
 is made n / count as large. With one worker and one micro-batch it is the loss function's own mean, as in plain PyTorch.
-Workers with weights of their own do the same, each with its share as n.
+Workers with weights of their own do the same, each with its share as n. In a loop of the script's own they meet once a
+backward, for the loss, and a worker without samples runs the body without an update.
 """
 
 from __future__ import annotations
@@ -176,6 +177,7 @@ class OracleRun:
         self._micro = math.ceil(math.ceil(batch_size / workers) / micro) if micro else micro_batch
         self._draws = RngStreams(self._all, torch.device("cpu"))
         self._taken, self._samples, self._stand_in, self._went_back = 0, 0, False, False
+        self._evaluated_again = False
         self._sums: tuple[float, float, dict[str, float]] = 0.0, 0.0, {}
         self.clock, self.stepped, self.stats = 0, False, SimpleNamespace(loss=math.nan, metrics={}, count=0)
         self._outer = [p.detach().clone() for p in self._all.parameters()]
@@ -205,19 +207,31 @@ class OracleRun:
             yield slice_batch(batch, rows.start, rows.stop)
 
     def microbatches(self, number: int) -> Iterator[Any]:
-        if self._algorithm.period is not None:
-            raise Diverged("workers with weights of their own have no custom loop")
         for batch in self.epoch(number):
             if self._micro is not None and self._samples > self._micro:
                 raise Diverged("the oracle's custom loop has one micro-batch a worker")
             self._draws.enter(mix(0, self._taken, self._worker, 0))
             kept = {name: b.clone() for name, b in self._buffers().items()}
+            gradients = [p.grad for p in self._parameters()]
+            if self._void:
+                for parameter in self._parameters():
+                    parameter.grad = None
             self._went_back = False
             yield batch
             if self._stand_in:
                 for name, buffer in self._buffers().items():
                     buffer.copy_(kept[name])
+            if self._void:
+                for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+                    parameter.grad = gradient
             self._taken += 1
+            if self._algorithm.period is not None and self._taken % self._algorithm.period == 0:
+                self._average()
+
+    @property
+    def _void(self) -> bool:
+        """Whether this worker, which makes updates of its own, has no samples for one."""
+        return self._stand_in and self._algorithm.period is not None
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -265,12 +279,15 @@ class OracleRun:
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
-        whole, n = self._workers == 1, self._global()
-        sums, total, count, metrics = self._local(loss, self._samples, n, whole, retain_graph)
+        alone = self._algorithm.period is not None
+        whole, n = alone or self._workers == 1, self._global()
+        sums, total, count, metrics = self._local(loss, self._samples or int(alone), n, whole, retain_graph)
         if self._stand_in:
-            sums, total, count = [None] * len(sums), 0.0, 0.0
-        self._note(self._ring.meet(self._worker, "backward", (total, count, metrics)))
-        for parameter, own, gradient in zip(parameters, before, self._complete(sums, count, n, whole), strict=True):
+            sums, total, count = sums if alone else [None] * len(sums), 0.0, 0.0
+        if not self._evaluated_again:
+            self._note(self._ring.meet(self._worker, "backward", (total, count, metrics)))
+        complete = sums if alone else self._complete(sums, count, n, whole)
+        for parameter, own, gradient in zip(parameters, before, complete, strict=True):
             parameter.grad = _add(own, gradient)
         self._went_back = True
 
@@ -327,11 +344,14 @@ class OracleRun:
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             self._opt_called = True  # type: ignore[attr-defined]
-            if closure is None:
+            if run._void:
+                result = None if closure is None else closure()
+            elif closure is None:
                 run._complete_by_hand([p for group in self.param_groups for p in group["params"]])
                 result = kind.step(self)
             else:
                 result = kind.step(self, lambda: run._evaluated(closure))  # type: ignore[arg-type]
+                run._evaluated_again = False
             run.stepped, run.clock = True, run._taken + 1
             run._remember()
             return result
@@ -346,7 +366,7 @@ class OracleRun:
         self._went_back = True
 
     def _complete_by_hand(self, members: Sequence[nn.Parameter]) -> None:
-        if self._went_back:
+        if self._went_back or self._algorithm.period is not None:
             return
         count, n = float(self._samples), self._global()
         sums = [None if p.grad is None or not count else p.grad * (count / n) for p in members]
@@ -354,9 +374,13 @@ class OracleRun:
             parameter.grad = gradient
 
     def _evaluated(self, closure: Callable[[], Any]) -> Tensor:
-        """The closure's loss over the global batch."""
+        """The closure's loss over the global batch, or of this worker where it makes updates of its own."""
         with torch.enable_grad():
-            closure()
+            loss = closure()
+        if self._algorithm.period is not None:
+            # Each worker's optimizer evaluates as often as it needs.
+            self._evaluated_again = True
+            return loss
         return torch.tensor(self.stats.loss, dtype=torch.float64)
 
     # --- local SGD and DiLoCo ---------------------------------------------------------------------------------------

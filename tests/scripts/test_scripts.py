@@ -18,7 +18,7 @@ from tests.simulated_accelerator import build
 
 PART, RECORD = os.environ.get("SCRIPTS_PART"), os.environ.get("SCRIPTS_RECORD")
 FLOORS = {
-    **dict.fromkeys(("single", "mirrored", "mirrored, native"), 0.95),
+    **dict.fromkeys(("single", "mirrored", "mirrored, native", "local_sgd", "diloco"), 0.95),
     "central_storage": 0.80,
     "sharded, stage 1": 0.80,
     "sharded, stage 2": 0.80,

@@ -87,7 +87,7 @@ def check_strategy(
     if reproducible or adaptive:
         _check_tree(choice, "--reproducible" if reproducible else "--lr-scale adascale")
     if custom_loop:
-        check_custom_loop(choice)
+        check_custom_loop(choice, workers or ranks, ranks)
     return choice
 
 
@@ -106,14 +106,17 @@ def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: 
     )
 
 
-def check_custom_loop(choice: Choice) -> None:
+def check_custom_loop(choice: Choice, workers: int, ranks: int) -> None:
     """Check that the strategy supports a training loop of the script's own, which calls ``run.backward``.
 
     Args:
         choice: the strategy.
+        workers: number of logical workers, shares of the global batch.
+        ranks: number of data ranks.
 
     Raises:
-        UsageError: the strategy supports only ``run.step(batch)``; the message names strategies that support both.
+        UsageError: the strategy supports only ``run.step(batch)``, or with so many workers; the message names
+            strategies that support both.
     """
     if not choice.row.custom_loop:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
@@ -132,6 +135,13 @@ def check_custom_loop(choice: Choice) -> None:
                 why="the script's .grad would be a rank's rows or slice of the gradient of a stage",
                 remedy="give tutti.prepare a loss_fn; or take stages alone, or tensor and shards",
             )
+    if choice.row.loops_alone and workers > ranks:
+        raise UsageError(
+            f"a custom training loop of {counted(workers, 'worker')} on {counted(ranks, 'data rank')} cannot be"
+            f" combined with strategy '{choice.name}'",
+            why="each worker has weights and an optimizer of its own, and the loop on a rank has one of each",
+            remedy=f"take as many workers as data ranks ({ranks}); or call run.step(batch) with a loss_fn",
+        )
 
 
 def _check_package(choice: Choice) -> None:

@@ -33,6 +33,7 @@ class Strategy:
         reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
         single_update: whether all logical workers make one update together, from the sum of their gradients.
         custom_loop: whether scripts may have training loops of their own, with ``run.backward`` and ``optimizer.step``.
+        loops_alone: whether such loops need as many workers as data ranks, because each worker has weights of its own.
         shared_weights: whether workers hold the same weights at any time, so that batch norm may pool their samples.
         averages: whether all ranks see the same parameters after an update, so that an average of the weights is
             defined.
@@ -61,6 +62,7 @@ class Strategy:
     reproducible: bool = True
     single_update: bool = True
     custom_loop: bool = True
+    loops_alone: bool = False
     shared_weights: bool = True
     averages: bool = True
     worker_gradients: bool = True
@@ -151,7 +153,7 @@ TABLE: Mapping[str, Strategy] = {
         "every worker trains alone, parameters averaged every H steps",
         single_update=False,
         sparse_devices=None,
-        custom_loop=False,
+        loops_alone=True,
         shared_weights=False,
         shares_workers=False,
     ),
@@ -162,7 +164,7 @@ TABLE: Mapping[str, Strategy] = {
         "every worker trains alone, an outer optimizer steps along their mean change",
         single_update=False,
         sparse_devices=None,
-        custom_loop=False,
+        loops_alone=True,
         shared_weights=False,
         shares_workers=False,
     ),

@@ -67,7 +67,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         if run.stepping:
             result: float | None = call(self, "step")
             return result
-        check_custom_loop(choice)
+        check_custom_loop(choice, run.context.workers, run.context.grid.data_ranks)
         loss: float | None = None
         with _stepping_by(self, step):
             if closure is not None:

@@ -165,12 +165,14 @@ class Callbacks:
     def end_left(self, run: Run) -> None:
         """Call ``on_step_end`` and ``on_train_end`` where a ``break`` out of a loop has left them out.
 
-        Collective over all ranks if there are such callbacks. Called before each collective call of the script: Python
-        swallows exceptions in the end of a generator, and does not tell it a ``break`` from an exception.
+        Also ends the step of a custom loop. Collective over all ranks if there are such callbacks. Called before each
+        collective call of the script: Python swallows exceptions in the end of a generator, and does not tell it a
+        ``break`` from an exception.
 
         Args:
             run: the training run, passed to the callbacks.
         """
+        run.custom.end_left()
         step, self._left_step = self._left_step, False
         training, self._left_training = self._left_training, False
         if step:

@@ -5,6 +5,10 @@ the body of a rank's last micro-batch ``run.backward`` reduces the gradient over
 before it returns: ``.grad`` then equals the gradient on one device, so that the script may clip it, add to it, or
 accumulate several. In earlier bodies tutti banks the micro-batch's gradient, and ``.grad`` shows that micro-batch's
 part alone; the script's changes to that part have no effect. "Worker" is the logical worker.
+
+Where workers make updates of their own (local SGD), a rank has one worker, and ``.grad`` is the gradient of this
+worker's samples. ``run.backward`` then reduces the loss alone, so that ranks may make different numbers of updates; the
+workers' parameters are averaged after the body of the step in which that is due.
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ from tutti.torch_compat import tensor_version
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
+from tutti.train.void_body import VoidBody
 from tutti.types import (
     SPLIT_OVER_MODEL,
+    AloneLoopSync,
     Batch,
     CustomLoopRunner,
     CustomLoopSync,
@@ -110,6 +116,11 @@ class CustomLoop:
         self._pending: list[StepStats] = []
         self._latest: StepStats | None = None
         self._unapplied = False
+        # Where workers make updates of their own: the synchronisation, whether they do in this step, and the step.
+        self._local = cast(AloneLoopSync, run.gradient_sync) if choice.row.loops_alone else None
+        self._alone = self._averaged = self._evaluated_again = False
+        self._ending: StepContext | None = None
+        self._void: VoidBody | None = None
         self._closures: dict[int, str | None] = {}
 
     @property
@@ -150,6 +161,7 @@ class CustomLoop:
                     yield from self._bodies_of(batch)
         finally:
             self._open -= 1
+            self._end_void()
             self._run.checks.end_body()
             self._sync.leave_custom_loop()
 
@@ -163,6 +175,8 @@ class CustomLoop:
         self._settings.clear()
         work = lifecycle.padded(work)
         step_context = lifecycle.context
+        self._alone = self._local is not None and self._local.updates_alone(step_context)
+        self._ending, self._averaged = step_context if self._local is not None else None, False
         busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
         # Shares differ by at most one sample, so that workers without samples are the last ones.
         self._idle = [worker for worker, micro_batches in work if not micro_batches]
@@ -175,7 +189,8 @@ class CustomLoop:
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
         served = self._sync.gradient_at == "servers"
         # Noise is in the gradients of run.backward alone: others must be told apart.
-        self._origin.alone = not (several or served or run.noise) and run.context.comms.replica.size == 1
+        whole = self._alone or run.context.comms.replica.size == 1
+        self._origin.alone = not (several or served or run.noise) and whole
         pushed = self._origin.carried() if several and served else []
         # Complete gradients that the script accumulates over global batches.
         carried = self._sync.pop_gradients() if several else {}
@@ -201,7 +216,7 @@ class CustomLoop:
         )
 
     def _check_beginning(self) -> None:
-        check_custom_loop(self._choice)
+        check_custom_loop(self._choice, self._run.context.workers, self._run.context.grid.data_ranks)
         if self._run.noise_probe is not None:
             raise UsageError(
                 "noise_every cannot be combined with a custom training loop",
@@ -227,7 +242,8 @@ class CustomLoop:
                 "the last loop over run.microbatches() was left in the middle of a global batch",
                 remedy="leave it only after an optimizer.step() with run.stepped",
             )
-        self._begun = False
+        self.end_step()
+        self._begun, self._ending = False, None
         if not self._started:
             self._sync.begin_custom_loop()
             self._started = True
@@ -249,12 +265,15 @@ class CustomLoop:
         self._carried.begin_body(micro_batch, self._bodies.several)
         self._origin.watch()
         self._run.checks.begin_body(micro_batch)
+        if self._alone and not micro_batch.samples:
+            self._void = VoidBody(self._run)
         self._replica.begin(micro_batch)
         self._lifecycle.enter(Phase.COMPUTE)
 
     def _leave_body(self) -> None:
         """Close the body of a micro-batch, after the script's code for it has ended."""
         self._inside = False
+        self._end_void()
         self._run.checks.end_body()
         self._bodies.end_body()
         micro_batch = self._micro_batch
@@ -268,8 +287,35 @@ class CustomLoop:
         if run.checks.ended is not None:
             run.checks.ended()
         self._settle()
+        self.end_step()
         self._begun, self._micro_batch = False, None
         self._bodies.end_batch()
+
+    def _end_void(self) -> None:
+        """Undo the body of a worker without samples, where workers make updates of their own."""
+        void, self._void = self._void, None
+        if void is not None:
+            self._replica.forget()
+            void.undo()
+
+    def end_left(self) -> None:
+        """End the step of a body that the script has left by ``break``, as ``end_step`` does."""
+        if not self._open:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Average the parameters of workers that make updates of their own, if that is due after the present step.
+
+        Collective where it is due. Called after the loop's body; before, where the script saves the run in the body or
+        begins another step there. Does nothing for a step whose batch has not been consumed, and when called again.
+        """
+        step_context = self._ending
+        if step_context is not None and self._local is not None and self._accounted:
+            self._ending = None
+            self._end_void()
+            self._averaged = self._local.end_step(step_context)
+            if self._averaged and self._run.average is not None:
+                self._run.average.update()
 
     def _settle(self) -> None:
         """Count the global batch as consumed, unless an update has counted it."""
@@ -317,10 +363,22 @@ class CustomLoop:
 
         def work(before: LossSums | None) -> LossSums:
             with self._origin.own_backward():
+                if self._void is not None:
+                    return self._void_backward(loss, micro_batch, retain_graph)
                 return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
 
         with self._replica.model_code():
             self._contribute(micro_batch, work)
+
+    def _void_backward(self, loss: Any, micro_batch: MicroBatch, retain_graph: bool) -> LossSums:
+        """Leave gradients of a dummy micro-batch in ``.grad``, for a body that has no effect; return sums of zero."""
+        VoidBody.backward(loss, retain_graph)
+        gradients = self._shown()
+        # Restores the buffers, and clears the gradients; a further forward of this body is a dummy's, too.
+        part = self._replica.backward(loss, micro_batch, None, self._run.grad_hook)
+        self._replica.begin(micro_batch)
+        self._show(gradients)
+        return part
 
     def _contribute(
         self, micro_batch: MicroBatch, work: Callable[[LossSums | None], LossSums], means: bool = False
@@ -401,7 +459,12 @@ class CustomLoop:
             self._show(kept.gradients)
         if kept.used:
             sync.mark_reached(kept.used)
-        sync.end_worker(micro_batch.worker, work(kept.totals.get(micro_batch.worker)))
+        part = replace(work(kept.totals.get(micro_batch.worker)), whole=micro_batch.whole)
+        if self._alone:
+            self._complete_own(micro_batch, part, step_context)
+            sync.add_gradients(held)
+            return
+        sync.end_worker(micro_batch.worker, part)
         for worker in self._idle:
             sync.begin_worker(worker, step_context)
             sync.end_worker(worker, None)
@@ -415,6 +478,20 @@ class CustomLoop:
         self._pending.append(stats)
         self._unapplied = sync.gradient_at == "servers"
         run.stats = self._latest = stats
+
+    def _complete_own(self, micro_batch: MicroBatch, part: LossSums, step_context: StepContext) -> None:
+        """Complete the gradient of a worker that makes updates of its own, and reduce the loss over workers.
+
+        Collective, but not in a later evaluation of a closure: each worker's optimizer makes as many as it needs.
+        """
+        run, local = self._run, cast(AloneLoopSync, self._local)
+        run.hooks.check_part(part)
+        local.end_own(micro_batch.worker, part if micro_batch.samples else None)
+        self._lifecycle.enter(Phase.COMPUTE)
+        if not self._evaluated_again or self._latest is None:
+            run.stats = self._latest = local.reduce_losses(step_context)
+            self._check_counts(self._latest, step_context.samples)
+        self._pending.append(self._latest)
 
     def _check_counts(self, stats: StepStats, samples: int) -> None:
         """Raise UsageError if one reduction mixes gradients of means over samples with those of another count."""
@@ -530,7 +607,7 @@ class CustomLoop:
                 setting, such as ``lr``, since ``run.backward``.
             MismatchError: the script edited a gradient differently on each rank.
         """
-        run, micro_batch = self._run, self._micro_batch
+        micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
                 "optimizer.step() without a batch of run.microbatches()",
@@ -548,8 +625,10 @@ class CustomLoop:
         self.stepped = self._final
         if not self._final:
             return False
+        if self._averaged:
+            self._refuse_late()
         edited = self._origin.edited(members)
-        if edited:
+        if edited and not self._alone:
             self._origin.check_edits()
         self._check_settings()
         self._sync.apply_edits()
@@ -557,9 +636,24 @@ class CustomLoop:
         stats = self._stats_for(members, bool(edited))
         step_context = self._adapted(stats, reductions)
         with self._lifecycle.updating(), self._sync.stepping(index, members):
-            updated = run.gradient_sync.optimizer_step(stats, step_context)
+            updated = self._updated(stats, step_context)
         self._after(stats, updated, index)
         return True
+
+    def _updated(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Make the update: of all workers together, or by this rank's worker alone, if it has samples in this step."""
+        if not self._alone or self._local is None:
+            return self._sync.optimizer_step(stats, step_context)
+        own = UpdateResult(1, together=False) if self._void is not None else self._local.step_own(step_context)
+        return replace(own, skipped=own.skipped or not stats.finite)
+
+    def _refuse_late(self) -> NoReturn:
+        raise UsageError(
+            "an update in the body of a loop after run.save, in a step that ends with an average of the workers",
+            where=f"step {self._run.clock}, {script_line()}",
+            why="the average belongs after the last update of the step, and the checkpoint has it",
+            remedy="make all updates of the body before; or save after run.microbatches() has ended, or in a callback",
+        )
 
     def _adapted(self, stats: StepStats, reductions: Sequence[StepStats]) -> StepContext:
         """Return the step context of the update, with AdaScale's gain in its factor on the learning rate.
@@ -679,7 +773,7 @@ class CustomLoop:
             return latest
         # Not every stage has parameters that tell that gradients were accumulated.
         anew = edited or sync.accumulated or sync.gradient_at == "stages"
-        if anew or len(pending) != 1 or len(self.optimizers) > 1:
+        if not self._alone and (anew or len(pending) != 1 or len(self.optimizers) > 1):
             norm = sync.norm_of(members, self._lifecycle.context)
             latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
         run.stats = self._latest = latest
@@ -740,6 +834,8 @@ class CustomLoop:
             members = self._origin.members(index)
             if self._origin.local(members):
                 self._exchange_local(micro_batch)
+            if self._alone:
+                return loss
             if self._origin.edited(members):
                 self._origin.check_edits()
             stats = self._latest
@@ -749,7 +845,9 @@ class CustomLoop:
         whole = self._sync.steps_whole(optimizer)
         if not whole:
             self._check_closure(index, replaced)
-        if not whole or (calls_closure_once(optimizer) and not replaced):
+        if self._averaged:
+            self._refuse_late()
+        if not whole or self._void is not None or (calls_closure_once(optimizer) and not replaced):
             loss = evaluated()
             self.step(index)
             return loss
@@ -771,10 +869,14 @@ class CustomLoop:
         found: list[StepStats] = []
 
         def handed() -> Any:
+            self._evaluated_again = bool(found)
             loss = evaluated()
             edited = bool(self._origin.edited(members))
             sync.apply_edits()
             stats = self._stats_for(members, edited)
+            if self._alone:
+                norm = sync.norm_of(members, self._lifecycle.context)
+                stats = replace(stats, grad_norm=norm, finite=math.isfinite(norm))
             found.append(stats)
             if stats.finite:
                 with sync.stepping(index, members):
@@ -784,13 +886,15 @@ class CustomLoop:
             return loss
 
         self.stepped = True
-        updated = UpdateResult(1)
+        updated = UpdateResult(1, together=not self._alone)
         with self._lifecycle.updating():
             try:
                 loss = plain(handed)
             except _NothingWritten as skipped:
                 loss = skipped.loss
-                updated = run.gradient_sync.optimizer_step(found[0], self._lifecycle.context)
+                updated = self._updated(found[0], self._lifecycle.context)
+            finally:
+                self._evaluated_again = False
         if not (updated.skipped or all(stats.finite for stats in found) or all(map(is_finite, members))):
             raise NonFiniteError(
                 f"{type(self.optimizers[index]).__name__} has written NaN or infinity into the parameters",
@@ -800,7 +904,9 @@ class CustomLoop:
                 remedy="restore a checkpoint; lower the learning rate, clip the gradient (clip=1), or check the data",
             )
         # The loss and gradient before the update, as the optimizer returns them.
-        run.stats = self._latest = stats = found[0] if found else self._stats_for(members, False)
+        stats = found[0] if found and not self._alone else self._latest or self._stats_for(members, False)
+        run.stats = self._latest = stats
+        updated = replace(updated, skipped=updated.skipped or (self._alone and not stats.finite))
         self._bodies.note("step", index)
         self._after(stats, updated, index)
         return loss

@@ -378,6 +378,7 @@ class Run:
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
         self.callbacks.end_left(self)
+        self.custom.end_step()
         if self.loss_fn is None:
             raise UsageError("run.step needs a loss function", remedy="give tutti.prepare a loss_fn")
         if self._closure is not None:
@@ -835,6 +836,7 @@ class Run:
                 remedy="save where run.stepped is true after optimizer.step(), or after run.microbatches() has ended",
             )
         self.callbacks.end_left(self)
+        self.custom.end_step()
         self.trainability.check_replaced()
         self.hooks.check_tree()
         saver = run_state.saver(self, Path(folder), keep)

@@ -94,9 +94,29 @@ class DiLoCoSync(LocalSGDSync):
             after the step.
         """
         updated = super().optimizer_step(stats, step_context)
+        self._follow_synchronous(step_context)
+        return updated
+
+    def end_step(self, step_context: StepContext) -> bool:
+        """Make the outer update if it is due after this step of a custom training loop; see ``LocalSGDSync.end_step``.
+
+        The last of the synchronous steps, with which a run may begin, sets the outer parameters to the updated ones.
+        Collective over the data ranks where the outer update, which needs the workers' mean, is due.
+
+        Args:
+            step_context: the step that ends; all its updates have been made.
+
+        Returns:
+            Whether the outer update has been made.
+        """
+        due = super().end_step(step_context)
+        self._follow_synchronous(step_context)
+        return due
+
+    def _follow_synchronous(self, step_context: StepContext) -> None:
+        """Set the outer parameters to the model's after the last of the synchronous steps."""
         if step_context.taken + 1 == self._post:
             foreach_copy_(self._outer, next(iter(self._copies.values())))
-        return updated
 
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of which all ranks must hold equal copies. Not collective.

@@ -31,6 +31,7 @@ from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
+from tutti.parallel.local_sgd.local_gradients import LocalGradients
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
@@ -53,7 +54,7 @@ LOSS_LANES = 6 + METRICS + DIGESTS
 """Numbers that all workers add up in each local step, in float64: loss sums, norms, flags and digests."""
 
 
-class LocalSGDSync:
+class LocalSGDSync(LocalGradients):
     """Local SGD: each logical worker steps its own copy of the parameters; the copies are averaged every H steps.
 
     Stich 2019, arXiv 1805.09767. Logical workers are N fixed shares of the global batch; a rank computes one or more of
@@ -157,6 +158,7 @@ class LocalSGDSync:
                 buffer that has a value of its own in each worker; the write would change one worker's copy only.
         """
         self._step_context = step_context
+        self._equal = self._equal and self._jointly(step_context) is not None
         self._take_written(f"step {step_context.taken + 1}")
         self._buffers.enter(worker)
         self._put(worker)
@@ -177,22 +179,44 @@ class LocalSGDSync:
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
             return
-        norm, bad = 0.0, 0
-        gradients = [p.grad for _, p in self._trained if p.grad is not None]
-        if part is not None:
-            norm = own_mean(gradients, part, self._step_context.loss_scale)
-            self._buffers.verify()
-            if math.isfinite(norm):
-                left = clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
-                optimizer_step(self._of[worker], self._step_context.lr_factor, left)
-            else:
-                bad = 1
-                self._culprits |= dict.fromkeys(nonfinite_names((name, p.grad) for name, p in self._trained))
+        norm = self._make_own(part)
+        if part is not None and math.isfinite(norm):
+            gradients = [p.grad for _, p in self._trained if p.grad is not None]
+            left = clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
+            optimizer_step(self._of[worker], self._step_context.lr_factor, left)
         for _, parameter in self._trained:
             parameter.grad = None
         self._note()
+        self._tell(worker, part, norm)
+
+    def end_own(self, worker: int, part: LossSums | None) -> None:
+        """Make ``.grad`` the gradient of the mean over the worker's own samples, and note its loss sums.
+
+        A logical worker is one of N fixed shares of the global batch. A custom training loop calls this in place of
+        ``end_worker``: the script reads the gradient and calls its optimizer itself. Not collective.
+
+        Args:
+            worker: index of the logical worker.
+            part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step.
+        """
+        self._tell(worker, part, self._make_own(part))
+
+    def _make_own(self, part: LossSums | None) -> float:
+        """Scale ``.grad`` to the mean over a worker's own samples, and return its norm; 0 for a worker without any."""
+        if part is None:
+            return 0.0
+        gradients = [p.grad for _, p in self._trained if p.grad is not None]
+        norm = own_mean(gradients, part, self._step_context.loss_scale)
+        self._buffers.verify()
+        if not math.isfinite(norm):
+            self._culprits |= dict.fromkeys(nonfinite_names((name, p.grad) for name, p in self._trained))
+        return norm
+
+    def _tell(self, worker: int, part: LossSums | None, norm: float) -> None:
+        """Add a worker's loss sums and the norm of its gradient to the sums over all workers."""
+        bad = not math.isfinite(norm)
         message = torch.zeros(LOSS_LANES, dtype=torch.float64)
-        message[:4] = torch.tensor([norm if not bad else 0.0, bad, part is not None, self._step_context.stop])
+        message[:4] = torch.tensor([0.0 if bad else norm, bad, part is not None, self._step_context.stop])
         if part is not None:
             self._counting.note(part)
             message[4 : 4 + len(part.sums)] = part.sums.double().cpu()
@@ -223,12 +247,30 @@ class LocalSGDSync:
         self._buffers.finish()
         if (reducer := self._jointly(step_context)) is not None:
             return self._together(reducer, step_context)
+        stats = self.reduce_losses(step_context)
+        if self._due(step_context):
+            self._write(self._average())
+        return stats
+
+    def reduce_losses(self, step_context: StepContext) -> StepStats:
+        """Return loss, metrics and mean gradient norm of a local step over all logical workers. Collective.
+
+        A logical worker is one of N fixed shares of the global batch. Sums those numbers that ``end_worker`` or
+        ``end_own`` has noted, over the data ranks: an all-to-all and an all-gather.
+
+        Args:
+            step_context: the step under way: its number and batch size are compared over the ranks.
+
+        Returns:
+            A ``StepStats``, as ``reduce_gradients`` returns it.
+
+        Raises:
+            MismatchError: ranks are in different steps, or make different calls.
+        """
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
         self._buffers.verify()
         if not digests_agree(metrics[METRICS:], digests(step_context), self._run_context.workers):
             refuse_mismatch(self._run_context.comms.replica, step_context)
-        if self._due(step_context):
-            self._write(self._average())
         divisor = count or math.nan
         named = self._counting.means(metrics, divisor)
         return StepStats(loss / divisor, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
@@ -263,6 +305,37 @@ class LocalSGDSync:
             )
             nonfinite = dict.fromkeys(name for text in gathered for name in text.splitlines())
         return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
+
+    def updates_alone(self, step_context: StepContext) -> bool:
+        """Return whether each logical worker makes updates of its own in this step; False in synchronous steps.
+
+        A logical worker is one of N fixed shares of the global batch. The first steps of post-local SGD are
+        synchronous.
+
+        Args:
+            step_context: the step under way.
+        """
+        return self._jointly(step_context) is None
+
+    def end_step(self, step_context: StepContext) -> bool:
+        """Average the workers' parameters if that is due after this step of a custom training loop.
+
+        A worker is a logical worker, one of N fixed shares of the global batch. Collective over the data ranks where
+        the average is due, as in ``reduce_gradients``.
+
+        Args:
+            step_context: the step that ends; all its updates have been made.
+
+        Returns:
+            Whether the parameters have been averaged.
+        """
+        due = self._due(step_context)
+        if due:
+            self._take_written(f"step {step_context.taken + 1}")
+            self._write(self._average())
+        if self.updates_alone(step_context):
+            self._equal = due
+        return due
 
     def clear(self) -> None:
         """Set ``.grad`` of all trained parameters of the model on this rank to None. Not collective."""
@@ -458,7 +531,8 @@ class LocalSGDSync:
         """Put this worker's parameters into the model."""
         self._inside = worker
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
-            parameter.data = copy
+            if parameter.data_ptr() != copy.data_ptr():
+                parameter.data = copy
 
     def _take_written(self, where: str) -> None:
         """Let a rank's only worker go on from ``.data`` that the script has assigned; with several, refuse writes.
@@ -508,7 +582,7 @@ class LocalSGDSync:
         """Make the same update on every worker's copy, or none where the gradient is non-finite."""
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
-            norm = clip_norm(stats.grad_norm, self._run_context.clip, reducer.scale)
+            norm = self.clip_gradients(stats.grad_norm)
             for worker, optimizer in self._of.items():
                 self._put(worker)
                 optimizer_step(optimizer, step_context.lr_factor, norm)

@@ -1,0 +1,198 @@
+"""Gradients and updates in a custom training loop under local SGD: one logical worker a rank, with its own gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.optim.several import acting, members_of
+from tutti.parallel.ddp.allreduce import optimizer_step
+from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.normalisation import clip_norm, nonfinite_names
+from tutti.types import GradientPlace, RunContext, StepContext, UpdateResult
+
+
+class LocalGradients:
+    """Behaviour of ``.grad`` in custom training loops where each logical worker makes updates of its own.
+
+    Mixin of ``LocalSGDSync``, for runs with one worker a rank; it implements methods of ``AloneLoopSync``. The model on
+    a rank and the script's optimizers are those of the rank's worker, so that ``.grad`` after ``run.backward`` is the
+    whole gradient of the worker's own samples, which the script may edit; other workers have others.
+
+    Attributes:
+        gradient_at: ``"rank"``: this rank has the whole gradient.
+        editable: always True.
+        by_worker: always False: a rank has one worker.
+        accumulated: whether the last ``add_gradients`` added gradients of earlier calls to the new ones.
+    """
+
+    gradient_at: GradientPlace = "rank"
+    editable, by_worker, accumulated = True, False, False
+    _run_context: RunContext
+    _trained: Sequence[tuple[str, nn.Parameter]]
+    _of: dict[int, Optimizer]
+    _buffers: WorkerBuffers
+    _acting_on: Sequence[nn.Parameter] | None = None
+
+    def begin_custom_loop(self) -> None:
+        """Begin custom training loops: a buffer that the script writes counts for this rank's only logical worker.
+
+        A logical worker is a fixed share of the global batch with its own parameters and buffers. Not collective.
+        """
+        self._buffers.begin_custom_loop()
+
+    def leave_custom_loop(self) -> None:
+        """End a custom loop over an epoch; nothing changes for the rank's only logical worker (share of a batch)."""
+        self._buffers.leave_custom_loop()
+
+    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of the parameters that are or were trainable in this run, in the model's order."""
+        return self._trained
+
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return a list of the parameters that are or were trainable, which are also those of the worker's optimizer.
+
+        A worker is a logical worker, one of N fixed shares of the global batch, with a model of its own.
+        """
+        return [p for _, p in self._trained]
+
+    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the trained parameters of the model that are in the parameter groups of an optimizer.
+
+        Args:
+            optimizer: one of the script's optimizers.
+
+        Returns:
+            The parameters, in the model's order.
+        """
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        return [p for p in self.script_parameters() if p in own]
+
+    def trained_tensors(self) -> list[Tensor]:
+        """Return the ``.data`` of the trained parameters, in the model's order; they share the model's memory."""
+        return [p.data for p in self.script_parameters()]
+
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return copies of the gradients that earlier calls of ``run.backward`` left in ``.grad``, and set it to None.
+
+        Returns:
+            The gradients by parameter; parameters without a gradient are left out.
+        """
+        held = {p: p.grad.clone() for p in self.script_parameters() if p.grad is not None}
+        for parameter in self.script_parameters():
+            parameter.grad = None
+        return held
+
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add gradients of earlier calls of ``run.backward`` to those just computed, in ``.grad``.
+
+        Args:
+            held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
+        """
+        self.accumulated = bool(held)
+        for parameter, before in held.items():
+            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+
+    def pop_reached(self) -> list[bool]:
+        """Return an empty list: ``.grad``, None or not, tells which parameters backward has reached."""
+        return []
+
+    def mark_reached(self, used: Sequence[bool]) -> None:
+        """Do nothing: ``.grad``, None or not, tells which parameters backward has reached.
+
+        Args:
+            used: unused; for each trained parameter whether backward has given it a gradient.
+        """
+
+    def apply_clearing(self) -> None:
+        """Do nothing: a script that clears ``.grad`` clears the very tensor that the update uses."""
+
+    def show_gradients(self) -> None:
+        """Do nothing: the script sees the very gradients that the update uses."""
+
+    def apply_edits(self) -> None:
+        """Do nothing: the script edits the very gradients that the update uses."""
+
+    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Do nothing: ``optimizer.zero_grad()`` has cleared the very gradients that the update uses.
+
+        Args:
+            optimizer, set_to_none: unused.
+        """
+
+    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+        """Return the L2 norm of the present gradients of ``members`` together, on this rank. Not collective.
+
+        Args:
+            members: some of the model's parameters; those without a gradient count as 0.
+            step_context: unused.
+        """
+        return math.sqrt(sum(squares_of([p.grad for p in members if p.grad is not None])))
+
+    @contextmanager
+    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Return a context in which an update steps one of the script's optimizers and clips its gradients alone.
+
+        Args:
+            index: position of the optimizer among those of the script, from 0; None steps all of them.
+            members: the parameters of this optimizer.
+        """
+        with ExitStack() as stack:
+            for optimizer in self._of.values():
+                stack.enter_context(acting(optimizer, index))
+            self._acting_on = members
+            try:
+                yield
+            finally:
+                self._acting_on = None
+
+    def clip_gradients(self, norm: float) -> float:
+        """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
+
+        Not collective. Does nothing in a run without such a norm.
+
+        Args:
+            norm: L2 norm of these gradients.
+
+        Returns:
+            The norm afterwards.
+        """
+        members = self.script_parameters() if self._acting_on is None else self._acting_on
+        gradients = [p.grad for p in members if p.grad is not None]
+        return clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
+
+    def steps_whole(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` is one of this rank's, which update whole parameters; True for the script's.
+
+        Args:
+            optimizer: any optimizer.
+        """
+        return any(optimizer is own for each in self._of.values() for own in members_of(each))
+
+    def step_own(self, step_context: StepContext) -> UpdateResult:
+        """Clip this worker's own gradient and step its optimizer; skip the update where the gradient is not finite.
+
+        A worker is a logical worker, one of N fixed shares of the global batch. Not collective.
+
+        Args:
+            step_context: the step under way, whose ``lr_factor`` multiplies the optimizers' initial learning rates.
+
+        Returns:
+            An ``UpdateResult`` with ``updates`` 1, as in ``run.step``, and ``together`` False; ``skipped`` and
+            ``nonfinite`` (names of parameters) are those of this worker.
+        """
+        members = self.script_parameters() if self._acting_on is None else self._acting_on
+        norm = self.norm_of(members, step_context)
+        if not math.isfinite(norm):
+            names = nonfinite_names((name, p.grad) for name, p in self.named_trained())
+            return UpdateResult(1, skipped=True, nonfinite=tuple(names[:3]), together=False)
+        norm = self.clip_gradients(norm)
+        for optimizer in self._of.values():
+            optimizer_step(optimizer, step_context.lr_factor, norm)
+        return UpdateResult(1, together=False)
