@@ -332,3 +332,51 @@ def test_saves_in_the_body_and_resumes_change_nothing(kind: str, tmp_path: Path)
             assert loss == pytest.approx(want[3], abs=1e-12)
     for said in worlds.run(2, stopped, strategy=STRATEGIES[kind], folder=str(tmp_path), how="late"):
         assert "an update in the body of a loop after run.save" in said and "step 6" in said
+
+
+def stepped(strategy: str, loop: bool, optimizer: str, **options: Any) -> Any:
+    """The same training by ``run.step`` or by a loop: losses, state, average."""
+    script = Script("clipped")
+    given: Any = optimizer or script.optimizers
+    options = {"batch_size": BATCH, "strategy": strategy, "seed": 0, "ema": 0.9, **options}
+    run = tutti.prepare(script.net, given, dataset(), loss_of, **options)
+    losses = []
+    for epoch in range(2):
+        script.net[3].bias.requires_grad_(not epoch)
+        for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
+            if not loop:
+                losses.append(run.step(batch))
+                continue
+            script.net.zero_grad()
+            run.backward(loss_of(script.net, batch))
+            if optimizer:
+                run.gated_step()
+            else:
+                script.optimizers[0].step()
+            if run.stepped:
+                assert run.stats is not None
+                losses.append(run.stats.loss)
+    state = {name: t.clone().numpy() for name, t in run.state().items()}
+    return losses, state, {name: t.clone().numpy() for name, t in run.state(averaged=True).items()}, run.updates
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "options"),
+    [
+        ("local_sgd:period=3,post=2", "", {"clip": 0.2}),
+        ("diloco:period=2,post=3", "", {}),
+        ("diloco:period=3,post=5", "adam:lr=0.01", {"clip": 0.1}),
+        ("local_sgd:period=2", "", {"micro_batch": 5}),
+        ("diloco:period=2", "sgd:lr=0.1,momentum=0.9", {"micro_batch": 5, "clip": 0.1}),
+        ("diloco:period=1", "", {}),
+    ],
+)
+def test_a_loop_is_run_step(strategy: str, optimizer: str, options: dict[str, Any]) -> None:
+    arguments = {"strategy": strategy, "optimizer": optimizer, **options}
+    want = worlds.run(2, stepped, loop=False, **arguments)
+    found = worlds.run(2, stepped, loop=True, **arguments)
+    for got, (losses, state, average, updates) in zip(found, want, strict=True):
+        assert got[0] == pytest.approx(losses, rel=1e-12)
+        assert farthest(got[1], {n: torch.as_tensor(t) for n, t in state.items()}) <= 1e-12
+        assert farthest(got[2], {n: torch.as_tensor(t) for n, t in average.items()}) <= 1e-12
+        assert got[3] == updates
