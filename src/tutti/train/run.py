@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint.fingerprint import weights_sha256
+from tutti.checkpoint.fingerprint import tensor_digests, weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.comm.graph_breaks import ends_graph
@@ -158,6 +158,8 @@ class Run:
         in_bf16: layers with matrix products that ``precision=fp8`` leaves in bfloat16, with the reason by name.
         settings: learning rates, momenta and weight decays of the caller's optimizers.
         changes: what resumes have changed by name: step, and both values of each setting.
+        parted: whether logical workers have had parameters of their own after a step (local SGD).
+        returned: digests of the tensors that ``state`` has returned since then, on a rank with several such workers.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
     """
@@ -193,6 +195,7 @@ class Run:
         self.within: int | None = None
         self.stats: StepStats | None = None
         self.updated: UpdateResult | None = None
+        self.parted, self.returned = False, set[int]()
         self._resumed: Position | None = None
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
         self.trainability = TrainabilityWatch(
@@ -708,7 +711,10 @@ class Run:
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
-        return self._gathered(averaged).all()
+        found = self._gathered(averaged).all()
+        if self.parted and len(self.context.mine) > 1:
+            self.returned |= set(tensor_digests(found.values()))
+        return found
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it. Collective.

@@ -113,6 +113,8 @@ class StateLoads:
         statistics = [name for name in missing if name not in trained and name in self._run.replica.specs]
         if statistics and self._run.context.workers > 1 and (self._several or self._in_parts):
             self._refuse_part(statistics[0], "each logical worker has statistics of its own")
+        if self._several and self._run.parted and self._run.context.grid.data_ranks == 1:
+            self._check_common(given)
         if not self._row.averages and self._run.taken:
             raise UsageError(
                 "load_state_dict of the model in the middle of a run cannot be combined with this strategy",
@@ -120,6 +122,25 @@ class StateLoads:
                 why="gradients of other weights are on their way to the servers",
                 remedy="call it before the first step, or take --strategy mirrored",
             )
+
+    def _check_common(self, given: Mapping[str, Tensor]) -> None:
+        """Raise UsageError unless the parameters are those that ``run.state()`` has returned, which are all workers'.
+
+        Other data ranks have other workers in their models, so that a comparison over ranks finds weights that a script
+        has computed from one worker's; a single rank has nothing to compare with.
+        """
+        for name, parameter in parameters(self._run.replica.parts):
+            names = (name, *self._run.replica.specs[name].tied)
+            tensor = next((given[n] for n in names if n in given), None)
+            if tensor is not None and tensor_digest(tensor.detach().to(parameter)).item() not in self._run.returned:
+                raise UsageError(
+                    "load_state_dict of weights that run.state() has not returned, while logical workers differ",
+                    where=f"step {self._run.clock}, {name}",
+                    why="the model here holds one of the workers, and weights that a script computes from it, such as"
+                    " an average over steps, would replace those of all",
+                    remedy="take as many workers as data ranks and write with copy_; or load what run.state() returns;"
+                    " or give tutti.prepare ema=… and load run.state(averaged=True)",
+                )
 
     def _assembled(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``given`` with whole tensors in place of this rank's slices of them. Collective with tensor ranks.

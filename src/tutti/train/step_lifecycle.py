@@ -253,6 +253,7 @@ class StepLifecycle:
         run = self._run
         run.stats, run.updated = stats, updated
         run.updates += updated.updates
+        run.parted = run.parted or not updated.together
         self._written.note()
         if not updated.skipped:
             run.schedulers.after_update(optimizer)

@@ -64,18 +64,26 @@ class WriteGuard:
         Raises:
             UsageError: a parameter has another norm or digest.
         """
-        if self._norms is None:
-            return
-        for (name, _), before, now in zip(named, self._norms, _norms([p.data for _, p in named]), strict=True):
-            if before != now and not (before != before and now != now):
-                self._refuse(name, where)
-        if self._digests is not None:
-            for (name, _), then, now in zip(
-                named, self._digests, tensor_digests(p.data for _, p in named), strict=True
-            ):
-                if then != now:
-                    self._refuse(name, where)
+        if written := self.written(named):
+            self._refuse(written[0], where)
         self._marks = _marks(named)
+
+    def written(self, named: NamedParameters) -> list[str]:
+        """Return the names of parameters whose norm, or else digest, differs from the one that ``note`` recorded.
+
+        Empty before the first ``note``.
+
+        Args:
+            named: (name, parameter) pairs, the same as for ``note``.
+        """
+        if self._norms is None:
+            return []
+        pairs = zip(named, self._norms, _norms([p.data for _, p in named]), strict=True)
+        found = [name for (name, _), a, b in pairs if a != b and not (a != a and b != b)]
+        if not found and self._digests is not None:
+            now = tensor_digests(p.data for _, p in named)
+            found = [name for (name, _), a, b in zip(named, self._digests, now, strict=True) if a != b]
+        return found
 
     def check_update(self, named: NamedParameters, where: str) -> None:
         """Raise UsageError if the script has written a parameter since ``check``, between backward and the update.

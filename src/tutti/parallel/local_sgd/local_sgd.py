@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors, read_local, stored_name
@@ -119,7 +119,9 @@ class LocalSGDSync(LocalGradients):
         self._guard = WriteGuard(
             "the model holds one of this rank's workers, and the others have parameters of their own"
         )
+        self._frozen_guard = WriteGuard("the workers of a rank share it")
         self._note()
+        self._note_frozen()
         self._make_sums()
         self._totals = TreeSum(comm, workers, LOSS_LANES, torch.float64)
         return self
@@ -158,6 +160,8 @@ class LocalSGDSync(LocalGradients):
                 buffer that has a value of its own in each worker; the write would change one worker's copy only.
         """
         self._step_context = step_context
+        if worker == self._run_context.mine[0]:
+            self._check_frozen(f"step {step_context.taken + 1}")
         self._equal = self._equal and self._jointly(step_context) is not None
         self._take_written(f"step {step_context.taken + 1}")
         self._buffers.enter(worker)
@@ -249,6 +253,7 @@ class LocalSGDSync(LocalGradients):
             return self._together(reducer, step_context)
         stats = self.reduce_losses(step_context)
         if self._due(step_context):
+            self._adopt_frozen(f"step {step_context.taken + 1}")
             self._write(self._average())
         return stats
 
@@ -332,6 +337,7 @@ class LocalSGDSync(LocalGradients):
         due = self._due(step_context)
         if due:
             self._take_written(f"step {step_context.taken + 1}")
+            self._adopt_frozen(f"step {step_context.taken + 1}")
             self._write(self._average())
         if self.updates_alone(step_context):
             self._equal = due
@@ -358,6 +364,7 @@ class LocalSGDSync(LocalGradients):
             UsageError: the script has written parameters, and this rank has several workers.
         """
         self._take_written("after the last step")
+        self._adopt_frozen("after the last step")
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         return {**self._fixed(), **averages, **self._buffers.merged()}
 
@@ -376,9 +383,9 @@ class LocalSGDSync(LocalGradients):
             UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         self._take_written("after the last step")
-        first = next(iter(self._copies.values()))
+        first, written = next(iter(self._copies.values())), set(self._frozen_guard.written(self._frozen()))
         trained = {name: copy for (name, _), copy in zip(self._trained, first, strict=True)} if self._equal else {}
-        return {**self._fixed(), **trained}
+        return {**{name: fixed for name, fixed in self._fixed().items() if name not in written}, **trained}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``.
@@ -396,6 +403,7 @@ class LocalSGDSync(LocalGradients):
         """
         comm = self._run_context.comms.replica
         self._take_written("after the last step")
+        self._adopt_frozen("after the last step")
         own: dict[str, Tensor] = dict(self._buffers.state())
         for worker, copies in self._copies.items():
             own |= {f"{worker}{_PARAMETER}{name}": c for (name, _), c in zip(self._trained, copies, strict=True)}
@@ -442,6 +450,7 @@ class LocalSGDSync(LocalGradients):
                 load_optimizer(self._of[worker], self._named, saved, group, prefix, specs)
         self._buffers.load(saved)
         self._note()
+        self._note_frozen()
 
     def own_gradients(self) -> NoReturn:
         """Raise UsageError: the gradient noise scale cannot be measured with local SGD.
@@ -500,8 +509,48 @@ class LocalSGDSync(LocalGradients):
 
     def _fixed(self) -> dict[str, Tensor]:
         """Return the parameters that were never trained, of which all workers have the same."""
+        return {name: p.data for name, p in self._frozen()}
+
+    def _frozen(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of the parameters that ``_fixed`` returns."""
         trained = {name for name, _ in self._trained}
-        return {name: p.data for name, p in self._named if name not in trained}
+        return [(name, p) for name, p in self._named if name not in trained]
+
+    def _note_frozen(self) -> None:
+        """Record the norms of parameters that were never trained, to find those that the script writes."""
+        self._frozen_guard.note(self._frozen())
+
+    def _check_frozen(self, where: str) -> None:
+        """Refuse writes of frozen parameters by the script while this rank's workers, which share them, differ.
+
+        With one worker on a rank they are the worker's own; see ``_adopt_frozen``.
+        """
+        if len(self._run_context.mine) < 2 or not (frozen := self._frozen()):
+            return
+        if self._equal:
+            self._note_frozen()
+        elif written := self._frozen_guard.written(frozen):
+            raise UsageError(
+                f"the script or a forward has written the frozen parameter {written[0]} while logical workers differ",
+                where=where,
+                why="the workers of a rank share it, and each would compute it from parameters of its own, of which the"
+                " model holds those of one",
+                remedy=f"take as many workers as data ranks ({self._run_context.comms.replica.size}); or give"
+                " tutti.prepare ema=…; or keep the tensor outside of the model and compute it from run.state()",
+            )
+
+    def _adopt_frozen(self, where: str) -> None:
+        """Average frozen parameters that a script or forward has written from now on: workers have values of their own.
+
+        An example is a teacher that follows the worker's parameters. Collective if the model has frozen parameters: an
+        all-gather of names.
+        """
+        self._check_frozen(where)
+        if frozen := self._frozen():
+            text = "\n".join(self._frozen_guard.written(frozen))
+            found = self._run_context.comms.replica.all_gather_strings(text, "frozen parameters that were written")
+            if names := {name for each in found for name in each.splitlines()}:
+                self._train(names)
 
     def _train(self, names: Collection[str]) -> None:
         """Give each worker its own copy of these parameters, and of all others that are trainable."""
@@ -515,6 +564,7 @@ class LocalSGDSync(LocalGradients):
             ]
         self._make_sums()
         self._note()
+        self._note_frozen()
 
     def _make_sums(self) -> None:
         comm, workers = self._run_context.comms.replica, self._run_context.workers

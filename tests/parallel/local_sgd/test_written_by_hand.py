@@ -1,0 +1,126 @@
+"""Averages that a script makes by hand of one worker's weights: as each worker by itself makes them, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+from tests.scripts import oracle
+from tests.scripts.oracle import Algorithm
+from tutti.errors import UsageError
+
+ALGORITHMS = {"local_sgd:period=2": Algorithm(2), "diloco:period=2": Algorithm(2, (0.7, 0.9))}
+
+
+def dataset() -> torch.utils.data.TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    shape = {"generator": draw, "dtype": torch.float64}
+    return torch.utils.data.TensorDataset(torch.randn(36, 4, **shape), torch.randn(36, 3, **shape))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+class Taught(nn.Module):
+    """A student and its teacher, which is frozen and follows the student, and a buffer that the forward writes."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by, self.student = by, nn.Linear(4, 3).double()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.still = nn.Linear(4, 3).double().requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.student(inputs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.get_buffer("mean").lerp_(scores.mean(0), 0.2)
+            if self.by == "forward":
+                self.follow()
+        return scores - 0.5 * self.teacher(inputs) + self.still(inputs) + 0.1 * self.get_buffer("mean")
+
+
+def taught(prepare: Callable[..., Any], by: str) -> dict[str, Tensor]:
+    net = Taught(by)
+    optimizer = torch.optim.SGD(net.student.parameters(), lr=0.1, momentum=0.5)
+    run = prepare(net, optimizer, dataset(), loss, batch_size=6)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            if by == "script":
+                net.follow()
+    state: dict[str, Tensor] = run.state()
+    return state
+
+
+def trained(strategy: str, workers: int, by: str) -> Any:
+    def prepare(*arguments: Any, **options: Any) -> Any:
+        return tutti.prepare(*arguments, strategy=strategy, workers=workers, seed=0, **options)
+
+    try:
+        return {name: tensor.clone().numpy() for name, tensor in taught(prepare, by).items()}
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("by", ["script", "forward", "nobody"])
+@pytest.mark.parametrize("strategy", ALGORITHMS)
+def test_a_teacher_in_the_model_is_averaged_with_the_rest(strategy: str, by: str, ranks: int) -> None:
+    [want, *_] = oracle.play(lambda prepare: taught(prepare, by), ranks, ALGORITHMS[strategy]).results
+    for got in worlds.run(ranks, trained, strategy=strategy, workers=ranks, by=by):
+        assert largest_difference(got, {name: tensor.numpy() for name, tensor in want.items()}) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ALGORITHMS)
+def test_a_teacher_that_several_workers_would_share_is_refused(strategy: str) -> None:
+    for by, says in (("script", "has written the frozen parameter teacher."), ("forward", "in every micro-batch")):
+        said = worlds.alone(trained, strategy=strategy, workers=2, by=by)
+        assert says in said and "(step 2)" in said, said
+    [want] = oracle.play(lambda prepare: taught(prepare, "script"), 2, Algorithm(1)).results[:1]
+    got = worlds.alone(trained, strategy="local_sgd:period=1", workers=2, by="script")
+    assert largest_difference(got, {name: tensor.numpy() for name, tensor in want.items()}) <= 1e-12
+
+
+def loaded(strategy: str, workers: int, how: str) -> Any:
+    """An average over steps of the model's weights, or of the run's, given to the model after each epoch."""
+    net = Taught("nobody")
+    optimizer = torch.optim.SGD(net.student.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, dataset(), loss, strategy=strategy, workers=workers, ema=0.7)
+    average = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    try:
+        for epoch in range(2):
+            for batch in run.epoch(epoch):
+                run.step(batch)
+                for name, tensor in net.state_dict().items():
+                    average[name].lerp_(tensor, 0.3)
+            net.load_state_dict({"own": lambda: average, "run's": run.state, "ema": lambda: run.state(True)}[how]())
+    except UsageError as error:
+        return run.clock, str(error)
+    return run.clock, ""
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco"])
+def test_one_worker_s_weights_are_not_loaded_into_all(kind: str) -> None:
+    """On several ranks their models differ, and the comparison of what they load says so."""
+    clock, said = worlds.alone(loaded, strategy=f"{kind}:period=4", workers=2, how="own")
+    assert clock == 1 and "load_state_dict of weights that run.state() has not returned" in said
+    for how in ("run's", "ema"):
+        assert worlds.alone(loaded, strategy=f"{kind}:period=4", workers=2, how=how) == (2, "")
+    assert worlds.alone(loaded, strategy=f"{kind}:period=1", workers=2, how="own") == (2, "")
