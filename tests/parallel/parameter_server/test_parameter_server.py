@@ -459,3 +459,31 @@ def served_by_forks_of_a_driver() -> float:
 def test_servers_do_not_ask_an_accelerator() -> None:
     one, other = worlds.run(2, served_by_forks_of_a_driver)
     assert one == other > 0
+
+
+def weighted(loop: bool) -> Any:
+    """A loss that counts something else than samples, by which the gradient is divided once."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randn(12, n, generator=draw, dtype=torch.float64) for n in (4, 1))
+
+    def loss_of(net: Any, batch: Any) -> Any:
+        weights = (batch[1] > 0).double() + 0.25
+        return ((net(batch[0]) - batch[1]).square() * weights).sum(), weights.sum()
+
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    run = tutti.prepare(net, optimizer, data, loss_of, strategy="parameter_server:mode=async", batch_size=4, seed=0)
+    for batch in run.microbatches(0) if loop else run.epoch(0):
+        if not loop:
+            run.step(batch)
+            continue
+        optimizer.zero_grad()
+        run.backward(loss_of(net, batch))
+        optimizer.step()
+    return {name: tensor.clone().numpy() for name, tensor in run.state().items()}
+
+
+def test_a_loop_of_asynchronous_workers_divides_by_the_loss_s_count_once() -> None:
+    assert largest_difference(worlds.alone(weighted, loop=True), worlds.alone(weighted, loop=False)) <= 1e-12
