@@ -48,8 +48,8 @@ class Place(Short):
 
     @property
     def custom_loop(self) -> bool:
-        """Whether the strategy takes a loop of the script's own."""
-        return not self.stages and self.strategy not in LOCAL
+        """Whether the strategy takes a loop of the script's own, with so many workers."""
+        return not self.stages and (self.strategy not in LOCAL or self.workers == self.data_ranks)
 
 
 @dataclass(frozen=True, repr=False)
