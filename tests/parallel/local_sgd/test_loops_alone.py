@@ -297,9 +297,7 @@ def stopped(strategy: str, folder: str | None, how: str) -> Any:
         for batch in run.microbatches(epoch):
             two_optimizers(script, run.backward, batch)
             seen.append((run.stats.loss, run.updated.together))
-            if run.clock == 5 and how == "break":
-                break
-            if folder is not None and run.clock in (5, 6):
+            if folder is not None and run.clock in (4, 5, 6):
                 run.save(Path(folder) / how, {"clock": run.clock})
                 if how == "late" and run.clock == 6:
                     try:
@@ -320,7 +318,7 @@ def stopped(strategy: str, folder: str | None, how: str) -> Any:
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_saves_in_the_body_and_resumes_change_nothing(kind: str, tmp_path: Path) -> None:
-    """At step 5 in the middle of a period, at step 6 before its average, which the save makes first."""
+    """At step 4 a rank has no samples, step 5 is within a period, and step 6 ends with an average, made before."""
     [want, *_] = worlds.run(2, stopped, strategy=STRATEGIES[kind], folder=None, how="")
     for how in ("saved", "resumed at 5", "resumed at 6"):
         for seen, state, average, loss in worlds.run(
@@ -334,8 +332,8 @@ def test_saves_in_the_body_and_resumes_change_nothing(kind: str, tmp_path: Path)
         assert "an update in the body of a loop after run.save" in said and "step 6" in said
 
 
-def stepped(strategy: str, loop: bool, optimizer: str, **options: Any) -> Any:
-    """The same training by ``run.step`` or by a loop: losses, state, average."""
+def stepped(strategy: str, loop: bool, optimizer: str, stop: int | None = None, **options: Any) -> Any:
+    """The same training by ``run.step`` or by a loop, until a ``break`` at step ``stop``: losses, state, average."""
     script = Script("clipped")
     given: Any = optimizer or script.optimizers
     options = {"batch_size": BATCH, "strategy": strategy, "seed": 0, "ema": 0.9, **options}
@@ -346,16 +344,18 @@ def stepped(strategy: str, loop: bool, optimizer: str, **options: Any) -> Any:
         for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
             if not loop:
                 losses.append(run.step(batch))
-                continue
-            script.net.zero_grad()
-            run.backward(loss_of(script.net, batch))
-            if optimizer:
-                run.gated_step()
             else:
-                script.optimizers[0].step()
-            if run.stepped:
-                assert run.stats is not None
-                losses.append(run.stats.loss)
+                script.net.zero_grad()
+                run.backward(loss_of(script.net, batch))
+                if optimizer:
+                    run.gated_step()
+                else:
+                    script.optimizers[0].step()
+                if run.stepped:
+                    assert run.stats is not None
+                    losses.append(run.stats.loss)
+            if run.clock == stop:
+                break
     state = {name: t.clone().numpy() for name, t in run.state().items()}
     return losses, state, {name: t.clone().numpy() for name, t in run.state(averaged=True).items()}, run.updates
 
@@ -369,6 +369,8 @@ def stepped(strategy: str, loop: bool, optimizer: str, **options: Any) -> Any:
         ("local_sgd:period=2", "", {"micro_batch": 5}),
         ("diloco:period=2", "sgd:lr=0.1,momentum=0.9", {"micro_batch": 5, "clip": 0.1}),
         ("diloco:period=1", "", {}),
+        ("diloco:period=3", "", {"stop": 6}),
+        ("local_sgd:period=2", "", {"stop": 8}),
     ],
 )
 def test_a_loop_is_run_step(strategy: str, optimizer: str, options: dict[str, Any]) -> None:
