@@ -496,6 +496,11 @@ class ReplicaRunner(Protocol):
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
         replaced_name: returns the name of a parameter in whose place the script has put another object (FSDP), or None.
+        slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor,
+            element by element, or None.
+        adapt_hooks: lets hooks that the script has registered on the gradients of parameters of which this rank has a
+            part see whole gradients; returns the names of the parameters with hooks that did not before the call.
+        is_dummy: whether the last micro-batch that was begun is a dummy, without samples.
         script_code: context manager around the script's own code, in which reads and writes of parameters that would
             give each rank another result raise UsageError.
         model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
@@ -516,6 +521,9 @@ class ReplicaRunner(Protocol):
     around_fsdp_hooks: Callable[[nn.Module], AbstractContextManager[None]]
     unify_flags: Callable[[], None]
     replaced_name: Callable[[], str | None]
+    slice_name: Callable[[Tensor], str | None]
+    adapt_hooks: Callable[[], Sequence[str]]
+    is_dummy: bool
     script_code: Callable[[], AbstractContextManager[None]]
     model_code: Callable[[], AbstractContextManager[None]]
     split_backwards: Sequence[Any]
@@ -1109,11 +1117,15 @@ class CustomLoopSync(GradientSync, Protocol):
         before each update; other strategies do nothing.
         """
 
-    def apply_edits(self) -> None:
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Make the coming update use what the script has written into ``.grad``, such as clipped gradients.
 
         A custom training loop calls this right before ``optimizer_step``. If the optimizer updates other tensors than
         the script's parameters (shards), the gradients of these tensors are set to the script's.
+
+        Args:
+            edited: parameters of the update, as the script's model has them, whose ``.grad`` the script has edited or
+                replaced by another tensor.
         """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:

@@ -23,7 +23,7 @@ FLOORS = {
     "sharded, stage 1": 0.80,
     "sharded, stage 2": 0.80,
     "sharded": 0.80,
-    "tensor": 0.60,
+    "tensor": 0.90,
     **dict.fromkeys(("pipeline", "model_parallel", "hybrid, stages"), 0.75),
 }
 

@@ -360,8 +360,7 @@ def through(name: str, strategy: str, workers: int, **options: Any) -> Any:
 
 WHOLE = ("single", "mirrored", "mirrored:algorithm=native")
 THAWED = ("thawed", "thawed_by_the_optimizer", "thawed_after_a_look", "thawed_after_the_forward")
-DECAYED = ("decayed_by_hand", "decayed_out_of_place")
-EDITS = ("clipped_by_hand", "clipped_in_the_group", *DECAYED)
+EDITS = ("clipped_by_hand", "clipped_in_the_group", "decayed_by_hand", "decayed_out_of_place")
 ASSIGNED = ("computed_by_hand", "assigned_and_clipped", "assigned_undeclared", "clipped_and_assigned")
 
 # What is refused, and a part of the reason; everything else is equal to plain PyTorch.
@@ -386,7 +385,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "sharded:stage=1": {
         **PARTS,
         **MIXED,
-        **dict.fromkeys(DECAYED, "in rows over the ranks"),
     },
     "sharded:stage=3": {
         **PARTS,
@@ -399,7 +397,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "tensor:least=1": {
         **PARTS,
         **MIXED,
-        **dict.fromkeys(DECAYED, "in slices over the ranks"),
         **dict.fromkeys(("plain_backward", "one_loss_forgotten", "counted_otherwise"), "did not make"),
         **dict.fromkeys(("computed_by_hand", "assigned_and_clipped"), "did not make"),
     },

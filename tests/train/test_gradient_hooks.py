@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
-from tutti.errors import UsageError
+from tutti.errors import MismatchError, UsageError
 
 BATCH = 6
 DRAW = torch.Generator().manual_seed(5)
@@ -44,6 +44,29 @@ def hook(model: nn.Sequential, kind: str, seen: list[float]) -> None:
         model[2].weight.register_hook(lambda slope: slope.clamp(-0.01, 0.01))
     elif kind == "log":
         model[2].weight.register_hook(lambda slope: seen.append(float(slope.sum())))
+    elif kind == "decay":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda slope, p=parameter: slope + 0.1 * p.detach())
+    elif kind == "decay of the present":
+        for name, _ in model.named_parameters():
+            model.get_parameter(name).register_hook(
+                lambda slope, name=name: slope + 0.1 * model.get_parameter(name).detach()
+            )
+    elif kind == "norm":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda slope: slope / (slope.norm() + 0.1))
+            parameter.register_hook(lambda slope: slope * 0.9)
+    elif kind == "in place":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda slope: seen.append(float(slope.mul_(0.5).sum())))
+    elif kind == "offset":
+        # Not called for the dummy micro-batch of a rank that has no more samples.
+        for parameter in model.parameters():
+            parameter.register_hook(lambda slope: slope + 0.01)
+    elif kind == "own":
+        model[2].weight.register_hook(lambda slope: slope * (1 + tutti.rank()))
+    elif kind == "shape":
+        model[2].weight.register_hook(lambda slope: slope[:3])
     elif kind == "accumulated":
 
         def act(parameter: Tensor) -> None:
@@ -87,7 +110,7 @@ def train(kind: str, strategy: str, workers: int, loss: str = "mean", late: bool
             hook(model, kind, seen)
         for batch in run.epoch(0):
             run.step(batch)
-    except UsageError as error:
+    except (UsageError, MismatchError) as error:
         same = run is None or all(torch.equal(run.state()[name], value) for name, value in begin.items())
         return str(error), same
     return {name: t.numpy().copy() for name, t in run.state().items()}, seen
@@ -104,6 +127,21 @@ EQUAL = [
     ("clamp", "model_parallel", 2, 1, "counted"),
     ("clamp", "model_parallel", 3, 1, "counted"),
     ("log", "sharded:stage=1", 2, 2, "mean"),
+    ("clamp", "sharded:stage=2", 3, 3, "mean"),
+    ("clamp", "sharded:stage=3", 2, 2, "mean"),
+    ("log", "sharded:stage=2", 2, 2, "mean"),
+    ("norm", "sharded:stage=3", 3, 3, "mean"),
+    ("in place", "sharded:stage=2", 2, 2, "mean"),
+    ("offset", "sharded:stage=3", 2, 3, "mean"),
+    ("decay of the present", "sharded:stage=1", 2, 2, "mean"),
+    ("clamp", "tensor:least=1", 2, 1, "counted"),
+    ("clamp", "tensor:least=1", 3, 1, "mean"),
+    ("norm", "tensor:least=1", 2, 2, "mean"),
+    ("norm", "tensor:least=1", 3, 1, "mean"),
+    ("decay", "tensor:least=1", 2, 1, "mean"),
+    ("in place", "tensor:least=1", 3, 1, "mean"),
+    ("decay", "hybrid:tensor=2,least=1", 4, 2, "mean"),
+    ("norm", "hybrid:tensor=2,least=1", 4, 2, "mean"),
     ("accumulated", "mirrored", 1, 1, "counted"),
     ("accumulated", "model_parallel", 2, 1, "mean"),
     ("module", "mirrored", 2, 2, "mean"),
@@ -132,10 +170,16 @@ def test_hooks_are_given_each_micro_batchs_part(
 
 
 REFUSED = [
-    ("log", "sharded:stage=2", 2, 2, "mean", "the hook on the gradient of 2.weight"),
-    ("clamp", "sharded:stage=3", 3, 3, "mean", "the hook on the gradient of 2.weight"),
+    ("decay", "sharded:stage=1", 3, 3, "mean", "an object that was a parameter of the model before tutti.prepare"),
+    ("decay", "sharded:stage=3", 3, 3, "mean", "an object that was a parameter of the model before tutti.prepare"),
+    ("clamp", "sharded:stage=2", 2, 2, "counted", "a loss that counts 12 for 6 samples"),
     ("accumulated", "sharded:stage=3", 2, 2, "mean", "the hook on the gradient of 2.weight"),
-    ("log", "tensor:least=1", 2, 1, "mean", "the hook on the gradient of 2.weight"),
+    ("own", "tensor:least=1", 2, 1, "mean", "the hook on the gradient of 2.weight makes a tensor that is another one"),
+    ("shape", "tensor:least=1", 3, 1, "mean", "the hook on the gradient of 2.weight that returns a tensor of (3, 6)"),
+    ("clamp", "tensor:least=1", 2, 2, "counted", "a loss that counts 12 for 6 samples"),
+    ("clamp", "hybrid:tensor=2,least=1", 4, 2, "counted", "a loss that counts 12 for 6 samples"),
+    ("log", "hybrid:tensor=2,shards=2,stage=2,least=1", 4, 2, "mean", "the hook on the gradient of 2.weight"),
+    ("clamp", "tensor:sequence=true,least=1", 2, 1, "mean", "cannot be combined with the hook on the gradient of"),
     ("accumulated", "tensor:least=1", 3, 1, "mean", "the hook on the gradient of 2.weight"),
     ("module", "tensor:least=1", 2, 1, "mean", "hooks on the gradients of modules (2)"),
     ("accumulated", "mirrored", 2, 2, "mean", "with several micro-batches or workers"),
@@ -155,6 +199,8 @@ def test_other_hooks_are_refused(
 ) -> None:
     if late and strategy == "model_parallel" and kind == "clamp":
         pytest.skip("one stage alone knows of a hook that is registered later, and ends the others")
+    if late and kind == "decay":
+        pytest.skip("the hook has the model's present parameters by then")
     results = worlds.run(size, train, kind=kind, strategy=strategy, workers=workers, loss=loss, late=late)
     if not words:
         # Each worker's share is one micro-batch: exact.
@@ -163,6 +209,26 @@ def test_other_hooks_are_refused(
     for said, untouched in results:
         assert isinstance(said, str) and words in said
         assert untouched
+
+
+def within_a_step() -> tuple[str, bool]:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = tutti.prepare(model, optimizer, DATA, strategy="tensor:least=1", batch_size=BATCH)
+    before = run.state()
+    try:
+        for batch in run.microbatches(0):
+            model[2].weight.register_hook(lambda slope: slope * 0.5)
+            run.backward(mean(model, batch))
+            optimizer.step()
+    except UsageError as error:
+        return str(error), all(torch.equal(value, before[name]) for name, value in run.state().items())
+    return "", False
+
+
+def test_a_hook_that_is_registered_within_a_step_of_slices_is_refused() -> None:
+    for said, untouched in worlds.run(2, within_a_step):
+        assert "2.weight that was registered within the step" in said and untouched
 
 
 def former() -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.contract.table import largest_difference
 from tutti.errors import UsageError
 
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(5)), torch.zeros(24, 3))
@@ -59,8 +60,69 @@ def test_parts_are_refused(strategy: str, size: int) -> None:
     if strategy == "model_parallel" and size == 3:
         pytest.skip("two layers")
     for said in worlds.run(size, read, strategy=strategy):
+        if strategy != "model_parallel":
+            assert said.pop("average before") == "AveragedModel"
         for name, text in said.items():
             assert "cannot be combined with" in text and ("run.state()" in text), name
+
+
+AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
+    "swa": AveragedModel,
+    "buffers": lambda model: AveragedModel(model, use_buffers=True),
+    "lists": lambda model: AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()),
+    "ema": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+    "own": lambda model: AveragedModel(model, avg_fn=lambda mean, now, count: mean * 0.5 + now * 0.5),
+}
+
+
+def averaged(strategy: str, average: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    mean_model = AVERAGES[average](model)
+    data = TensorDataset(*(tensor.double() for tensor in DATA.tensors))
+    run = tutti.prepare(model, "sgd:lr=0.1", data, mean, strategy=strategy, workers=1, batch_size=8, precision="fp64")
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            mean_model.update_parameters(model)
+    with torch.no_grad():
+        outputs = mean_model.eval()(data.tensors[0])
+    state = {**run.state(), **mean_model.module.state_dict(), "outputs": outputs}
+    return {name: tensor.numpy().copy() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("tensor:least=1", 2), ("tensor:least=1", 3)])
+@pytest.mark.parametrize("average", AVERAGES)
+def test_an_average_of_slices_equals_one_device(average: str, strategy: str, devices: int) -> None:
+    want = worlds.alone(averaged, strategy="single", average=average)
+    for got in worlds.run(devices, averaged, strategy=strategy, average=average):
+        assert largest_difference(got, want) <= 1e-10
+
+
+def averaged_rows(strategy: str, average: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    mean_model = AVERAGES[average](model)
+    data = TensorDataset(*(tensor.double() for tensor in DATA.tensors))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, data, strategy=strategy, workers=1 + 2 * (tutti.size() > 1), batch_size=9)
+    for epoch in range(2):
+        for batch in run.microbatches(epoch):
+            optimizer.zero_grad()
+            run.backward(mean(model, batch))
+            optimizer.step()
+            if run.stepped:
+                mean_model.update_parameters(model)
+    state = {**run.state(), **{f"mean.{name}": p for name, p in mean_model.module.state_dict().items()}}
+    return {name: tensor.numpy().copy() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("sharded:stage=2", 2), ("sharded:stage=3", 3)])
+@pytest.mark.parametrize("average", AVERAGES)
+def test_an_average_of_rows_equals_one_device(average: str, strategy: str, devices: int) -> None:
+    want = worlds.alone(averaged_rows, strategy="single", average=average)
+    for got in worlds.run(devices, averaged_rows, strategy=strategy, average=average):
+        assert largest_difference(got, want) <= 1e-10
 
 
 def whole() -> dict[str, str]:

@@ -8,39 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError, script_line
 from tutti.nn.partial_gradient import PartGradient
 from tutti.nn.swap import BufferRef, buffers
-from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, VERSION_ATTRIBUTE, TorchFunctionDisabled
-
-_READ = (
-    *("shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "ndim", "grad_fn", "retains_grad"),
-    *("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize", "nbytes", "output_nr"),
-    *DEVICE_FLAGS,
-    *("names", VERSION_ATTRIBUTE, *GRADIENT_HOOK_ATTRIBUTES),
-)
-_WRITTEN = ("grad", "requires_grad", *GRADIENT_HOOK_ATTRIBUTES)
-_CALLED = (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"),
-    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__len__", "__hash__"),
-    *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
-)
-
-
-def _metadata() -> set[Any]:
-    """Return the functions that need no values: metadata, hooks, and attributes that an optimizer sets."""
-    found = {getattr(Tensor, name).__get__ for name in _READ if hasattr(Tensor, name)}
-    found |= {getattr(Tensor, name).__set__ for name in _WRITTEN}
-    found |= {getattr(Tensor, "grad").__delete__}  # noqa: B009
-    found |= {getattr(Tensor, name) for name in _CALLED if hasattr(Tensor, name)}
-    return found | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
-
+from tutti.nn.written_tensors import METADATA
+from tutti.torch_compat import TorchFunctionDisabled
 
 _ADDING = {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
-
-METADATA = _metadata()
-"""Functions that read or write no values of a tensor."""
 
 
 class _Absent:

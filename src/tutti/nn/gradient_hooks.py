@@ -7,7 +7,8 @@ and ``register_full_backward_pre_hook``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -64,6 +65,60 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
     Hooks of tutti's own do not count.
     """
     return any(hook_package(hook) != "tutti" for hook in (accumulation_hooks(parameter) or {}).values())
+
+
+class ScriptHook:
+    """A hook on a gradient that calls a hook of the script, as code of the script, but for dummy micro-batches.
+
+    A rank without samples of a global batch computes a dummy micro-batch, whose gradients are zero, only to keep
+    collectives aligned.
+
+    Args:
+        hook: the script's hook.
+        is_dummy: whether the present backward is that of a dummy micro-batch.
+        script_code: context manager in which the script's reads of parameters are checked.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[[Tensor], Tensor | None],
+        is_dummy: Callable[[], bool],
+        script_code: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._hook, self._is_dummy, self._script_code = hook, is_dummy, script_code
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        """Return what the script's hook returns, or None for a dummy micro-batch. Not collective.
+
+        Args:
+            gradient: the micro-batch's gradient.
+        """
+        if self._is_dummy():
+            return None
+        with self._script_code():
+            return self._hook(gradient)
+
+
+def wrap_hooks(
+    named: Iterable[tuple[str, Tensor]], wrap: Callable[[Callable[[Tensor], Tensor | None]], ScriptHook]
+) -> list[str]:
+    """Wrap the script's ``register_hook`` hooks of parameters, in their own tables, so that handles still remove them.
+
+    Args:
+        named: the parameters, by name.
+        wrap: makes the hook that is called in place of one of the script's.
+
+    Returns:
+        Names of the parameters with hooks that were not wrapped before.
+    """
+    found = []
+    for name, parameter in named:
+        hooks = gradient_hooks(parameter) or {}
+        for key, hook in hooks.items():
+            if not isinstance(hook, ScriptHook):
+                hooks[key] = wrap(hook)
+                found.append(name)
+    return found
 
 
 def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:

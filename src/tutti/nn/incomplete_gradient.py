@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from tutti.errors import UsageError
 from tutti.torch_compat import in_backward, make_wrapper_subclass
 
-_CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
+CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
+"""Functions of PyTorch that a script may call on any placeholder of a gradient."""
 
 
 class IncompleteGradient(Tensor):
@@ -54,7 +55,7 @@ class IncompleteGradient(Tensor):
     ) -> Any:
         name = func.overloadpacket.__name__
         found = next(_incomplete([*args, *(kwargs or {}).values()]), None)
-        if name in _CLEARING and found is not None:
+        if name in CLEARING and found is not None:
             if name == "zero_":
                 found.zeroed, found.added = True, False
             return found

@@ -1,16 +1,22 @@
-"""Placeholders in ``.grad`` for gradients of which this rank has a part; norms and scalings act on the whole."""
+"""Placeholders in ``.grad`` for gradients of which this rank has a part; a script computes with the whole ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
-from tutti.nn.incomplete_gradient import IncompleteGradient
+from tutti.device import widest_float
+from tutti.errors import MismatchError, UsageError, script_line
+from tutti.nn.incomplete_gradient import CLEARING, IncompleteGradient
+from tutti.nn.script_mode import acts_by_element
+from tutti.nn.written_tensors import share_memory
 from tutti.torch_compat import in_backward, tensor_version, tree_leaves, tree_map_only
+from tutti.types import FullTensorGatherer
 
 _NORMS = ("linalg_vector_norm", "_foreach_norm")
 _SCALING = (
@@ -24,20 +30,40 @@ _PROBE = (1.0, -2.5, 1e-3)
 """Elements of ``PartGradient.probe``: of both signs and several magnitudes, for clamps."""
 
 
+@dataclass(frozen=True)
+class GradientSplit:
+    """How the ranks share out a gradient, for a script that computes with the whole one.
+
+    Attributes:
+        gatherer: gathers whole tensors from the ranks' parts, and cuts this rank's part out of a whole tensor.
+        key: the parameter, as the gatherer knows it.
+        shape: shape of the whole gradient.
+        is_part: whether a tensor of the script is this rank's part of a tensor that is split like the gradient, such as
+            the parameter itself.
+    """
+
+    gatherer: FullTensorGatherer
+    key: Tensor
+    shape: tuple[int, ...]
+    is_part: Callable[[Tensor], bool] = lambda tensor: False
+
+
 class GradientParts:
     """Gradients of which each rank of a group holds a part: slices of tensor parallelism, rows of sharding, or stages.
 
     Of the gradients of a model that is cut into stages, some ranks hold the whole and the others nothing.
 
     Gives norms of the whole gradients. The first norm of an order is computed for all gradients of this object in one
-    all-gather; further ones are read from its result until a gradient is scaled.
+    all-gather; further ones are read from its result until a gradient is edited.
 
     Args:
-        comm: the ranks that hold the parts. All of them must take the same norms, in the same order.
+        comm: the ranks that hold the parts. All of them must take the same norms, and read the same gradients, in the
+            same order.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self._parts = comm, list[tuple[PartGradient, bool]]()
+        # Without the placeholders, so that an old gradient is freed with the last one that the script has.
+        self._comm, self._parts = comm, list[tuple[Callable[[], Tensor | None], Tensor, bool]]()
         self._norms: dict[float, Tensor] = {}
 
     def conceal(
@@ -46,7 +72,8 @@ class GradientParts:
         place: str,
         own: Callable[[], Tensor | None],
         counted: bool = True,
-        scaled: Callable[[], None] = lambda: None,
+        on_edit: Callable[[], None] = lambda: None,
+        split: GradientSplit | None = None,
         elsewhere: bool = False,
         whole: bool = False,
     ) -> None:
@@ -55,20 +82,22 @@ class GradientParts:
         Args:
             parameters: the objects that stand for one parameter, such as the model's and the optimizer's.
             place: words for the location of the complete gradient, for the error message.
-            own: returns this rank's part of the gradient, which scaling changes in place; None where there is none.
+            own: returns this rank's part of the gradient, which edits change in place; None where there is none.
             counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
-            scaled: called after each scaling of the part.
+            on_edit: called after each edit of the part.
+            split: how the gradient is shared out, for the first of ``parameters``; None where the script can only scale
+                and clamp it and take norms, as it can in the ``.grad`` of the others.
             elsewhere: whether this rank has no part of the gradient, and others have.
             whole: whether each rank has the whole gradient or no part of it.
         """
         probe = torch.tensor(_PROBE, dtype=parameters[0].dtype, device=parameters[0].device)
-        for parameter in parameters:
+        for parameter, known in zip(parameters, [split] + [None] * len(parameters), strict=False):
             made = PartGradient(parameter, place)
             made.parts, made.place_in_parts, made.probe = self, len(self._parts), probe
-            made.own, made.scaled, made.elsewhere, made.whole = own, scaled, elsewhere, whole
-            made.added_to = []
+            made.own, made.how_split, made.on_edit = own, known, on_edit
+            made.elsewhere, made.whole, made.added_to = elsewhere, whole, []
             parameter.grad = made
-        self._parts.append((made, counted))
+        self._parts.append((own, probe, counted))
 
     def norm(self, index: int, order: float) -> Tensor:
         """Return the norm of one whole gradient. Collective in the first call of an order since the last scaling.
@@ -81,19 +110,19 @@ class GradientParts:
             A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits.
         """
         if order not in self._norms:
-            own = [part.own() if counted else None for part, counted in self._parts]
+            own = [part() if counted else None for part, _, counted in self._parts]
             there = [None if g is None or not g.numel() else g for g in own]
             # By the parameters' dtypes, which are the same on all ranks.
-            double = any(part.probe.dtype == torch.float64 for part, _ in self._parts)
+            double = any(probe.dtype == torch.float64 for _, probe, _ in self._parts)
             wide = torch.float64 if double else torch.float32
-            zero = self._parts[index][0].probe.new_zeros((), dtype=wide)
+            zero = self._parts[index][1].new_zeros((), dtype=wide)
             local = [zero if g is None else torch.linalg.vector_norm(g.to(wide), order).to(zero.device) for g in there]
             # The norm of the parts' norms is the norm of the whole.
             self._norms[order] = torch.linalg.vector_norm(self._gather(torch.stack(local)), order, dim=0)
         return self._norms[order][index]
 
     def forget(self) -> None:
-        """Forget the norms, because a gradient has been scaled."""
+        """Forget the norms, because a gradient has been edited."""
         self._norms.clear()
 
     def _gather(self, mine: Tensor) -> Tensor:
@@ -108,18 +137,22 @@ class GradientParts:
 
 
 class PartGradient(IncompleteGradient):
-    """Placeholder in ``.grad`` of a parameter of which this rank has a part, for ``clip_grad_norm_`` and the like.
+    """Placeholder in ``.grad`` of a parameter of which this rank has a part: the script computes with the whole one.
 
-    Norms are those of the whole gradient, equal on all ranks. Scaling and clamping in place act on this rank's part,
-    and are recorded on a few numbers, ``probe``, by which ranks find that they have scaled differently. Other
-    operations on the values raise UsageError. ``GradientParts.conceal`` makes it.
+    Norms, scaling and clamping in place, as ``clip_grad_norm_`` and the like need them, gather no gradient. Neither do
+    other in-place functions that act element by element: their operands are cut like the gradient. All other functions
+    are given the whole gradient, which is collective, and what they write in place is cut again. Their results are
+    plain tensors, equal on all ranks: of the whole gradient, or of this rank's part where an operand is such a part.
+    Views of the gradient, through which a write would be lost, raise UsageError. A few numbers, ``probe``, record all
+    edits, by which ranks find that they have edited differently. ``GradientParts.conceal`` makes it.
 
     Attributes:
         parts: all gradients of this kind, of which it takes norms.
         own: returns this rank's part of the gradient; None if there is none.
         place_in_parts: position of the gradient in ``parts``.
-        probe: (3,), numbers that have been scaled and clamped like the gradient.
-        scaled: called after each scaling of the part.
+        probe: (3,), numbers that have been edited like the gradient.
+        how_split: how the gradient is shared out; None where the script can only take norms, scale and clamp it.
+        on_edit: called after each edit of the part.
         elsewhere: whether this rank has no part of the gradient, and others have.
         whole: whether each rank has the whole gradient or no part of it; the script may then add tensors to it.
         added_to: sums of the tensors that the script has added; None for tensors that this rank does not have.
@@ -129,10 +162,13 @@ class PartGradient(IncompleteGradient):
     own: Callable[[], Tensor | None]
     place_in_parts: int
     probe: Tensor
-    scaled: Callable[[], None]
+    how_split: GradientSplit | None
+    on_edit: Callable[[], None]
     elsewhere: bool
     whole: bool
     added_to: list[Tensor | None]
+
+    _source: tuple[Tensor, int] | None = None
 
     @property
     def edited(self) -> bool:
@@ -145,36 +181,44 @@ class PartGradient(IncompleteGradient):
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PartGradient)]
-        if name in _ADDING and found == [args[0]] and found[0].takes(args[1]):
+        if name in _ADDING and len(found) == 1 and found[0] is args[0] and found[0].takes(args[1]):
             return found[0].add_term(func, args[1], kwargs)
-        if not _acts_on_parts(name, args, kwargs) or any(each.own() is None and not each.elsewhere for each in found):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if name in _NORMS:
-            listed = isinstance(args[0], list | tuple)
-            order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
-            norms = [_norm_of(each, order, kwargs.get("dtype")) for each in (args[0] if listed else [args[0]])]
-            return norms if listed else norms[0]
-        # Scalings are elementwise: what they do to a part, they do to the whole.
-        here = [each for each in args[0] if _is_here(each)] if isinstance(args[0], list | tuple) else args[0]
-        if _is_here(here):
-            whole = tree_map_only(PartGradient, lambda each: each.own(), ((here, *args[1:]), kwargs))
-            func(*whole[0], **whole[1])
-        once = {id(each.probe): each for each in found}
-        for each in once.values():
-            each.parts.forget()
-            each.scaled()
-        if name == _UNSCALE:
-            # Ranks find infinities in their own parts, and must agree on whether there is one.
-            for parts in {each.parts for each in once.values()}:
-                args[1].copy_(parts.largest(args[1]).view_as(args[1]))
-            args = (args[0], torch.zeros_like(args[1]), args[2])
-        if isinstance(args[0], list | tuple):
-            func([each.probe for each in once.values()], *args[1:], **kwargs)
-        else:
-            func(args[0].probe, *args[1:], **kwargs)
+        if not in_backward() and all(each.elsewhere or each.own() is not None for each in found):
+            if _acts_on_parts(name, args, kwargs):
+                return _norm_or_scale(name, func, args, kwargs, found)
+            if name not in CLEARING and all(each.how_split is not None for each in found):
+                first = args[0] if args and isinstance(args[0], PartGradient) else found[0]
+                result = first._compute(name, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def assign(self, value: Tensor, source: Tensor) -> None:
+        """Copy the values of a tensor that the script assigns to ``.grad`` in the placeholder's stead.
+
+        Args:
+            value: the tensor, whole or this rank's part of it.
+            source: the tensor as the script has it; a later write to it is found by ``check_source``.
+        """
+        self.copy_(value)
+        self._source = source, tensor_version(source)
+
+    def check_source(self) -> None:
+        """Raise UsageError if the script has written to the tensor that it had assigned to ``.grad`` (``assign``)."""
+        if self._source is not None and tensor_version(self._source[0]) != self._source[1]:
+            raise UsageError(
+                "the script has written to a tensor after it had assigned it to .grad",
+                where=script_line(),
+                why=f"the gradient is {self.place}, so that its values were copied in the assignment",
+                remedy="assign it after the last write, or write into .grad itself",
+            )
+
+    def note_edit(self) -> None:
+        """Record that the script has edited the gradient: its norm is another one."""
+        self.parts.forget()
+        self.on_edit()
         # In-place writes below autograd do not increment the version counter.
-        torch.autograd.graph.increment_version([each.probe for each in once.values()])
-        return args[0] if isinstance(args[0], Tensor) else None
+        torch.autograd.graph.increment_version(self.probe)
 
     def takes(self, term: Any) -> bool:
         """Return whether ``term`` is a tensor, or a number, that may be added to this gradient."""
@@ -188,7 +232,7 @@ class PartGradient(IncompleteGradient):
         if own is not None:
             func(own, term, **options)
             self.parts.forget()
-            self.scaled()
+            self.on_edit()
         self.note(torch.as_tensor(term).detach().sum() * options.get("alpha", 1))
         return self
 
@@ -196,6 +240,150 @@ class PartGradient(IncompleteGradient):
         """Note that the script has added a tensor with this sum of its elements, None where it is unknown here."""
         self.parts.forget()
         self.added_to.append(total)
+
+    def assembled(self) -> Tensor:
+        """Return a copy of the whole gradient. Collective over the ranks that hold the parts."""
+        split = cast(GradientSplit, self.how_split)
+        [gathered] = split.gatherer.gather(split.key, [cast(Tensor, self.own())])
+        return gathered.view(split.shape)
+
+    def _compute(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function; NotImplemented if its result would be another one than that on whole tensors."""
+        written = args[0] if name.endswith("_") else None
+        if isinstance(written, list | tuple) or "out" in kwargs:
+            return NotImplemented
+        with_parts = any(self._is_part(each) for each in tree_leaves((args, kwargs)))
+        if acts_by_element(func.overloadpacket) and (with_parts or written is self):
+            if written is not None and written is not self and not self._is_part(written):
+                return NotImplemented
+            return self._by_element(func, args, kwargs, edits=written is self)
+        if with_parts:
+            return NotImplemented
+        whole_args, whole_kwargs = tree_map_only(PartGradient, PartGradient.assembled, (args, kwargs))
+        result = func(*whole_args, **whole_kwargs)
+        if written is self:
+            return self._write(whole_args[0])
+        # The whole gradient is a copy.
+        gathered = [new for new, old in zip(*map(tree_leaves, (whole_args, args)), strict=True) if new is not old]
+        shared = written is None and share_memory([each for each in tree_leaves(result) if _is_tensor(each)], gathered)
+        return NotImplemented if shared else result
+
+    def _by_element(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], edits: bool) -> Any:
+        """Call a function that acts by element on this rank's parts, and on the probe if it ``edits`` the gradient."""
+        part_args, part_kwargs = tree_map_only(Tensor, self._part_of, (args, kwargs))
+        result = func(*part_args, **part_kwargs)
+        if not edits:
+            return result
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and self._is_whole(each)]
+        mark_args, mark_kwargs = tree_map_only(Tensor, self._mark_of, (args, kwargs))
+        func(*mark_args, **mark_kwargs)
+        for operand in operands:
+            self.probe.add_(_digest(operand))
+        self.note_edit()
+        return self
+
+    def _write(self, whole: Tensor) -> Any:
+        """Replace the gradient by a whole tensor of its shape."""
+        own, split = cast(Tensor, self.own()), cast(GradientSplit, self.how_split)
+        if whole.shape != split.shape:
+            return NotImplemented
+        own.copy_(split.gatherer.mine(split.key, whole).view(own.shape))
+        self.probe.add_(_digest(whole))
+        self.note_edit()
+        return self
+
+    def _is_part(self, value: Any) -> bool:
+        """Return whether a value is a part that the script has of a tensor that is split like the gradient."""
+        is_plain = _is_tensor(value) and not isinstance(value, PartGradient)
+        return is_plain and cast(GradientSplit, self.how_split).is_part(value)
+
+    def _is_whole(self, operand: Tensor) -> bool:
+        """Return whether an operand is a whole tensor, which has to be cut, and not a number."""
+        return not isinstance(operand, PartGradient) and operand.numel() > 1 and not self._is_part(operand)
+
+    def _part_of(self, operand: Tensor) -> Tensor:
+        """Return this rank's part of an operand. Collective for another parameter's gradient."""
+        own, split = cast(Tensor, self.own()), cast(GradientSplit, self.how_split)
+        if operand is self:
+            return own
+        if isinstance(operand, PartGradient):
+            operand = operand.assembled()
+        elif not self._is_whole(operand):
+            return operand
+        return split.gatherer.mine(split.key, operand.expand(split.shape)).view(own.shape)
+
+    def _mark_of(self, operand: Tensor) -> Tensor:
+        """Return numbers in place of an operand, to be combined with the probe."""
+        if operand is self:
+            return self.probe
+        if operand.numel() == 1 and not isinstance(operand, PartGradient) and not self._is_part(operand):
+            return operand.reshape(())
+        ones = [1, 0, 1] if operand.dtype == torch.bool else [1, 1, 1]
+        return torch.tensor(ones, dtype=operand.dtype, device=self.probe.device)
+
+
+def _norm_or_scale(
+    name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[PartGradient]
+) -> Any:
+    """Return norms of whole gradients, or scale or clamp the parts of gradients in place."""
+    if name in _NORMS:
+        listed = isinstance(args[0], list | tuple)
+        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+        norms = [_norm_of(each, order, kwargs.get("dtype")) for each in (args[0] if listed else [args[0]])]
+        return norms if listed else norms[0]
+    # Scalings are elementwise: what they do to a part, they do to the whole.
+    here = [each for each in args[0] if _is_here(each)] if isinstance(args[0], list | tuple) else args[0]
+    if _is_here(here):
+        own_args, own_kwargs = tree_map_only(PartGradient, lambda each: each.own(), ((here, *args[1:]), kwargs))
+        func(*own_args, **own_kwargs)
+    once = {id(each.probe): each for each in found}
+    if name == _UNSCALE:
+        # Ranks find infinities in their own parts, and must agree on whether there is one.
+        for parts in {each.parts for each in once.values()}:
+            args[1].copy_(parts.largest(args[1]).view_as(args[1]))
+        args = (args[0], torch.zeros_like(args[1]), args[2])
+    if isinstance(args[0], list | tuple):
+        func([each.probe for each in once.values()], *args[1:], **kwargs)
+    else:
+        func(args[0].probe, *args[1:], **kwargs)
+    for each in once.values():
+        each.note_edit()
+    return args[0] if isinstance(args[0], Tensor) else None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Return three numbers between -1 and 1, of shape (3,), that nearly always differ for two tensors of one shape."""
+    wide = tensor.detach().flatten().to(widest_float(tensor.device))
+    places = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device)
+    return torch.stack([wide.sum(), wide.square().sum(), (wide * places).sum()]).sin()
+
+
+def agree_on_operand(comm: Communicator, tensor: Tensor, what: str) -> None:
+    """Check that a whole tensor of the script, of which each rank takes its part, is the same on all ranks.
+
+    Collective over ``comm``: an all-gather of a few numbers.
+
+    Args:
+        comm: the ranks that take parts of the tensor.
+        tensor: the tensor.
+        what: words for it in the error, such as "the script computes with a tensor".
+
+    Raises:
+        MismatchError: it differs over ranks.
+    """
+    digests = comm.all_gather(_digest(tensor).to(comm.device), what)
+    if any(not torch.equal(digest.nan_to_num(), digests[0].nan_to_num()) for digest in digests):
+        raise MismatchError(
+            f"{what} that is another one on each rank",
+            where=script_line(),
+            why="each rank has a part of the parameter, and takes the same part of the tensor",
+            remedy="compute the tensor from what is the same on every rank; call torch.manual_seed with the same"
+            " number on every rank right before a random draw",
+        )
 
 
 def _is_here(gradients: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -211,6 +211,31 @@ def acts_by_element(func: Any) -> bool:
     name: str = getattr(func, "__name__", "")
     base = name.removeprefix("_foreach_").strip("_")
     return base in _ELEMENTWISE or (name.startswith("__") and base[1:] in _ELEMENTWISE)
+
+
+def is_of_lists(func: Any) -> bool:
+    """Return whether a function of PyTorch acts on lists of tensors, on those at one place together, by its name.
+
+    Args:
+        func: the function, as ``__torch_function__`` is given it.
+    """
+    return str(getattr(func, "__name__", "")).startswith("_foreach")
+
+
+def by_place(args: Sequence[Any], change: Callable[[tuple[Any, ...]], Sequence[Any]]) -> tuple[Any, ...]:
+    """Return the arguments of a function of lists of tensors with those at each place of the lists changed together.
+
+    Args:
+        args: the arguments, of which the lists and tuples are equally long.
+        change: takes what the lists have at one place, and returns as many values in their stead.
+
+    >>> by_place(([1, 2], [10, 20], 0.5), lambda pair: (pair[0], sum(pair)))
+    ([1, 2], [11, 22], 0.5)
+    """
+    lists = [each for each in args if isinstance(each, tuple | list)]
+    rows = list(zip(*map(change, zip(*lists, strict=True)), strict=True)) or lists
+    found = iter(rows)
+    return tuple(list(next(found)) if isinstance(each, tuple | list) else each for each in args)
 
 
 def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

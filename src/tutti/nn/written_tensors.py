@@ -1,4 +1,4 @@
-"""Function modes that see writes to a tensor in place."""
+"""Functions that write a tensor in place, or none of its values, and function modes that see writes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,41 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tutti.nn.absent_tensor import METADATA
+from tutti.device import DEVICE_FLAGS
 from tutti.nn.swap import parameters
-from tutti.torch_compat import TorchFunctionDisabled, storage_key, tree_leaves
+from tutti.torch_compat import (
+    GRADIENT_HOOK_ATTRIBUTES,
+    VERSION_ATTRIBUTE,
+    TorchFunctionDisabled,
+    storage_key,
+    tree_leaves,
+)
+
+_READ = (
+    *("shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "ndim", "grad_fn", "retains_grad"),
+    *("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize", "nbytes", "output_nr"),
+    *DEVICE_FLAGS,
+    *("names", VERSION_ATTRIBUTE, *GRADIENT_HOOK_ATTRIBUTES),
+)
+_WRITTEN = ("grad", "requires_grad", *GRADIENT_HOOK_ATTRIBUTES)
+_CALLED = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__len__", "__hash__"),
+    *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+)
+
+
+def _metadata() -> set[Any]:
+    """Return the functions that need no values: metadata, hooks, and attributes that an optimizer sets."""
+    found = {getattr(Tensor, name).__get__ for name in _READ if hasattr(Tensor, name)}
+    found |= {getattr(Tensor, name).__set__ for name in _WRITTEN}
+    found |= {getattr(Tensor, "grad").__delete__}  # noqa: B009
+    found |= {getattr(Tensor, name) for name in _CALLED if hasattr(Tensor, name)}
+    return found | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
+
+
+METADATA = _metadata()
+"""Functions that read or write no values of a tensor."""
 
 DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 """The function that a read of ``tensor.data`` calls; its result shares the tensor's memory and not its version."""

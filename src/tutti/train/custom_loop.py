@@ -414,7 +414,7 @@ class CustomLoop:
         """Bank the gradient and loss sums of a micro-batch that is not the rank's last."""
         staged = self._sync.gradient_at == "stages"
         if staged:
-            self._sync.apply_edits()
+            self._sync.apply_edits([])
         shown = self._shown()
         self._show(local)
         kept = self._bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
@@ -631,7 +631,7 @@ class CustomLoop:
         if edited and not self._alone:
             self._origin.check_edits()
         self._check_settings()
-        self._sync.apply_edits()
+        self._sync.apply_edits(edited)
         reductions = list(self._pending)
         stats = self._stats_for(members, bool(edited))
         step_context = self._adapted(stats, reductions)
@@ -871,9 +871,9 @@ class CustomLoop:
         def handed() -> Any:
             self._evaluated_again = bool(found)
             loss = evaluated()
-            edited = bool(self._origin.edited(members))
-            sync.apply_edits()
-            stats = self._stats_for(members, edited)
+            edited = self._origin.edited(members)
+            sync.apply_edits(edited)
+            stats = self._stats_for(members, bool(edited))
             if self._alone:
                 norm = sync.norm_of(members, self._lifecycle.context)
                 stats = replace(stats, grad_norm=norm, finite=math.isfinite(norm))

@@ -265,7 +265,7 @@ class GradientOrigin:
 
         Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
         record, any ``.grad`` counts as edited. A placeholder of a gradient that the script cannot read counts as edited
-        where the script has scaled or clamped it.
+        where the script has written to it.
 
         Args:
             members: parameters to look at, as the script's model has them.
@@ -281,6 +281,7 @@ class GradientOrigin:
             gradient, complete = parameter.grad, self._complete.get(parameter)
             if isinstance(gradient, IncompleteGradient):
                 if isinstance(gradient, PartGradient) and gradient.edited:
+                    gradient.check_source()
                     found.append(parameter)
                 continue
             if complete is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import ref
 
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class HookWatch:
         run_context: the run's grid of ranks and communicators.
         alone: whether every gradient is that of a single micro-batch, and not a sum over several.
 
+    Attributes:
+        adapt: lets hooks see whole gradients where a rank has a part of the parameters; see ``ReplicaRunner``.
+
     Raises:
         UsageError: the model has hooks that the strategy cannot call.
     """
@@ -39,6 +42,7 @@ class HookWatch:
         self._stages, self._model_ranks = run_context.grid.stage > 1, run_context.comms.model
         self._originals = {name: ref(p) for name, p in parameters([model])}
         self._elsewhere: str | None = None
+        self.adapt: Callable[[], Sequence[str]] = lambda: ()
         self._model = ref(model)
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
         self.watch([model])
@@ -100,6 +104,7 @@ class HookWatch:
         """
         self._alone = alone
         self._look_at_all()
+        self.adapt()
 
     def _look_at_all(self) -> None:
         self._hooked = self._elsewhere
@@ -121,13 +126,13 @@ class HookWatch:
         if not (before or after):
             return
         what = f"the strategy cannot be combined with the hook on the gradient of {name}"
-        if self._rows:
+        if self._rows and (after or self._tensor or self._stages):
             raise UsageError(
                 what,
                 why="FSDP2 computes with parameters that it gathers for each forward, and sums gradients into rows",
                 remedy="give tutti.prepare clip=…, or take sharded:stage=1 or --strategy mirrored",
             )
-        if self._tensor:
+        if self._tensor and (after or self._stages):
             raise UsageError(what, why="each tensor rank computes a slice of the gradient alone", remedy=_ELSEWHERE)
         if after and not alone:
             raise UsageError(
@@ -196,9 +201,16 @@ class HookWatch:
 
         Raises:
             UsageError: a hook saw a gradient of another scale; or the script has registered a hook that the strategy
-                cannot call, such as any hook on a gradient under tensor parallelism or FSDP2.
+                cannot call, such as one that is registered within the step where ranks have parts of gradients.
         """
         self._look_at_all()
+        if late := self.adapt():
+            raise UsageError(
+                f"a hook on the gradient of {late[0]} that was registered within the step",
+                where=f"step {step_context.taken + 1}",
+                why="it was given a rank's part of the gradient, or that of a micro-batch without samples",
+                remedy="register it before the step, or before the loop over run.microbatches()",
+            )
         if step_context.whole or stats.count == step_context.samples:
             return
         if self._stages:

@@ -27,15 +27,17 @@ class PartialReads:
         setting: the run's grid of ranks, which says whether parameters are split.
 
     Raises:
-        UsageError: an ``AveragedModel`` of this model exists, but no rank will hold all parameters.
+        UsageError: an ``AveragedModel`` of this model exists, and it will not be able to read all parameters.
     """
 
     def __init__(self, model: nn.Module, setting: RunContext) -> None:
         self._partial = setting.rows or setting.grid.tensor > 1 or setting.grid.stage > 1
+        # An average reads parameters element by element: rows and slices are gathered for it.
+        unread = setting.grid.stage > 1 or (setting.rows and (setting.grid.tensor > 1 or setting.compile is not None))
         self._modules = list(model.modules())
         for module in self._modules:
             _allow(module)
-        if self._partial and _has_average(model):
+        if unread and _has_average(model):
             raise UsageError(
                 "the strategy cannot be combined with torch.optim.swa_utils.AveragedModel",
                 why="it reads all parameters of the model, of which each rank has a part",

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from tutti.checkpoint.gather import GatheredParts
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
-from tutti.nn.absent_tensor import METADATA
 from tutti.nn.script_mode import SIZES, acts_by_element, size_of_whole, tensors_among
+from tutti.nn.written_tensors import METADATA
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled
 from tutti.types import ShardSpec, TensorSlice

@@ -269,6 +269,7 @@ def prepare_run(
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
+    hooks.adapt = replica.adapt_hooks
     hooks.watch(replica.parts)
     leave_hooks_out_of_copies(checked.model)
     reads.refuse()

@@ -83,7 +83,24 @@ def drawn_between_epochs(model: nn.Sequential) -> None:
 
 def noise_between_epochs(model: nn.Sequential) -> None:
     with torch.no_grad():
-        model[0].weight.add_(torch.randn(model[0].weight.shape, dtype=torch.float64))
+        draw = torch.Generator().manual_seed(5)
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, dtype=torch.float64, generator=draw), alpha=0.1)
+
+
+def mixed_between_epochs(model: nn.Sequential) -> None:
+    """Slow weights, plain tensors of whole shapes, follow the parameters, which are moved towards them."""
+    with torch.no_grad():
+        for p in model.parameters():
+            slow = torch.ones(p.shape, dtype=p.dtype)
+            slow.lerp_(p, 0.5)
+            p.mul_(0.9).add_(slow, alpha=0.1)
+            p.copy_(torch.arange(float(p.shape[-1])) * 0.01 + p * 0.5)
+
+
+def own_noise_between_epochs(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight.add_(torch.full((8, 4), float(tutti.rank())))
 
 
 def row_between_epochs(model: nn.Sequential) -> None:
@@ -125,7 +142,7 @@ def between_epochs(strategy: str, change: Any) -> Any:
             for batch in run.epoch(epoch):
                 run.step(batch)
             change(model)
-    except tutti.errors.UsageError as error:
+    except (tutti.errors.UsageError, MismatchError) as error:
         return str(error)
     return {name: value.numpy().copy() for name, value in run.state().items()}
 
@@ -134,7 +151,6 @@ def between_epochs(strategy: str, change: Any) -> Any:
     "change",
     [
         drawn_between_epochs,
-        noise_between_epochs,
         row_between_epochs,
         first_row_between_epochs,
         identity_between_epochs,
@@ -149,11 +165,17 @@ def test_a_change_between_epochs_that_needs_the_whole_parameter_is_refused(chang
         worlds.forget(devices)
 
 
-def test_a_change_between_epochs_element_by_element_equals_one_device() -> None:
-    want = worlds.alone(between_epochs, strategy="single", change=halved_between_epochs)
-    for strategy in ("sharded", "sharded:stage=1"):
-        for got in worlds.run(2, between_epochs, strategy=strategy, change=halved_between_epochs):
+@pytest.mark.parametrize("change", [halved_between_epochs, noise_between_epochs, mixed_between_epochs])
+def test_a_change_between_epochs_element_by_element_equals_one_device(change: Any) -> None:
+    want = worlds.alone(between_epochs, strategy="single", change=change)
+    for strategy, devices in (("sharded", 2), ("sharded", 3), ("sharded:stage=1", 2)):
+        for got in worlds.run(devices, between_epochs, strategy=strategy, change=change):
             assert largest_difference(got, want) <= 1e-10
+
+
+def test_a_whole_tensor_that_differs_over_ranks_is_refused() -> None:
+    for said in worlds.run(2, between_epochs, strategy="sharded", change=own_noise_between_epochs):
+        assert "sharded parameters and a tensor that is another one on each rank" in said
 
 
 def late(strategy: str, change: Any) -> Any:

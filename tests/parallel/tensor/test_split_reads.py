@@ -35,7 +35,15 @@ def divided(weight: Tensor) -> None:
 
 
 def noisy(weight: Tensor) -> None:
-    weight.add_(torch.randn(weight.shape, dtype=weight.dtype))
+    draw = torch.Generator().manual_seed(5)
+    weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=draw), alpha=0.1)
+
+
+def averaged(weight: Tensor) -> None:
+    """A whole tensor follows the weights, and moves them: slow weights as in look-ahead."""
+    slow = torch.ones(weight.shape, dtype=weight.dtype)
+    slow.lerp_(weight, 0.5)
+    weight.mul_(0.9).add_(slow, alpha=0.1)
 
 
 def scaled(weight: Tensor) -> None:
@@ -51,9 +59,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "by its norm": divided,
     "xavier": nn.init.xavier_uniform_,
     "normal": nn.init.normal_,
-    "noise of its shape": noisy,
-    "a factor for each row": scaled,
-    "another whole tensor": lambda weight: weight.copy_(torch.ones(8, 4)),
+    "a whole tensor of other rows": lambda weight: weight.add_(torch.ones(4, 1).expand(4, 4)[:2]),
+    "out=": lambda weight: torch.mul(weight, 2.0, out=torch.ones(8, 4, dtype=weight.dtype)),
+    "memory of a whole tensor": lambda weight: setattr(weight, "data", torch.ones(8, 4, dtype=weight.dtype)),
+    "memory of a slice": lambda weight: setattr(torch.ones(8, 4, dtype=weight.dtype), "data", weight.data),
     "a norm": lambda weight: weight.norm(),
 }
 ALIKE: dict[str, Callable[[Tensor], Any]] = {
@@ -62,6 +71,12 @@ ALIKE: dict[str, Callable[[Tensor], Any]] = {
     "of .data": lambda weight: weight.data.mul_(0.5),
     "of a copy": lambda weight: weight.copy_(weight.detach().clone() * 0.5),
     "of columns": lambda weight: weight.mul_(torch.arange(4.0)),
+    "noise of its shape": noisy,
+    "a factor for each row": scaled,
+    "another whole tensor": lambda weight: weight.copy_(torch.arange(32.0).view(8, 4) / 100),
+    "with a whole tensor": lambda weight: weight.copy_(weight * 0.5 + torch.arange(32.0).view(8, 4) / 100),
+    "lists": lambda weight: torch._foreach_add_([weight, torch.ones(3)], [torch.arange(8.0).view(8, 1), torch.ones(3)]),
+    "of an average": averaged,
     "by its number of elements": lambda weight: weight.mul_(1 - 1 / weight.numel()),
     "by its rows": lambda weight: weight.data.mul_(1 - 0.1 / len(weight)),
     "by its fans": lambda weight: weight.mul_(1 - 0.1 / sum(nn.init._calculate_fan_in_and_fan_out(weight))),
@@ -141,6 +156,23 @@ def test_a_write_element_by_element_equals_one_device(write: str, devices: int) 
     want = worlds.alone(written, strategy="single", write=write, place="steps")
     for got in worlds.run(devices, written, strategy="tensor:least=1", write=write, place="steps"):
         assert largest_difference(got, want) <= TOLERANCE
+
+
+def own_noise() -> str:
+    model = small()
+    tutti.prepare(model, "sgd:lr=0.1", torch.randn(12, 4, dtype=torch.float64), strategy="tensor:least=1")
+    try:
+        with torch.no_grad():
+            model[0].weight.add_(torch.full((8, 4), float(tutti.rank())))
+    except tutti.errors.MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_whole_tensor_that_differs_over_ranks_is_refused(devices: int) -> None:
+    for said in worlds.run(devices, own_noise):
+        assert "0.weight and a tensor that is another one on each rank" in said
 
 
 def rewritten(strategy: str) -> Any:

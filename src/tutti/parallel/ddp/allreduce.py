@@ -6,9 +6,10 @@ Goyal et al. 2017, arXiv 1706.02677, §2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,7 @@ class AllReduceSync:
         grid = run_context.grid
         self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
         self._concealed = ConcealedGradients(run_context, self.gradient_at)
+        self._shown: list[ReferenceType[Tensor]] = []
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
@@ -450,7 +452,13 @@ class AllReduceSync:
         """
         # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
         self._concealed.reveal()
-        held = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
+        there = {p: p.grad for p in self._parameters if p.grad is not None}
+        kept, now = [gradient() for gradient in self._shown], set(map(id, there.values()))
+        for gradient in kept:
+            if gradient is not None and id(gradient) not in now:
+                # The script has cleared ``.grad`` and kept the tensor, whose bucket the next reduction overwrites.
+                gradient.data = gradient.data.clone()
+        held = {p: gradient.clone() for p, gradient in there.items()}
         self.clear()
         return held
 
@@ -458,8 +466,8 @@ class AllReduceSync:
         """Add the gradients of earlier reductions to the just reduced ones in ``.grad`` (gradient accumulation).
 
         Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
-        replaced by placeholders, because they differ between ranks: norms, scaling and clamping act on the whole
-        gradient, other reads raise UsageError. The update uses the true gradients.
+        replaced by placeholders, because they differ between ranks: what the script computes with one, it computes with
+        the whole gradient. The update uses the true gradients.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
@@ -467,6 +475,12 @@ class AllReduceSync:
         self.accumulated = bool(held)
         for parameter, before in held.items():
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        self._shown = []
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                # Another object than the bucket's, which is gone unless the script keeps it.
+                parameter.grad = parameter.grad.detach()
+                self._shown.append(ref(parameter.grad))
         self._concealed.conceal(complete=True)
 
     def trained_tensors(self) -> list[Tensor]:
@@ -507,13 +521,15 @@ class AllReduceSync:
         a forward and its backward.
         """
 
-    def apply_edits(self) -> None:
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Put the gradients back into ``.grad`` that were hidden from the script, before the optimizer step.
 
         Under tensor parallelism, ``add_gradients`` has replaced the gradients of parameters that are split over the
-        tensor ranks by an object that the script cannot read. A gradient that the script has cleared comes back as None
-        or zeros. Every other ``.grad`` stays as the script has left it, clipped for example, and the update uses it.
-        Not collective.
+        tensor ranks by placeholders. A gradient that the script has cleared comes back as None or zeros. Every other
+        ``.grad`` stays as the script has left it, clipped for example, and the update uses it. Not collective.
+
+        Args:
+            edited: unused; parameters whose ``.grad`` the script has edited.
         """
         self._concealed.reveal()
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.nn.incomplete_gradient import IncompleteGradient, after_clearing
-from tutti.nn.partial_gradient import GradientParts
+from tutti.nn.partial_gradient import GradientParts, GradientSplit
 from tutti.nn.swap import parameters
+from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
 from tutti.types import GradientPlace, ReplicaRunner, RunContext
 
 
@@ -19,8 +20,9 @@ class ConcealedGradients:
     """Puts placeholders in ``.grad`` of parameters that are split over the ranks of a replica, and takes them out.
 
     A script might write a number computed from a rank's own part into tensors that all ranks hold alike. Placeholders
-    have the norm of the whole gradient, and can be scaled. With pipeline stages all parameters of the model have one,
-    also those that other ranks hold; under tensor parallelism only parameters of which this rank has a slice.
+    have the norm of the whole gradient, and can be scaled; those of slices give the script whole gradients. With
+    pipeline stages all parameters of the model have one, also those that other ranks hold; under tensor parallelism
+    only parameters of which this rank has a slice.
 
     Args:
         run_context: communicators of the run.
@@ -52,8 +54,11 @@ class ConcealedGradients:
         if self._place == "slices":
             specs, parts = self._replica.specs, GradientParts(self._comms.axis("tensor"))
             for name, p in parameters(self._replica.parts):
-                if p.requires_grad and p.grad is not None and tuple(p.shape) != specs[name].shape:
-                    self._conceal(p, parts, "in slices over the ranks", name not in self._replica.not_owned)
+                regions = SliceRegions.of(specs[name], p.shape)
+                if p.requires_grad and p.grad is not None and regions is not None:
+                    gatherer = SplitMatrixGatherer({p: regions}, self._comms.axis("tensor"), None)
+                    split = GradientSplit(gatherer, p, regions.shape, partial(self._is_slice_like, p))
+                    self._conceal(p, parts, "in slices over the ranks", name not in self._replica.not_owned, split)
         elif self._place == "stages":
             comm, trained = self._comms.axis("stage"), self.script_parameters()
             names = {p: name for name, p in parameters(self._replica.parts)}
@@ -66,12 +71,24 @@ class ConcealedGradients:
                     counted = p in names and names[p] not in self._replica.not_owned
                     self._conceal(p, parts, "on the ranks of the parameter's stage", counted)
 
-    def _conceal(self, parameter: nn.Parameter, parts: GradientParts, place: str, counted: bool) -> None:
+    def _conceal(
+        self,
+        parameter: nn.Parameter,
+        parts: GradientParts,
+        place: str,
+        counted: bool,
+        split: GradientSplit | None = None,
+    ) -> None:
         elsewhere = parameter in self._elsewhere
         if parameter.grad is not None and not elsewhere:
             self._aside[parameter] = parameter.grad
         own, whole = partial(self._aside.get, parameter), self._place == "stages"
-        parts.conceal([parameter], place, own, counted, elsewhere=elsewhere, whole=whole)
+        parts.conceal([parameter], place, own, counted, split=split, elsewhere=elsewhere, whole=whole)
+
+    def _is_slice_like(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
+        """Return whether a tensor of the script is this rank's slice of what it has made of a split parameter."""
+        name = self._replica.slice_name(tensor)
+        return name is not None and name == self._replica.slice_name(parameter) and tensor.shape == parameter.shape
 
     def reveal(self) -> None:
         """Put the gradients back into ``.grad``, cleared where the script has cleared the placeholders.

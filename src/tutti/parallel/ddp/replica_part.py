@@ -38,6 +38,11 @@ class ReplicaPart:
         replaced_name: returns the name of a sharded parameter that the script has replaced by another object, or None.
         plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
         own_backward: whether ``run`` calls ``backward`` for each micro-batch.
+        slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor, or
+            None.
+        adapt_hooks: lets hooks on the gradients of parameters of which this rank has a part see whole gradients;
+            returns the names of the parameters with hooks that did not before the call.
+        is_dummy: whether the last micro-batch that was begun is a dummy, without samples.
         split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
             empty for all other layouts.
         draws: the RNG streams of these modules.
@@ -86,6 +91,8 @@ class ReplicaPart:
         self.around_fsdp_hooks: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext()
         self.unify_flags: Callable[[], None] = lambda: None
         self.replaced_name: Callable[[], str | None] = lambda: None
+        self.slice_name: Callable[[Tensor], str | None] = lambda tensor: None
+        self.adapt_hooks: Callable[[], Sequence[str]] = lambda: ()
         self.split_backwards: Sequence[Any] = ()
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
@@ -94,6 +101,7 @@ class ReplicaPart:
         self.script_code: Callable[[], AbstractContextManager[None]] = nullcontext
         self.model_code: Callable[[], AbstractContextManager[None]] = nullcontext
         self.summary: Mapping[str, str] = {}
+        self.is_dummy = False
         self._kept: list[tuple[BufferRef, Tensor]] = []
         self._connected: list[Any] = []
         for part in self.parts:
@@ -117,9 +125,10 @@ class ReplicaPart:
                 None for none.
         """
         self.draws.enter(micro_batch.key, before)
+        self.is_dummy = not micro_batch.samples
         if self.peers is not None:
             self.peers.counts = micro_batch.samples > 0
-        if not micro_batch.samples:
+        if self.is_dummy:
             own = [slot for slot in buffers(self.parts) if not isinstance(slot.owner, SyncBatchNorm)]
             self._kept = [(slot, slot.get()) for slot in own]
             for slot, tensor in self._kept:

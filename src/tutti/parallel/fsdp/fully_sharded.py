@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, NoReturn, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
 from tutti.errors import MismatchError, UsageError, script_line
+from tutti.nn.gradient_hooks import ScriptHook, share_gradient_hooks, wrap_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
-from tutti.nn.partial_gradient import GradientParts
+from tutti.nn.partial_gradient import GradientParts, agree_on_operand
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import (
     TorchFunctionDisabled,
+    gradient_hooks,
     module_parameters,
     reduce_scatter_single,
     reduce_unused_parameters,
@@ -44,7 +47,7 @@ from tutti.torch_compat import (
     tensor_version,
     tree_leaves,
 )
-from tutti.types import ShardSpec
+from tutti.types import ReplicaRunner, ShardSpec
 
 _FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
 Pairs = Sequence[tuple[ShardedParameter, nn.Parameter]]
@@ -64,7 +67,7 @@ class FullySharded:
         whole: parameters that FSDP2 ignores (``ignored_params``); every rank keeps them unsharded.
         config: stage, wrap policy, CPU offload and dtype.
         comm: the ranks that share one copy of the parameters, at least two.
-        around_hooks: ``around_hooks(module)`` is a context in which FSDP2's hooks are registered on a module.
+        replica: the replica of which the model is a part, with a context around FSDP2's registration of its hooks.
 
     Attributes:
         rows: this rank's rows of each sharded parameter, frozen ones included, in the order of the model's parameters.
@@ -82,7 +85,7 @@ class FullySharded:
         whole: set[nn.Parameter],
         config: RowsConfig,
         comm: Communicator,
-        around_hooks: Callable[[nn.Module], AbstractContextManager[None]],
+        replica: ReplicaRunner,
     ) -> None:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UsageError("the model is sharded already", remedy="build it anew for another run")
@@ -90,7 +93,7 @@ class FullySharded:
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
         self._beginning, self._meter = _Beginning(comm), _GradientMeter()
-        self._units = _shard(model, whole, config, comm, self._beginning, self._meter, around_hooks)
+        self._units = _shard(model, whole, config, comm, self._beginning, self._meter, replica.around_fsdp_hooks)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
@@ -110,6 +113,11 @@ class FullySharded:
         self._standing: dict[str, nn.Parameter] = {}
         # In custom loops: the module and attribute of each parameter.
         self._slots: dict[str, tuple[nn.Module, str]] = {}
+        # Weak: a hook of a parameter must not keep the replica, and so the model, in memory.
+        dummy, script_code = partial(_is_dummy, ref(replica)), replica.script_code
+        self._wrap_hook = partial(ScriptHook, is_dummy=dummy, script_code=script_code)
+        for each, gathered in self._pairs:
+            share_gradient_hooks(each.parameter, gathered)
         for unit in self._units:
             self._watch(unit)
             cast(nn.Module, unit).register_forward_pre_hook(_refuse_functional_call, prepend=True)
@@ -252,6 +260,19 @@ class FullySharded:
         """
         self._comm.all_gather(torch.zeros(1), text)
 
+    def agree_on_operand(self, tensor: Tensor) -> None:
+        """Check that a whole tensor that the script combines with sharded ones is the same on all shard ranks.
+
+        Collective over the shard ranks.
+
+        Args:
+            tensor: the tensor.
+
+        Raises:
+            MismatchError: it differs over ranks.
+        """
+        agree_on_operand(self._comm, tensor, "the script computes with sharded parameters and a tensor")
+
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients of this rank's rows of all trained parameters, and set every sharded ``.grad`` to None.
 
@@ -297,8 +318,8 @@ class FullySharded:
         for each, gathered in self._training:
             if gathered.grad is not None:
                 if each.local == each.spec.shape:
-                    own, scaled = partial(_local_gradient, gathered), partial(_mark_written, gathered)
-                    parts.conceal([each.parameter], place, own, scaled=scaled)
+                    own, on_edit = partial(_local_gradient, gathered), partial(_mark_written, gathered)
+                    parts.conceal([each.parameter], place, own, on_edit=on_edit)
                 else:
                     # Rows of a tensor slice: tensor ranks hold the others.
                     conceal([each.parameter], place)
@@ -401,11 +422,14 @@ class FullySharded:
             if each.parameter in members:
                 self._clear(each, gathered, set_to_none)
 
-    def apply_edits(self) -> None:
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of FSDP2's DTensor grads.
 
         Called before the optimizer step, which therefore uses gradients as the script has edited or cleared them in the
         ``.grad`` of the model's DTensor parameters, or cleared them in that of the rows. Not collective.
+
+        Args:
+            edited: unused; the model's parameters whose ``.grad`` the script has edited.
         """
         self._take_cleared()
         for each, gathered in self._training:
@@ -497,6 +521,32 @@ class FullySharded:
                 rows.copy_(own)
             self.all_gather_parameters()
 
+    def adapt_hooks(self) -> list[str]:
+        """Let autograd call the hooks of ``register_hook`` on sharded parameters, with unsharded gradients.
+
+        The unsharded parameters share the hooks of the model's ``DTensor``s from their first forward on. Hooks are not
+        called for dummy micro-batches. Not collective.
+
+        Returns:
+            Names of the parameters with hooks that were not adapted before the call.
+
+        Raises:
+            UsageError: a parameter with a hook is unsharded in another dtype.
+        """
+        for name, (_, gathered, *unsharded) in self._twins.items():
+            for other in unsharded:
+                if not gradient_hooks(gathered):
+                    share_gradient_hooks(other, gathered)
+                share_gradient_hooks(gathered, other)
+                if gradient_hooks(gathered) and other.dtype != gathered.dtype:
+                    raise UsageError(
+                        f"param_dtype cannot be combined with the hook on the gradient of {name}",
+                        why=f"the hook would be given a gradient in {other.dtype}",
+                        remedy="leave out one of the two, or take sharded:stage=1 or --strategy mirrored",
+                    )
+        own = {name: twins[1] for name, twins in self._twins.items()}
+        return wrap_hooks({**dict(parameters([self._model])), **own}.items(), self._wrap_hook)
+
     def _watch(self, unit: FSDPModule) -> None:
         """Register hooks that note which parameters of a wrapped module receive a gradient, frozen ones included.
 
@@ -514,6 +564,7 @@ class FullySharded:
                     # PyTorch refuses a hook on a frozen parameter, but keeps the hook of one that is frozen later.
                     parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_note, self._used, name))
                     parameter.requires_grad_(trained)
+            self.adapt_hooks()
 
         handle = cast(nn.Module, unit).register_forward_pre_hook(watch)
 
@@ -538,6 +589,11 @@ class FullySharded:
         """Return the parameters that are unsharded now, by name."""
         here = parameters([self._model])
         return {name: p for name, p in here if name in self._twins and not hasattr(p, "to_local")}
+
+
+def _is_dummy(replica: Callable[[], ReplicaRunner | None]) -> bool:
+    found = replica()
+    return found is not None and found.is_dummy
 
 
 def _note(used: set[str], name: str, parameter: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from tutti.checkpoint.state_shards import (
 from tutti.config.sync_config import RowsConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError, script_line
+from tutti.nn.gradient_hooks import ScriptHook, wrap_hooks
 from tutti.nn.swap import parameters
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import acting, members_of, stepping
@@ -274,6 +275,9 @@ class ShardedSync:
             trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
             sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
             replica.replaced(sliced.replaced)
+            if self._reads is not None:
+                wrap = partial(ScriptHook, is_dummy=lambda: False, script_code=self._reads.script_code)
+                replica.adapt_hooks = partial(_check_hooks, replica.parts, wrap)
             own = dict(zip((rows.name for rows in sliced.rows), sliced.script_parameters(), strict=True))
             replica.replaced_name = lambda: next(
                 (name for name, p in parameters(replica.parts) if own.get(name, p) is not p), None
@@ -295,13 +299,14 @@ class ShardedSync:
             # FSDP2 moves only the other parameters to the device. The copy also moves memory-mapped ones into memory.
             parameter.data = parameter.data.to(self._shards.device, copy=True)
         config = replace(self._config, units=self._units(model))
-        engine = FullySharded(model, replica.specs, whole, config, self._shards, replica.around_fsdp_hooks)
+        engine = FullySharded(model, replica.specs, whole, config, self._shards, replica)
         replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
         replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
         replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags
         replica.replaced_name = engine.replaced_name
         if self._reads is not None:
             self._reads.guard(engine)
+        replica.adapt_hooks = engine.adapt_hooks
         rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
 
@@ -772,15 +777,16 @@ class ShardedSync:
         for engine in self._engines:
             engine.show_gradients()
 
-    def apply_edits(self) -> None:
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows and their ``.grad``. With FSDP2 all edits of the model's
-        ``.grad`` count; with ZeRO stage 1 on several shards the script can only clear a gradient (None or zeros). Not
-        collective.
+        Called before the optimizer step, which uses the rows and their ``.grad``. Not collective.
+
+        Args:
+            edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor.
         """
         for engine in self._engines:
-            engine.apply_edits()
+            engine.apply_edits(edited)
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the ``.grad`` of the user's model for the parameters whose rows belong to ``optimizer``.
@@ -1020,6 +1026,14 @@ class ShardedSync:
         bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
         return not bool(bad)
+
+
+def _check_hooks(
+    parts: Sequence[nn.Module], wrap: Callable[[Callable[[Tensor], Tensor | None]], ScriptHook]
+) -> Sequence[str]:
+    """Check what the script's hooks on gradients read of parameters; return no names, as later hooks act, too."""
+    wrap_hooks(parameters(parts), wrap)
+    return ()
 
 
 def _refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:

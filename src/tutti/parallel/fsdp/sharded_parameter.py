@@ -15,8 +15,8 @@ from tutti.checkpoint.state_shards import number_tensor, place_step_counters
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import block
 from tutti.nn.gradient_hooks import share_gradient_hooks
-from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
-from tutti.nn.partial_gradient import GradientParts
+from tutti.nn.incomplete_gradient import IncompleteGradient, after_clearing, clear_gradient, conceal
+from tutti.nn.partial_gradient import GradientParts, GradientSplit
 from tutti.parallel.ddp.buckets import plan_buckets
 from tutti.parallel.whole_tensors import GatheredTensor, Region
 from tutti.torch_compat import chunk_cat, module_parameters, tensor_version
@@ -285,11 +285,13 @@ class ShardingEngine(Protocol):
             set_to_none: True sets gradients to None, False zeroes them in place.
         """
 
-    def apply_edits(self) -> None:
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows' ``.grad``. With FSDP2 all edits of the model's ``.grad``
-        count; in ZeRO stage 1 on several ranks the script can only clear a gradient (None or zeros). Not collective.
+        Called before the optimizer step, which uses the rows' ``.grad``. Not collective.
+
+        Args:
+            edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor.
         """
 
     def gradient_meter(self) -> Callable[[], float] | None:
@@ -542,7 +544,7 @@ class ZeroSharding:
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
-            left = None if gradient is None else after_clearing(gradient, whole.grad)
+            left = None if gradient is None else self._as_left(gradient, whole)
             if left is not None:
                 held[rows.parameter] = left.clone()
             whole.grad = rows.parameter.grad = None
@@ -551,8 +553,10 @@ class ZeroSharding:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks, reading the ``.grad``
-        of the model's parameters or of the rows therefore raises UsageError from then on. Not collective.
+        ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks, the ``.grad`` of the
+        model's parameters and of the rows are therefore placeholders from then on. What the script computes with the
+        ``.grad`` of a model's parameter, it computes with the whole gradient. With that of the rows it can take norms,
+        scale and clamp; other reads raise UsageError. Not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -570,7 +574,9 @@ class ZeroSharding:
                 if own.grad is not None:
                     self._aside[own] = own.grad
                     if rows.local == rows.spec.shape:
-                        parts.conceal([whole, own], place, partial(self._aside.get, own))
+                        gatherer = RowGatherer(self._comm, {own: tuple(_as_rows(whole).shape)})
+                        split = GradientSplit(gatherer, own, tuple(whole.shape))
+                        parts.conceal([whole, own], place, partial(self._aside.get, own), split=split)
                     else:
                         # Rows of a tensor slice: tensor ranks hold the others.
                         conceal([whole, own], place)
@@ -638,21 +644,31 @@ class ZeroSharding:
         them.
         """
 
-    def apply_edits(self) -> None:
-        """Clear the gradients of this rank's rows where the script has cleared the full parameter's ``.grad``.
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
+        """Clear or replace the gradients of this rank's rows as the script has done with those of full parameters.
 
         Called before the optimizer step (ZeRO stage 1). A row gradient becomes None or zeros, as the script has made
-        the full gradient; other edits are not carried over. Where the script has assigned the ``.data`` of a full
-        parameter since backward, the rows become views of the new tensor. With one rank the rows are the full
-        parameters, and this does nothing to their gradients.
+        the full gradient, or the rows of a tensor that the script has assigned. Where the script has assigned the
+        ``.data`` of a full parameter since backward, the rows become views of the new tensor. With one rank the rows
+        are the full parameters, and this does nothing to their gradients.
+
+        Args:
+            edited: full parameters whose ``.grad`` the script has edited, or replaced by another tensor.
         """
         self._reveal()
         if self._comm.size > 1:
             self._follow_data()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
-            if whole is not rows.parameter and gradient is not None:
-                rows.parameter.grad = after_clearing(gradient, whole.grad)
+            if whole is not rows.parameter and (gradient is not None or whole in edited):
+                rows.parameter.grad = self._as_left(gradient, whole)
+
+    def _as_left(self, gradient: Tensor | None, whole: nn.Parameter) -> Tensor | None:
+        """Return the gradient of this rank's rows as the script has left the ``.grad`` of the full parameter."""
+        shown = whole.grad
+        if shown is None or isinstance(shown, IncompleteGradient):
+            return None if gradient is None else after_clearing(gradient, shown)
+        return _block(shown.detach(), self._comm.size, self._comm.rank)
 
     def _width(self, whole: Tensor) -> int:
         """Return the number of elements of the largest block of rows."""

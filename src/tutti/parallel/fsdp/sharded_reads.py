@@ -10,24 +10,26 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
-from tutti.nn.absent_tensor import METADATA
 from tutti.nn.script_mode import (
     SIZES,
     QuietMode,
     ScriptMode,
     acts_by_element,
     asked_by_script,
+    by_place,
+    is_of_lists,
     size_of_whole,
     tensors_among,
     tutti_caller,
 )
-from tutti.nn.written_tensors import DATA, may_write
+from tutti.nn.written_tensors import DATA, METADATA, may_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
+from tutti.torch_compat import in_backward, tree_map_only
 
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -231,6 +233,11 @@ class _ShardMode(QuietMode):
             return self._elementwise(func, args, kwargs, rows)
         if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):
             self._check_current()
+        if self._distributed and acts_by_element(func):
+            if is_of_lists(func):
+                args = by_place(args, lambda place: self._made_alike(place, {}, writes=may_write(func))[0])
+            else:
+                args, kwargs = self._made_alike(args, kwargs, writes=may_write(func))
         try:
             result = func(*args, **kwargs)
             if isinstance(first, DTensor):
@@ -253,6 +260,39 @@ class _ShardMode(QuietMode):
                 remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
                 f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
             ) from error
+
+    def _made_alike(self, args: Any, kwargs: Any, *, writes: bool) -> Any:
+        """Return the arguments of an elementwise function with whole tensors sharded like the ``DTensor`` they meet.
+
+        Where the function ``writes`` such a whole tensor, the ``DTensor`` is gathered instead. Collective where the two
+        meet, and both are the same on all ranks; other arguments are returned as they are.
+        """
+        tensors = list(tensors_among(args, kwargs))
+        sharded = next((each for each in tensors if isinstance(each, DTensor) and not _is_whole(each)), None)
+        engine, shape = self.engine(), () if sharded is None else sharded.shape
+        plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.dim()]
+        if sharded is None or engine is None or not plain or "out" in kwargs or tutti_caller(__name__) is not None:
+            return args, kwargs
+        # In a hook on a gradient each rank has a tensor of its own samples.
+        if in_backward():
+            return args, kwargs
+        if not all(_broadcasts(each.shape, shape) for each in plain):
+            return args, kwargs
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            return args, kwargs
+        self.asked = True
+        for each in plain:
+            engine.agree_on_operand(each)
+        if writes and args[0] is plain[0]:
+            return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+
+        def shard(tensor: Tensor) -> Tensor:
+            if not any(tensor is each for each in plain):
+                return tensor
+            whole = tensor.detach().expand(shape).contiguous()
+            return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+        return tree_map_only(Tensor, shard, (args, kwargs))
 
     def _note_view(self, func: Any, source: DTensor, args: Any, result: Any) -> None:
         """Record results that would be views of a plain tensor and are copies that all ranks have gathered."""
@@ -340,6 +380,12 @@ def _refuse_part(verb: str, how: str) -> NoReturn:
         why="PyTorch gathers such a part of a DTensor into a copy, so that a write to the part would be lost",
         remedy=_REMEDY,
     )
+
+
+def _broadcasts(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a tensor of these sizes can be expanded to a shape."""
+    pairs = zip(reversed(sizes), reversed(shape), strict=False)
+    return len(sizes) <= len(shape) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _indices(args: Any) -> Sequence[Any]:

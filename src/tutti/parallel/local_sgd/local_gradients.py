@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -116,8 +116,12 @@ class LocalGradients:
     def show_gradients(self) -> None:
         """Do nothing: the script sees the very gradients that the update uses."""
 
-    def apply_edits(self) -> None:
-        """Do nothing: the script edits the very gradients that the update uses."""
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
+        """Do nothing: the script edits the very gradients that the update uses.
+
+        Args:
+            edited: unused.
+        """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Do nothing: ``optimizer.zero_grad()`` has cleared the very gradients that the update uses.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -135,10 +135,13 @@ class RemoteGradients:
         backward.
         """
 
-    def apply_edits(self) -> None:
+    def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Check that the script has cleared no ``.grad`` between the push to the parameter servers and the update.
 
         Called at the script's ``optimizer.step()``, before the update.
+
+        Args:
+            edited: unused; parameters whose ``.grad`` the script has edited.
 
         Raises:
             UsageError: the script has set the ``.grad`` of a parameter to None or zero; the parameter servers have

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tutti.nn.absent_tensor import METADATA
 from tutti.nn.script_mode import QuietMode, tensors_among, tutti_caller
-from tutti.nn.written_tensors import may_write, share_memory
+from tutti.nn.written_tensors import METADATA, may_write, share_memory
 from tutti.torch_compat import TorchFunctionDisabled
 
 

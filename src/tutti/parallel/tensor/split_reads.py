@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -14,24 +15,34 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
-from tutti.nn.absent_tensor import METADATA
+from tutti.nn.partial_gradient import PartGradient, agree_on_operand
 from tutti.nn.script_mode import (
     SIZES,
     QuietMode,
     acts_by_element,
     asked_by_script,
+    by_place,
+    is_of_lists,
     size_of_whole,
     tensors_among,
     tutti_caller,
 )
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
-from tutti.nn.written_tensors import DATA, may_write
+from tutti.nn.written_tensors import DATA, METADATA, may_write
+from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import TorchFunctionDisabled, current_autograd_node, module_parameters
+from tutti.torch_compat import (
+    TorchFunctionDisabled,
+    current_autograd_node,
+    in_backward,
+    module_parameters,
+    tree_map_only,
+)
 from tutti.types import ShardSpec
 
 _SAMPLES = 2
@@ -40,7 +51,7 @@ _SAMPLES = 2
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-
+_ASSIGN_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 
 _MODES: WeakSet[SplitReads] = WeakSet()
 
@@ -62,14 +73,18 @@ class SplitReads(QuietMode):
 
     With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
     ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too.
-    Shape and number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a
-    matrix or a write of some rows raises ``UsageError``. A column-parallel layer that the script calls by itself, not
-    through the block around it, returns its slice of the outputs as a ``SplitTensor``.
+    Whole operands of them are cut, after the ranks have compared them, and a whole tensor that they write is given the
+    whole parameter; both are collective. Shape and number of elements are those of the whole parameter where the script
+    asks. A norm, a sum, a product with a matrix or a write of some rows raises ``UsageError``. A column-parallel
+    layer that the script calls by itself, not through the block around it, returns its slice of the outputs as a
+    ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
         specs: position of each parameter's slice in the whole tensor, by name.
         blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
+        comm: the ranks that hold the slices.
+        holders: the ranks that hold slices of the same model, also those of other replicas.
     """
 
     def __init__(
@@ -77,8 +92,13 @@ class SplitReads(QuietMode):
         split: Mapping[str, nn.Parameter],
         specs: Mapping[str, ShardSpec],
         blocks: Mapping[nn.Module, nn.Module],
+        comm: Communicator,
+        holders: Communicator,
     ) -> None:
         super().__init__()
+        self._comm, self._holders = comm, holders
+        regions = {name: SliceRegions.of(specs[name], p.shape) for name, p in split.items()}
+        self._regions = {name: each for name, each in regions.items() if each is not None}
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
         self._ids = {id(parameter) for parameter in split.values()}  # of these tensors, and of some that are gone
         _MODES.add(self)
@@ -93,8 +113,9 @@ class SplitReads(QuietMode):
         The mode calls this method for each function of PyTorch that the script calls on tensors. Allowed are
         elementwise functions, whose result on the slice is the slice of their result on the whole parameter; the result
         counts as a slice, too. Others, such as a norm or a matrix product, would give a wrong number and are refused.
-        For the size of such a parameter, or of its gradient, the script gets that of the whole one. Calls by layers and
-        optimizers, and calls without such parameters, pass unchanged.
+        What the script assigns to ``.grad`` is written into its placeholder. For the size of such a parameter, or of
+        its gradient, the script gets that of the whole one. Calls by layers and optimizers, and calls without such
+        parameters, pass unchanged. Collective where a whole tensor meets a slice.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -104,8 +125,9 @@ class SplitReads(QuietMode):
             The function's result; a ``SplitTensor`` where the script itself calls a column-parallel layer.
 
         Raises:
-            UsageError: the function is not elementwise, an operand would differ between slices, or the script itself
-                calls a layer that is split by heads.
+            UsageError: the function is not elementwise, an operand has no slice like the parameter's, or the script
+                itself calls a layer that is split by heads.
+            MismatchError: an operand is another one on each rank.
         """
         if not self.quiet and func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
             return size_of_whole(func, whole, args, kwargs)
@@ -113,8 +135,11 @@ class SplitReads(QuietMode):
             gradient = func(*args)
             if gradient is not None and (name := self._names.get(args[0])) is not None:
                 self._gradients[gradient] = name
+                self._ids.add(id(gradient))
             return gradient
-        name = None if self.quiet or func in METADATA else self._name_in(args, kwargs)
+        if not self.quiet and func == _ASSIGN_GRADIENT and self._assign_gradient(*args):
+            return None
+        name = None if self.quiet or func in METADATA else self._name_in(func, args, kwargs)
         if name is None:
             return func(*args, **kwargs)
         caller = tutti_caller(__name__)
@@ -128,13 +153,41 @@ class SplitReads(QuietMode):
             if not elementwise:
                 _refuse(name, func)
             if not allowed:
-                self._check_operands(name, func, args, kwargs)
+                if is_of_lists(func):
+                    return self._of_lists(func, args, kwargs)
+                args, kwargs = self._made_alike(name, func, args, kwargs)
+                if self._name_in(func, args, kwargs) is None:
+                    return func(*args, **kwargs)
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self._names.setdefault(tensor, name)
-                self._ids.add(id(tensor))
+            self._note(tensor, name)
         return result
+
+    def _of_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an elementwise function of lists of tensors, of which some are slices."""
+        names: list[str | None] = []
+
+        def made_alike(place: tuple[Any, ...]) -> Sequence[Any]:
+            name = self._name_in(func, place, {})
+            made: Sequence[Any] = place if name is None else self._made_alike(name, func, place, {})[0]
+            names.append(None if name is None else self._name_in(func, made, {}))
+            return made
+
+        result = func(*by_place(args, made_alike), **kwargs)
+        for tensor, name in zip(result or (), names, strict=False):
+            if name is not None:
+                self._note(tensor, name)
+        return result
+
+    def _note(self, tensor: Any, name: str) -> None:
+        """Record that a tensor is made of a slice of the parameter ``name``, element by element."""
+        if isinstance(tensor, Tensor) and self._gradients.get(tensor) is None:
+            self._names.setdefault(tensor, name)
+            self._ids.add(id(tensor))
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a slice, or the gradient of one."""
+        return self._names.get(tensor) is not None or self._gradients.get(tensor) is not None
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the split parameter from which the script has made a tensor, element by element, or None.
@@ -159,23 +212,105 @@ class SplitReads(QuietMode):
             local = tuple(tensor.shape) == here
         return whole if local and asked_by_script(__name__) and not _in_layer_or_optimizer() else None
 
-    def _name_in(self, args: Any, kwargs: Any) -> str | None:
-        """Return the name of the first split parameter among the arguments, or None."""
+    def _name_in(self, func: Any, args: Any, kwargs: Any) -> str | None:
+        """Return the name of the first split parameter among the arguments, or None.
+
+        The gradient of a rank's earlier micro-batch counts where a function acts on it by element: it is a plain slice.
+        """
         for tensor in tensors_among(args, kwargs):
             # Nearly all tensors are activations, and a look into a dictionary of weak references takes microseconds.
-            if id(tensor) in self._ids and (name := self._names.get(tensor)) is not None:
+            if id(tensor) not in self._ids:
+                continue
+            if (name := self._names.get(tensor)) is not None:
+                return str(name)
+            name = None if isinstance(tensor, PartGradient) else self._gradients.get(tensor)
+            if name is not None and acts_by_element(func):
                 return str(name)
         return None
 
-    def _check_operands(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Raise UsageError if an operand of an elementwise function is another one for each slice of a parameter."""
+    def _assign_gradient(self, parameter: Tensor, value: Any) -> bool:
+        """Write what the script assigns to ``.grad`` of a split parameter into the placeholder that is there.
+
+        Returns False where the assignment needs no such write.
+        """
+        name = self._names.get(parameter)
+        shown = parameter.grad
+        if name is None or value is None or value is shown or tutti_caller(__name__) is not None:
+            return False
+        if not isinstance(shown, PartGradient):
+            if tuple(value.shape) == self._shapes[name][1]:
+                _refuse(name, _ASSIGN_GRADIENT)
+            return False
+        args, _ = self._made_alike(name, Tensor.copy_, (shown, value), {})
+        with torch.no_grad():
+            shown.assign(args[1], value)
+        return True
+
+    def _made_alike(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the arguments of an elementwise function with this rank's slices in place of whole operands.
+
+        Where the function writes a whole tensor of the script, slices are gathered instead. Collective where whole
+        tensors and slices meet. Raises UsageError for an operand that is no tensor of the parameter's shape, nor one of
+        which all slices are the same, and MismatchError for one that differs over ranks.
+        """
+        if "out" in kwargs:
+            _refuse(name, func, ", out=")
+        if not may_write(func) or not isinstance(args[0], Tensor) or self._is_known(args[0]):
+            return tree_map_only(Tensor, partial(self._cut, name, func), (args, kwargs))
+        graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_among(args, kwargs))
+        if tuple(args[0].shape) != self._shapes[name][1] or func in _DATA or graph:
+            _refuse(name, func, f" together with a tensor of {tuple(args[0].shape)}")
+        return tree_map_only(Tensor, partial(self._gather, name, func), (args, kwargs))
+
+    def _cut(self, name: str, func: Callable[..., Any], tensor: Tensor) -> Tensor:
         here, whole = self._shapes[name]
-        for tensor in tensors_among(args, kwargs):
-            if self._names.get(tensor) is not None or type(tensor) not in (Tensor, nn.Parameter):
-                continue
-            sizes = tensor.shape[::-1]
-            if any(size != 1 for size, a, b in zip(sizes, here[::-1], whole[::-1], strict=False) if a != b):
-                _refuse(name, func, f" together with a tensor of {tuple(tensor.shape)}")
+        other = self._names.get(tensor) or self._gradients.get(tensor)
+        if other is not None or type(tensor) not in (Tensor, nn.Parameter):
+            if other is not None and self._shapes[other] != (here, whole):
+                _refuse(name, func, f" together with {other}")
+            return tensor
+        sizes = tensor.shape[::-1]
+        if not any(size != 1 for size, a, b in zip(sizes, here[::-1], whole[::-1], strict=False) if a != b):
+            return tensor
+        alike = len(sizes) <= len(whole) and all(n in (1, m) for n, m in zip(sizes, whole[::-1], strict=False))
+        if not alike or func in _DATA or (tensor.requires_grad and torch.is_grad_enabled()):
+            _refuse(name, func, f" together with a tensor of {tuple(tensor.shape)}")
+        self.compare(tensor, f"the script computes with {name} and a tensor")
+        part = self.gatherer(name, tensor).mine(tensor, tensor.detach().expand(whole))
+        self._note(part, name)
+        return part
+
+    def _gather(self, name: str, func: Callable[..., Any], tensor: Tensor) -> Tensor:
+        if (other := self._names.get(tensor)) is None:
+            return tensor
+        if self._shapes[other] != self._shapes[name] or tuple(tensor.shape) != self._shapes[name][0]:
+            _refuse(name, func, f" together with {other}")
+        [whole] = self.gatherer(other, tensor).gather(tensor, [tensor.detach()])
+        return whole
+
+    def gatherer(self, name: str, tensor: Tensor) -> SplitMatrixGatherer:
+        """Return what gathers whole tensors from slices like those of a parameter, and cuts them. Not collective.
+
+        Args:
+            name: name of the split parameter.
+            tensor: the tensor that the gatherer is given as the parameter.
+        """
+        return SplitMatrixGatherer({tensor: self._regions[name]}, self._comm, None)
+
+    def compare(self, tensor: Tensor, what: str) -> None:
+        """Check that a whole tensor of the script, of which each rank takes its slice, is the same on all ranks.
+
+        Collective over all ranks with slices; in a hook on a gradient over the tensor ranks, as the other replicas have
+        gradients of other micro-batches.
+
+        Args:
+            tensor: the tensor.
+            what: words for it in the error, such as "the script computes with a tensor".
+
+        Raises:
+            MismatchError: it differs over ranks.
+        """
+        agree_on_operand(self._comm if in_backward() else self._holders, tensor, what)
 
     def _split_output(self, layer: Any, result: Any) -> Any:
         """Return the outputs of a layer, as a ``SplitTensor`` if the script calls a column-parallel layer by itself."""

@@ -21,6 +21,7 @@ from tutti.parallel.tensor.block_call import record_calls
 from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
+from tutti.parallel.tensor.slice_hooks import SliceHooks
 from tutti.parallel.tensor.split_reads import SplitReads, read_elsewhere
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.parallel.tensor.tp_layers import (
@@ -86,6 +87,7 @@ class TensorParallelizer:
 
     def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
         self._comm, self._plain, self._config = run_context.comms.axis("tensor"), plain, config
+        self._holders = self._comm if run_context.grid.stage > 1 else run_context.comms.world
         self._compiled = run_context.compile is not None
         self.plan: list[PlanEntry] = []
         self._said: dict[str, str] = {}
@@ -160,8 +162,11 @@ class TensorParallelizer:
         replica.summary = {**replica.summary, **self._said}
         split = self.split_parameters()
         specs = {name: self._specs[name] for name in split}
-        reads = ScriptMode(SplitReads(split, specs, _blocks(self._plain, self.plan)))
-        replica.around_fsdp_hooks = seen_as_shares
+        mode = SplitReads(split, specs, _blocks(self._plain, self.plan), self._comm, self._holders)
+        reads = ScriptMode(mode)
+        replica.around_fsdp_hooks, replica.slice_name = seen_as_shares, mode.name_of
+        whole = dict(parameters([self._plain]))
+        replica.adapt_hooks = SliceHooks(whole, mode, reads.script_code, sequence=self._config.sequence)
         replica.script_code, replica.model_code = reads.script_code, reads.model_code
         if self._comm.rank:
             replica.not_owned = {*replica.not_owned, *(name for name in replica.specs if name not in here)}
