@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.errors import TuttiError, UsageError, script_line, script_line_of
+from tutti.errors import TuttiError, UsageError, counted, script_line, script_line_of
 from tutti.nn import ac_policy
 from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
@@ -131,6 +131,12 @@ class PipelineLayout:
         if stage.size == 1:
             return [VirtualStage(plain, alone=True)], None
         config, run_context = self._config, self._run_context
+        if run_context.trial is None and isinstance(plain, nn.ModuleList | nn.ModuleDict):
+            raise UsageError(
+                f"{counted(len(plain), 'model')} cannot be cut into stages together",
+                why="they have no forward of all of them, in whose order stages could be cut",
+                remedy="prepare one module whose forward calls them, or take --strategy mirrored",
+            )
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.begins
         took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
