@@ -213,14 +213,6 @@ def of_strange_parameters() -> None:
     tutti.prepare(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))]), DATA, batch_size=16)
 
 
-def over_layers() -> None:
-    model, optimizer = made()
-    run = tutti.prepare(model, optimizer, DATA, batch_size=16, strategy="model_parallel")
-    for batch in run.microbatches(0):
-        run.model.zero_grad()
-        run.backward(loss(model, batch))
-
-
 def over_periods() -> None:
     model, optimizer = made()
     run = tutti.prepare(model, optimizer, DATA, batch_size=16, strategy="local_sgd:period=2", workers=2)
@@ -235,7 +227,6 @@ REFUSED = {
     without_microbatches: r"loop over run\.microbatches",
     in_half_precision: r"loss_fn",
     of_strange_parameters: "parameters that the model does not have",
-    over_layers: r"run\.step",
     over_periods: r"loop of 2 workers on 1 data rank.*as many workers as data ranks \(1\); or call run\.step",
 }
 
