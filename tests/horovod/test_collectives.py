@@ -195,12 +195,17 @@ def test_a_name_that_is_pending_is_refused() -> None:
         assert "same name as another tensor" in text and total == 3.0
 
 
+REFUSED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex32)
+
+
 def numbers_that_are_not_reduced() -> list[Any]:
     rows = torch.ones(1).expand(2)
     found = [
         refused(tutti.allreduce, torch.tensor([True]), "average", "x"),
         refused(tutti.reducescatter, torch.ones(2).bool(), "average", "x"),
         refused(tutti.allreduce, torch.tensor([1j]), "max", "x"),
+        *(refused(tutti.allreduce, torch.ones(2).to(dtype), "sum", "x") for dtype in REFUSED),
+        refused(tutti.reducescatter, torch.ones(2).to(torch.float8_e5m2), "sum", "x"),
         refused(tutti.allreduce_async, rows, "sum", "x", in_place=True),
         refused(tutti.broadcast_async, rows, 0, "x", in_place=True),
     ]
@@ -214,9 +219,12 @@ def numbers_that_are_not_reduced() -> list[Any]:
 
 def test_dtypes_and_places_that_cannot_be_reduced_are_refused_at_the_call() -> None:
     for rank, found in enumerate(run(2, numbers_that_are_not_reduced)):
-        assert [text for text in found[:5] if f"rank {rank}" not in text or "x'" not in text] == []
-        assert "Tensor type bool is not supported by average" in found[0] and "complex64" in found[2]
-        assert "required to be contiguous" in found[3] and found[5:] == [6 + 6j, [1.0, 1.0]]
+        *refusals, mean, row = found
+        assert [text for text in refusals if f"rank {rank}" not in text or "x'" not in text] == []
+        assert "Tensor type bool is not supported by average" in refusals[0] and "complex64" in refusals[2]
+        for dtype, text in zip(REFUSED, refusals[3:], strict=False):
+            assert f"Tensor type {str(dtype).removeprefix('torch.')} is not supported by sum" in text
+        assert "required to be contiguous" in refusals[-1] and [mean, row] == [6 + 6j, [1.0, 1.0]]
 
 
 def sets() -> list[Any]:

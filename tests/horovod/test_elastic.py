@@ -63,6 +63,11 @@ def states() -> list[Any]:
     state.restore()
     assert state.model is other and torch.equal(other.weight, weight)
     assert hvd.elastic.TorchState(batch=0).model is None
+    # As in Horovod's own test script: the attribute is the script's alone.
+    counting = hvd.elastic.TorchState(commits=0)
+    counting.commits += 1
+    counting.commit()
+    assert counting.commits == 1
     return told
 
 
@@ -209,6 +214,57 @@ def test_ranks_have_equally_many_samples() -> None:
     assert zero[3:] == [2, 3]
 
 
+def record_uneven_batches(length: int) -> list[Any]:
+    """Samples of an epoch whose last batch is smaller, recorded by its own size as a script does by ``len(batch)``."""
+    sampler = hvd.elastic.ElasticSampler(range(length), shuffle=False)
+    for index, batch in enumerate(DataLoader(range(length), batch_size=2, sampler=sampler)):  # type: ignore[arg-type]
+        sampler.record_batch(index, len(batch))
+    recorded = sorted(sampler.processed_indices)
+    for batch in ((len(sampler), 2), (0, 1), (1, 3)):
+        with pytest.raises(ValueError, match=r"no such batch.*record_indices"):
+            sampler.record_batch(*batch)
+    assert sorted(sampler.processed_indices) == recorded
+    return [recorded, sorted(sampler)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_smaller_last_batch_is_recorded(size: int) -> None:
+    for recorded, given in run(size, with_horovod, inside=record_uneven_batches, length=5 * size):
+        assert recorded == given and len(given) == 5
+
+
+def train_with_batch_norm(places: dict[tuple[int, str], int]) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), hvd.SyncBatchNorm(8), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    data = torch.randn(4, 3, 5, 4)
+    fail, calls = Failing(places), [0]
+
+    @hvd.elastic.run
+    def steps(state: Any) -> None:
+        calls[0] += 1
+        while state.batch < len(data):
+            optimizer.zero_grad()
+            loss = model(data[state.batch, hvd.rank()]).square().mean()
+            fail(state.batch, "before backward")
+            loss.backward()
+            optimizer.step()
+            state.batch += 1
+            state.commit()
+
+    steps(hvd.elastic.TorchState(model, optimizer, batch=0))
+    return [calls[0], [value.clone() for value in model.state_dict().values()]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_failure_in_the_backward_of_batch_norm_changes_no_weight(size: int) -> None:
+    places = {(1, "before backward"): 1, (3, "before backward"): 0}
+    expected = run(size, with_horovod, inside=train_with_batch_norm, places={})
+    for calls, values in run(size, with_horovod, inside=train_with_batch_norm, places=places):
+        assert calls == 3 and all(torch.equal(a, b) for a, b in zip(values, expected[0][1], strict=True))
+
+
 def nothing_is_left() -> int:
     sampler = hvd.elastic.ElasticSampler(range(4))
     sampler.record_indices(range(4))
@@ -260,7 +316,7 @@ def test_ranks_that_cannot_join_again_raise_horovod_s_error(monkeypatch: pytest.
     monkeypatch.setattr(mpi_ops, "_join", absent)
     nothing = dict.fromkeys(("sync", "restore", "on_hosts_updated"), lambda: None)
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 did not arrive"):
-        fails(SimpleNamespace(**nothing, commits=0))
+        fails(SimpleNamespace(**nothing))
 
 
 def commits_too_early() -> None:

@@ -307,7 +307,11 @@ def misuses() -> list[str]:
         for _ in range(2):
             net(torch.ones(1, 4)).sum().backward()
 
+    def with_graph() -> None:
+        net(torch.ones(1, 4)).square().sum().backward(create_graph=True)
+
     for wrong in (
+        with_graph,
         lambda: hvd.alltoall(torch.ones(3), name="x"),
         lambda: hvd.broadcast(torch.ones(1), 7, name="x"),
         lambda: hvd.reducescatter(torch.tensor(1.0), name="x"),
@@ -318,6 +322,8 @@ def misuses() -> list[str]:
         with pytest.raises((ValueError, AssertionError)) as caught:
             wrong()
         found.append(str(caught.value))
+        if wrong is with_graph:
+            sgd.zero_grad()
     with pytest.raises(AssertionError):
         optimizer.synchronize()
     return found
@@ -326,8 +332,46 @@ def misuses() -> list[str]:
 def test_messages_of_misuse_name_rank_and_tensor() -> None:
     for rank, found in enumerate(run(2, with_horovod, inside=misuses)):
         assert [text for text in found if f"rank {rank}" not in text] == []
-        names = ["alltoall.x'", "broadcast.x'", "reducescatter.x'", "allreduce.x'", "'2.bias'", "'2.bias', '2.weight'"]
+        calls = ["alltoall.x'", "broadcast.x'", "reducescatter.x'", "allreduce.x'"]
+        names = ["'2.bias'", *calls, "'2.bias'", "'2.bias', '2.weight'"]
         assert [text for text, name in zip(found, names, strict=True) if name not in text] == []
+
+
+def exchange_without_splits() -> list[Any]:
+    rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(2 * hvd.size()) + 10 * hvd.rank()))
+    return [rows.tolist(), received.tolist(), received.dtype]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_asynchronous_alltoall_gives_the_received_splits_too(size: int) -> None:
+    for rank, found in enumerate(run(size, with_horovod, inside=exchange_without_splits)):
+        rows = [10 * sender + 2 * rank + i for sender in range(size) for i in range(2)]
+        assert found == [rows, [2] * size, torch.int32]
+
+
+def fail_in_backward() -> list[str]:
+    """Messages of backward passes in which rank 0 waits while the others wait for another collective."""
+    size, found = hvd.size(), []
+    for name, *given in (("allreduce",), ("allgather",), ("broadcast", 0), ("alltoall",), ("reducescatter",)):
+        x = torch.ones(size, requires_grad=True)
+        loss = getattr(hvd, name)(x, *given, name="x").sum()
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            if hvd.rank():
+                hvd.allreduce(torch.ones(1), name="another")
+            else:
+                loss.backward()
+        found.append(str(caught.value))
+    loss = hvd.allreduce(torch.ones(1, requires_grad=True), op=hvd.Min)
+    with pytest.raises(ValueError, match="has no gradient"):
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_collective_that_fails_in_backward_raises_horovod_s_error(size: int) -> None:
+    for found in run(size, with_horovod, inside=fail_in_backward):
+        names = ["allreduce.x", "allgather.x", "broadcast.x", "alltoall.x", "reducescatter.x"]
+        assert [text for text, name in zip(found, names, strict=True) if f"{name}.grad" not in text] == []
 
 
 def change_gradients(how: str) -> str:

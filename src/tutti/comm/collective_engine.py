@@ -148,10 +148,15 @@ class CollectiveSession:
         engine: this rank's thread that performs the collectives.
         number: number of the session, equal on all ranks.
         options: timeouts and limits; those of rank 0 hold for all ranks.
+
+    Attributes:
+        translated: decorates the backward passes of collectives, so that they raise the exceptions of the interface
+            that has opened the session, such as Horovod's; by default they raise tutti's.
     """
 
     def __init__(self, engine: CollectiveEngine, number: int, options: SessionOptions) -> None:
         self.engine, self.number, self.options = engine, number, options
+        self.translated: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(engine.size))}
         self.closed = False
         self.turn = 0

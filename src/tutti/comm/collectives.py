@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -25,14 +25,17 @@ from tutti.launcher import context
 
 AVERAGE, SUM = ReduceOperation.AVERAGE, ReduceOperation.SUM
 
-_COMPLEX = frozenset(("complex32", "complex64", "complex128"))
-_UNDEFINED = {
-    ReduceOperation.AVERAGE: frozenset(("bool",)),
-    ReduceOperation.MIN: _COMPLEX,
-    ReduceOperation.MAX: _COMPLEX,
-    ReduceOperation.PRODUCT: _COMPLEX,
+_REAL = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"))
+_COMPLEX = frozenset(("complex64", "complex128"))
+_REDUCED = {
+    ReduceOperation.AVERAGE: _REAL - {"bool"} | _COMPLEX,
+    ReduceOperation.SUM: _REAL | _COMPLEX,
+    ReduceOperation.MIN: _REAL,
+    ReduceOperation.MAX: _REAL,
+    ReduceOperation.PRODUCT: _REAL,
+    ReduceOperation.ADASUM: _REAL,
 }
-"""Dtypes whose numbers an operation cannot reduce, or that no backend reduces by it."""
+"""Dtypes that an operation is defined for and that PyTorch computes with; others would fail in the engine."""
 
 
 class ProcessSet:
@@ -160,9 +163,9 @@ def _submit(
             remedy="move them together",
         )
     dtypes = tuple([_name_of(tensor.dtype) for tensor in inputs])
-    if (refused := _UNDEFINED.get(given.get("op", ""))) is not None and not refused.isdisjoint(dtypes):
+    if (reduced := _REDUCED.get(given.get("op", ""))) is not None and not reduced.issuperset(dtypes):
         raise UsageError(
-            f"Tensor type {next(dtype for dtype in dtypes if dtype in refused)} is not supported by {given['op']}",
+            f"Tensor type {next(dtype for dtype in dtypes if dtype not in reduced)} is not supported by {given['op']}",
             where=_where(kind, name),
             remedy="convert the tensor, or use another operation",
         )
@@ -1086,6 +1089,16 @@ def _differentiable(function: Any, given: tuple[Any, ...], tensors: list[Tensor]
     return list(found) if isinstance(found, tuple) else [found]
 
 
+def _translated(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a backward pass so that it raises the exceptions of the session's interface, such as Horovod's."""
+
+    @wraps(backward)
+    def call(*given: Any) -> Any:
+        return _session().translated(backward)(*given)
+
+    return call
+
+
 def _grad_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.grad"
 
@@ -1101,6 +1114,7 @@ class _AllReduce(torch.autograd.Function):
         )
 
     @staticmethod
+    @_translated
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         op, name, prescale, postscale, process_set = ctx.given
         if op not in (AVERAGE, SUM):
@@ -1118,6 +1132,7 @@ class _AllGather(torch.autograd.Function):
         return tuple(grouped_allgather_async(tensors, name, process_set=process_set).wait())
 
     @staticmethod
+    @_translated
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         name, process_set = ctx.given
         sizes = [math.prod(shape[:1]) for shape in ctx.shapes]
@@ -1138,6 +1153,7 @@ class _Broadcast(torch.autograd.Function):
         return (broadcast_async(tensor, root, name, process_set=process_set).wait(),)
 
     @staticmethod
+    @_translated
     def backward(ctx: Any, gradient: Tensor) -> Any:
         root, name, process_set = ctx.given
         reduced = allreduce(gradient, AVERAGE, _grad_name(name), process_set=process_set)
@@ -1154,6 +1170,7 @@ class _AllToAll(torch.autograd.Function):
         return (result,)
 
     @staticmethod
+    @_translated
     def backward(ctx: Any, gradient: Tensor) -> Any:
         back = alltoall(gradient, ctx.received, _grad_name(ctx.name), process_set=ctx.process_set)[0]
         if len(back) < ctx.rows:
@@ -1173,6 +1190,7 @@ class _ReduceScatter(torch.autograd.Function):
         )
 
     @staticmethod
+    @_translated
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         op, name, prescale, postscale, process_set = ctx.given
         factor = prescale * postscale * (process_set.size() if op == SUM else 1)

@@ -46,9 +46,6 @@ class State:
     Args:
         bcast_object: broadcasts an object from rank 0 to all ranks and returns it; collective over all ranks.
         get_rank: returns this process's rank.
-
-    Attributes:
-        commits: number of calls of ``commit`` that saved the state.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -56,7 +53,7 @@ class State:
         self._host_messages: queue.Queue[tuple[float, HostUpdateResult]] = queue.Queue()
         self._last_update = 0.0
         self._reset_callbacks: list[Callable[[], Any]] = []
-        self.commits = 0
+        self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Register functions that are called after each reset of the elastic job, before its state is synchronised.
@@ -103,7 +100,7 @@ class State:
         """
         self._bcast_object(None)
         self.save()
-        self.commits += 1
+        self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -268,9 +265,9 @@ def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable
             except HorovodInternalError as error:
                 state.restore()
                 if isinstance(error.__cause__, MismatchError):
-                    if mismatched_at == state.commits:
+                    if mismatched_at == state._commits:
                         raise
-                    mismatched_at = state.commits
+                    mismatched_at = state._commits
                 reason, skip_sync = error, False
                 log.warning("a collective failed; continuing from the last commit: %s", error)
             except HostsUpdatedInterrupt as interrupt:

@@ -182,6 +182,7 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
         # A loss before now found no engine to interrupt.
         member.check()
     _session = running.open_session(_options())
+    _session.translated = translated
     collectives.use_session(_session)
     collectives.barrier()
     running.make_group()
@@ -1127,8 +1128,8 @@ def alltoall_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the received rows, in the order of the ranks that
-        sent them; with ``splits`` a pair of these rows and an int32 tensor with the number of rows from each member.
+        Handle for ``poll`` and for ``synchronize``, which returns, with and without ``splits``, a pair of the received
+        rows, in the order of the ranks that sent them, and an int32 tensor with the number of rows from each member.
 
     Raises:
         ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
@@ -1136,10 +1137,7 @@ def alltoall_async(
             more than the rows; or they are None and the number of ranks does not divide the rows.
     """
     check_initialized()
-    handle = collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set)
-    if splits is None:
-        handle.convert = lambda result: result[0]
-    return _handle(handle)
+    return _handle(collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set))
 
 
 def _scatters(op: Any) -> ReduceOperation:

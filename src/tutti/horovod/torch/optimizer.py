@@ -48,6 +48,10 @@ _CHANGED = (
     "are reduced, so that the change would be lost. Call optimizer.synchronize() before gradients are clipped or "
     "unscaled, and optimizer.step() in the context optimizer.skip_synchronize()."
 )
+_GRAPH = (
+    "Gradients were computed by backward(create_graph=True). Their graph leads to this rank's loss alone, so that "
+    "second derivatives would differ between ranks. Use torch.autograd.grad for these, and loss.backward() alone."
+)
 
 
 @dataclass(slots=True)
@@ -186,11 +190,13 @@ class _Distributed:
         bucket = backward.bucket
         if backward.delay <= 0 or bucket.handle is not None or (self._sparse and parameter in self._sparse):
             raise AssertionError(self._too_many(parameter))
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError(f"{_GRAPH} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')")
         backward.delay -= 1
         if backward.delay > 0:
             return
         bucket.missing -= 1
-        gradient = parameter.grad
         if gradient is not None and gradient.is_sparse and not self.sparse_as_dense:
             self._start_sparse(parameter, gradient)
         if bucket.missing == 0:

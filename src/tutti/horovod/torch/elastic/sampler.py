@@ -33,6 +33,8 @@ class ElasticSampler(Sampler[int]):
         # In the order in which they were recorded; a dict is an ordered set.
         self._processed: dict[int, None] = {}
         self._unshared: list[int] = []
+        self._batch_size = self.num_samples = 0
+        self.indices: list[int] = []
         self.reset()
 
     @property
@@ -75,9 +77,21 @@ class ElasticSampler(Sampler[int]):
 
         Args:
             batch_idx: number of the batch on this rank, from 0 since the last reset or ``set_epoch``.
-            batch_size: number of samples of a batch; equal in all calls.
+            batch_size: number of samples of a batch, equal in all calls; that of the last batch may be smaller.
+
+        Raises:
+            ValueError: there is no such batch since the last reset, or another than the last batch is smaller.
         """
-        self.record_indices(self.get_indices(batch_idx, batch_size))
+        self._batch_size = self._batch_size or batch_size
+        start = batch_idx * self._batch_size
+        last = batch_size < self._batch_size and start + batch_size == self.num_samples
+        if start >= self.num_samples or not (batch_size == self._batch_size or last):
+            raise ValueError(
+                f"record_batch({batch_idx}, {batch_size}) on rank {self.rank}: there is no such batch among the "
+                f"{self.num_samples} samples since the last reset, of which the first batch had {self._batch_size}. "
+                "Count batches from 0 after each reset, or give the samples to record_indices"
+            )
+        self.record_indices(self.indices[start : start + batch_size])
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record samples as processed, on this rank only.
@@ -127,6 +141,7 @@ class ElasticSampler(Sampler[int]):
         and ``rank``. Batches are numbered from 0 again.
         """
         self.num_replicas, self.rank = size(), rank()
+        self._batch_size = 0
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(self.dataset), generator=generator).tolist()

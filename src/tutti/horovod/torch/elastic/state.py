@@ -259,7 +259,7 @@ class TorchState(ObjectState):
         self._gather()
         self._bcast_object(None)
         self.save()
-        self.commits += 1
+        self._commits += 1
         super().check_host_updates()
 
     def check_host_updates(self) -> None:
