@@ -67,6 +67,7 @@ sizes = [hvd.size()]
 @hvd.elastic.run
 def train(state):
     sizes.append(hvd.size())
+    assert [int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE")] == [hvd.rank(), hvd.size()]
     batch = 0
     while state.step < 8 or (until and hvd.size() < until):
         if until and state.step >= 4 and hvd.rank() == 0:

@@ -12,7 +12,9 @@ import pytest
 from tests.architecture.sources import ROOT
 
 SCRIPT = """
+import os
 import sys
+rank = os.environ.get("HOROVOD_RANK", "0")
 import horovod.torch as hvd
 from horovod.torch.mpi_ops import synchronize
 from horovod.common.exceptions import HorovodInternalError
@@ -22,6 +24,9 @@ from horovod.torch.elastic import TorchState, run
 import torch
 assert hvd.elastic.run is run and hvd.elastic.ElasticSampler is ElasticSampler and issubclass(TorchState, ObjectState)
 hvd.init()
+assert int(rank) == hvd.rank()
+for field in ("size", "local_rank", "local_size", "cross_rank", "cross_size") if hvd.size() > 1 else ():
+    assert int(os.environ[f"HOROVOD_{field.upper()}"]) == getattr(hvd, field)()
 total = synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"))
 if hvd.rank() == 0:
     print("total", total.item(), sys.argv[1:], issubclass(HorovodInternalError, RuntimeError), flush=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
-from tutti.horovod.installing import install
+from tutti.horovod.installing import export_rank, install
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python -m tutti.horovod script.py [arguments]")
     install()
+    export_rank(os.environ)
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

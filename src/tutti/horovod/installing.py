@@ -6,12 +6,14 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from tutti.launcher.launch import run_script
+from tutti.process_context import read_identity
 
 SERVED = (
     "horovod",
@@ -114,6 +116,23 @@ def install(replace: bool = False) -> bool:
     return True
 
 
+def export_rank(environ: MutableMapping[str, str]) -> None:
+    """Set ``HOROVOD_RANK``, ``HOROVOD_SIZE`` and so on, as ``horovodrun`` does, for scripts that read these variables.
+
+    Does nothing if the launcher is not tutti's or torchrun, or a rank of an elastic job has no place yet.
+
+    Args:
+        environ: environment variables of this rank; the variables are added to it.
+
+    Raises:
+        UsageError: the launcher's variables contradict each other.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        identity = read_identity(environ)
+        for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
+            environ[f"HOROVOD_{field.upper()}"] = str(getattr(identity, field))
+
+
 def run_horovod_script(script: str, argv: list[str], module: bool = False) -> None:
     """Run a script or module as ``__main__`` in this process, with ``import horovod`` served by tutti.
 
@@ -126,4 +145,5 @@ def run_horovod_script(script: str, argv: list[str], module: bool = False) -> No
         module: whether ``script`` names a module.
     """
     install()
+    export_rank(os.environ)
     run_script(script, argv, module)

@@ -28,6 +28,7 @@ from tutti.comm.negotiation import SessionOptions
 from tutti.device import collective_library_version, has_toolkit
 from tutti.errors import PeerError, UsageError
 from tutti.horovod.common.exceptions import HorovodInternalError
+from tutti.horovod.installing import export_rank
 from tutti.horovod.torch.collective_timeline import CollectiveTimeline
 from tutti.horovod.torch.compression import Compression
 from tutti.launcher import context
@@ -146,6 +147,7 @@ def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | st
         try:
             _join(None, process_sets)
             member.check()
+            export_rank(os.environ)
             return
         except (PeerError, RuntimeError, TimeoutError) as error:
             if attempt == _ATTEMPTS:
