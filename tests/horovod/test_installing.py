@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def test_a_script_runs_as_it_is(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = python(tmp_path, *words)
     ranks = 2.0 if "run" in words else 1.0
     assert f"total {ranks} ['--epochs', '3'] True" in done.stdout, done.stderr
+
+
+def test_the_timeline_of_a_script_that_ends_without_shutdown_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ("-np", "2", "-H", "localhost:2", "--timeline-filename", "trace.json", "python", "script.py")
+    done = python(tmp_path, "-m", "tutti", "run", "--horovod", *words)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "ALLREDUCE" in {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())}
 
 
 def test_other_frameworks_get_a_reason_and_a_real_horovod_wins(tmp_path: Path) -> None:

@@ -43,14 +43,15 @@ _IDLE = frozenset(
         *("--gloo", "--mpi", "--jsrun", "--tcp", "--verbose", "--disable-cache", "--prefix-output-with-timestamp"),
         *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
         *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp"),
-        *("-prefix-timestamp", "--log-with-timestamp", "--log-without-timestamp", "--no-mpi-threads-disable"),
+        *("-prefix-timestamp", "--log-with-timestamp", "--log-without-timestamp"),
+        *("--mpi-threads-disable", "--no-mpi-threads-disable"),
         *("--no-autotune", "--no-timeline-mark-cycles", "--stall-check", "--no-torus-allreduce", "--torus-allreduce"),
     )
 )
 _IDLE_WITH_VALUE = frozenset(
     (
         *("--mpi-args", "--binding-args", "--num-nccl-streams", "--thread-affinity", "--cycle-time-ms", "--log-level"),
-        *("--gloo-timeout-seconds", "--mpi-threads-disable", "--ccl-bgt-affinity"),
+        *("--gloo-timeout-seconds", "--ccl-bgt-affinity"),
         *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise"),
     )
 )
@@ -81,8 +82,7 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
 
     Raises:
         UsageError: a flag that would matter, such as ``--ssh-port``, is not served; a flag lacks its value; a host file
-            cannot be read; the value of ``--fusion-threshold-mb`` is not a whole number; or a flag that stands for a
-            variable is given with ``-H``, because ranks on other hosts would not get the variable.
+            cannot be read; or the value of ``--fusion-threshold-mb`` is not a whole number.
 
     >>> words = ["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"]
     >>> translate_flags(words, {}, {"-np": 1, "--timeout": 1})
@@ -125,10 +125,6 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
         rest = rest[1:]
     if rest and Path(rest[0]).name in ("python", "python3"):
         rest = rest[1:]
-    if variables and (hosts := next((flag for flag in made if flag in ("-H", "--hosts", "--hostfile")), None)):
-        raise UsageError(
-            f"{', '.join(variables)} cannot be given as a flag with {hosts}", remedy="set the variable on every host"
-        )
     elastic = not {*_OF_ELASTIC_JOBS, "--blacklist-cooldown-range"}.isdisjoint(made)
     if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and elastic and "--elastic-timeout" not in made:
         made += ["--elastic-timeout", seconds]

@@ -27,7 +27,7 @@ from tutti.launcher.stdin_control import TETHER
 
 # A name that begins with a dash would be an option of ssh.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.:-]*")
-_PASSED = ("TUTTI_", "GLOO_", *COLLECTIVE_VARIABLES)
+_PASSED = ("TUTTI_", "HOROVOD_", "GLOO_", *COLLECTIVE_VARIABLES)
 _ALSO_PASSED = ("PYTHONPATH", "OMP_NUM_THREADS", *VISIBLE_DEVICES)
 _SSH_FAILED = 255
 _REACH = 5
@@ -182,9 +182,9 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
 def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the environment variables that a launcher passes on to ranks on other nodes.
 
-    These are the variables of tutti (``TUTTI_…``), of Gloo (``GLOO_…``) and of vendors' collectives (``NCCL_…``,
-    ``TORCH_NCCL_…``, ``RCCL_…``, ``CCL_…``), variables that limit the visible devices, such as
-    ``CUDA_VISIBLE_DEVICES``, ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
+    These are the variables of tutti (``TUTTI_…``), of Horovod scripts (``HOROVOD_…``), of Gloo (``GLOO_…``) and of
+    vendors' collectives (``NCCL_…``, ``TORCH_NCCL_…``, ``RCCL_…``, ``CCL_…``), variables that limit the visible
+    devices, such as ``CUDA_VISIBLE_DEVICES``, ``PYTHONPATH`` and ``OMP_NUM_THREADS``.
 
     Args:
         environ: environment variables of the launcher.

@@ -419,7 +419,8 @@ def stop_timeline() -> None:
     global _timeline
     ending, _timeline = _timeline, None
     if ending is not None:
-        engine().sink = None
+        if _session is not None:
+            _session.engine.sink = None
         ending.close()
 
 
