@@ -6,7 +6,7 @@ Model layouts, gradient synchronisation and optimizers never import each other; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -204,6 +204,9 @@ class StepContext:
             ranks; 0 if it has not.
         compare: raises UsageError where ranks hold different parameters; called on all data ranks where ``written``
             differs. None where it cannot.
+        edits: a line for each parameter, of which each rank has a part, that the script has written since the last
+            step; compared over all ranks.
+        edited_in: place in the script of the last such write, as ``FILE:LINE``.
     """
 
     taken: int
@@ -217,6 +220,8 @@ class StepContext:
     place: tuple[int, int] = (0, 0)
     written: int = 0
     compare: Callable[[], None] | None = None
+    edits: Sequence[str] = ()
+    edited_in: str = ""
 
 
 class GradientVariance(NamedTuple):
@@ -476,6 +481,38 @@ class GradientReadyHook(Protocol):
         """
 
 
+class EditRecords(Protocol):
+    """Records of a script's calls of PyTorch that have made or written tensors of which each rank has a part."""
+
+    @property
+    def line(self) -> str:
+        """Place in the script of the last edit on this rank, as ``FILE:LINE``."""
+        ...
+
+    def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Return a line for each of these tensors that the script has edited, the same for the same edits.
+
+        Args:
+            named: (name, tensor) pairs, such as gradients.
+        """
+        ...
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Forget the edits of tensors to which tutti has given new values.
+
+        Args:
+            tensors: the tensors, such as gradients that have just been reduced.
+        """
+        ...
+
+    def take(self) -> list[str]:
+        """Return a line for each parameter that the script has written since the last call, and forget the writes.
+
+        The lines are the same on all ranks that have made the same writes.
+        """
+        ...
+
+
 class ReplicaRunner(Protocol):
     """This rank's part of a replica of the model (protocol), which runs its forward and backward.
 
@@ -506,6 +543,8 @@ class ReplicaRunner(Protocol):
         model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
         plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
         own_backward: whether ``run`` calls ``backward`` for each micro-batch.
+        edits: records of the script's edits of parameters and gradients of which each rank has a part; None without
+            such parameters.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
     """
@@ -526,6 +565,7 @@ class ReplicaRunner(Protocol):
     is_dummy: bool
     script_code: Callable[[], AbstractContextManager[None]]
     model_code: Callable[[], AbstractContextManager[None]]
+    edits: EditRecords | None
     split_backwards: Sequence[Any]
 
     @property

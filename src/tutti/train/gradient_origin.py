@@ -21,6 +21,7 @@ from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
+from tutti.parallel.ddp.reducers import agree_on_edits
 from tutti.torch_compat import tensor_version
 from tutti.types import SPLIT_OVER_MODEL, CustomLoopSync
 
@@ -147,6 +148,8 @@ class GradientOrigin:
         self._norms = self._norms_here() if self._sync.gradient_at == "sliced_rows" else {}
         self._mixed.clear()
         self._made.clear()
+        if (edits := self._run.replica.edits) is not None:
+            edits.forget(gradient for gradient, _ in self._complete.values())
 
     def cleared(self, members: Sequence[nn.Parameter]) -> None:
         """Record that the script has cleared the ``.grad`` of these parameters, by setting them to None or to zeros.
@@ -276,6 +279,7 @@ class GradientOrigin:
         if self._norms:
             now = self._norms_here()
             return [p for p in members if p in now and not (p in self._norms and torch.equal(self._norms[p], now[p]))]
+        edits = self._run.replica.edits
         found = []
         for parameter in members:
             gradient, complete = parameter.grad, self._complete.get(parameter)
@@ -288,6 +292,9 @@ class GradientOrigin:
                 if gradient is not None:
                     found.append(parameter)
             elif gradient is not complete[0] or tensor_version(gradient) != complete[1]:
+                found.append(parameter)
+            elif edits is not None and edits.lines([("", gradient)]):
+                # Through .data, which has a version counter of its own.
                 found.append(parameter)
         return found
 
@@ -302,10 +309,11 @@ class GradientOrigin:
 
         Collective over the ranks that hold the same gradients, and over all ranks where each has a part of them: an
         all-gather of sums and sums of squares. Of a gradient of which a rank has a part, the ranks compare what scaling
-        and clamping have made of a few numbers. DTensors of FSDP2 are not checked.
+        and clamping have made of a few numbers, or (DTensors of FSDP2) the records of the script's calls.
 
         Raises:
-            UsageError: the strategy shards tensor slices, where a script cannot edit gradients.
+            UsageError: the strategy shards tensor slices, where a script cannot edit gradients; ranks have edited
+                FSDP2's gradients in different ways; or another rank has edited none.
             MismatchError: ranks hold different gradients; the error names a parameter.
         """
         run, place = self._run, self._sync.gradient_at
@@ -320,29 +328,57 @@ class GradientOrigin:
         if place == "stages":
             # What is added to a gradient is known on the ranks of its stage alone.
             self._compare(comms.replica, _sums_of_added)
-        if place not in ("shards", "servers"):
+        if place == "shards":
+            self._compare_records(comms.replica)
+        elif place != "servers":
             self._compare(comms.world if place in (*SPLIT_OVER_MODEL, "rows") else comms.replica, _sums)
 
+    def _compare_records(self, comm: Communicator) -> None:
+        """Raise UsageError on every rank of ``comm`` where records of edits of gradients differ. Collective."""
+        edits = self._run.replica.edits
+        if comm.size == 1 or edits is None:
+            return
+        gradients = [(f"the gradient of {n}", p.grad) for n, p in self._sync.named_trained()]
+        lines = edits.lines((name, g) for name, g in gradients if g is not None)
+        lines += [f"{name}: None" for name, g in gradients if g is None]
+        with self._edited_everywhere():
+            agree_on_edits(comm, lines, f"step {self._run.clock + 1}, {edits.line}")
+
     def _compare(self, comm: Communicator, sums: Callable[[Tensor | None], Tensor]) -> None:
-        """Raise MismatchError on every rank of ``comm`` where ``sums`` of edited gradients differ. Collective."""
+        """Raise UsageError on every rank of ``comm`` where ``sums`` of edited gradients differ. Collective."""
         run, seen = self._run, self.script_parameters()
         if comm.size == 1:
             return
         names = {p: name for name, p in self._sync.named_trained()}
         # On the device: the host waits once, for the comparison, and not for each gradient.
         table = torch.stack([sums(parameter.grad).to(comm.device) for parameter in seen])
-        rows = comm.all_gather(table, f"digests of edited gradients in step {run.clock + 1}")
+        with self._edited_everywhere():
+            rows = comm.all_gather(table, f"digests of edited gradients in step {run.clock + 1}")
         for other in rows[1:]:
             same = ((other == rows[0]) | (other.isnan() & rows[0].isnan())).all(dim=1)
             if not bool(same.all()):
                 name = names.get(seen[int((~same).nonzero()[0])], "a parameter")
                 raise MismatchError(
                     f"the script changed the gradient of {name} in another way on each rank",
-                    where=f"step {run.clock + 1}",
+                    where=f"step {run.clock + 1}, {script_line()}",
                     why="after run.backward every rank has the gradient of the global batch, and must keep the same",
                     remedy="edit .grad alike on every rank (no rank's own samples or random draws), or put the term"
                     " into the loss",
                 )
+
+    @contextmanager
+    def _edited_everywhere(self) -> Iterator[None]:
+        """Explain, around a comparison of edits, that other ranks have edited nothing and make other calls."""
+        try:
+            yield
+        except MismatchError as error:
+            raise UsageError(
+                "the script has edited gradients on this rank, and not on others",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why=f"ranks make one update together, and compare its edits: {error.what}",
+                remedy="edit .grad alike on every rank, whatever the rank's number and its own samples, or put the term"
+                " into the loss",
+            ) from error
 
 
 def _own(gradient: Tensor) -> Tensor:

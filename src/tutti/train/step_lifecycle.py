@@ -118,6 +118,8 @@ class StepLifecycle:
             run.conversions.check()
         for guard in run.state_guards:
             guard.check()
+        edits = run.replica.edits
+        edited = [] if edits is None else edits.take()
         return StepContext(
             run.taken,
             run.feed.contract.batch if drawn is None else drawn.samples,
@@ -128,6 +130,8 @@ class StepLifecycle:
             place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
             written=self._written.digest(),
             compare=self._written.compare,
+            edits=edited,
+            edited_in=edits.line if edits is not None and edited else "",
         )
 
     def _collated(self, batch: Batch) -> Batch:

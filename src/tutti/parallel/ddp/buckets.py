@@ -267,7 +267,8 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     Args:
         step_context: facts of the step. Hashed are its number, the index of the reduction within the step (``call``)
             and the batch size; unless ``key`` is 0 also the optimizers' settings, the position in the data (``place``)
-            and a digest of the parameters that the script has written (``written``).
+            and a digest of the parameters that the script has written (``written``). Its ``edits`` of parameters of
+            which each rank has a part are hashed in any case.
         key: hash of the model's parameters, from ``layout_key``, for data ranks, which hold equal parameters; 0 for the
             pipeline stages and tensor ranks of one replica, which do not.
 
@@ -282,6 +283,9 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         # In both, because writes are compared in one step only.
         a = (a + now.written) % 251
         b = mix(b, name_key(now.settings), now.taken, *now.place, now.written) % 251
+    if step_context.edits:
+        edits = name_key("\n".join(step_context.edits))
+        a, b = (a + edits) % 251, mix(b, edits) % 251
     return [a, a * a, b, b * b]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from tutti.comm.communicator import Communicator
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.tree_sum import TreeSum
 from tutti.device import widest_float
-from tutti.errors import MismatchError
+from tutti.errors import MismatchError, UsageError, script_line
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets, values_of
 from tutti.torch_compat import foreach_mul_, foreach_norm
 from tutti.types import NamedParameters, RunContext, StepContext
@@ -596,7 +597,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
     Raises:
         MismatchError: steps, batches or optimizer settings differ, or no difference is found.
-        UsageError: the script has written other parameter values on each rank.
+        UsageError: the script has written other parameter values on each rank, or parts of parameters in another way.
     """
     lines = [f"step {step_context.taken + 1}", f"a global batch of {step_context.samples} samples"]
     if step_context.place != (0, 0):
@@ -609,6 +610,8 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         " same everywhere, such as run.stats.loss, and not by a rank's own loss",
     )
     agree_on_settings(comm, step_context)
+    edited_in = step_context.edited_in or script_line()
+    agree_on_edits(comm, step_context.edits, f"before step {step_context.taken + 1}, {edited_in}")
     writes = comm.all_gather(torch.tensor([step_context.written]), "the script's writes of parameters")
     if len({int(digest) for digest in writes}) > 1 and step_context.compare is not None:
         step_context.compare()
@@ -619,6 +622,36 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         why="a model changed after tutti.prepare, or memory or the network is faulty",
         remedy="do not change parameters' shapes or trainability after tutti.prepare",
     )
+
+
+def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None:
+    """Raise UsageError if ranks have edited a parameter or gradient, of which each has a part, in different ways.
+
+    Collective over the ranks of ``comm``: an all-gather of digests.
+
+    Args:
+        comm: the ranks to compare.
+        lines: a line for each tensor that the script has edited on this rank; the same for the same edits.
+        where: place in the run and the script for the error message.
+
+    Raises:
+        UsageError: the edits differ on some rank; raised on every rank.
+        MismatchError: another rank is in another call.
+    """
+    try:
+        comm.agree(lines, "edits", "")
+    except MismatchError as error:
+        _, disagreed, sides = error.what.partition("ranks disagree about edits: ")
+        if not disagreed:
+            raise
+        shown = re.sub(" #[^,]+", "", sides)
+        raise UsageError(
+            f"the script has edited parameters or gradients in another way on each rank: {shown}",
+            where=where,
+            why="each rank has a part of these tensors, and only the same edit of every part is an edit of the whole",
+            remedy="make the edit on every rank, with numbers that are the same everywhere (run.stats, or all-reduced"
+            " ones) and not those of a rank's own samples, or take --strategy mirrored",
+        ) from error
 
 
 def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:

@@ -17,7 +17,7 @@ from tutti.nn.rng_streams import RngStreams, keyed_modules
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
 from tutti.nn.sync import SyncBatchNorm, peers_of
 from tutti.parallel.ddp import loss_output
-from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext, ShardSpec
+from tutti.types import EditRecords, GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext, ShardSpec
 
 
 class ReplicaPart:
@@ -49,6 +49,7 @@ class ReplicaPart:
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
         script_code: context manager around code of the script, which may refuse what that code reads.
         model_code: context manager within ``script_code``, around code of the model, which may read everything.
+        edits: records of the script's edits of parameters and gradients of which each rank has a part, or None.
         summary: entries for the run's header about this replica's layout.
     """
 
@@ -100,6 +101,7 @@ class ReplicaPart:
         self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
         self.script_code: Callable[[], AbstractContextManager[None]] = nullcontext
         self.model_code: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.edits: EditRecords | None = None
         self.summary: Mapping[str, str] = {}
         self.is_dummy = False
         self._kept: list[tuple[BufferRef, Tensor]] = []

@@ -32,6 +32,7 @@ from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.gradient_hooks import ScriptHook, share_gradient_hooks, wrap_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
 from tutti.nn.partial_gradient import GradientParts, agree_on_operand
+from tutti.nn.script_edits import ScriptEdits
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
@@ -71,6 +72,8 @@ class FullySharded:
 
     Attributes:
         rows: this rank's rows of each sharded parameter, frozen ones included, in the order of the model's parameters.
+        edits: records of the script's edits of rows, in which those of a parameter's objects count together; None for
+            no records.
 
     Raises:
         UsageError: ``fully_shard`` has been applied to the model already, or the wrap policy names a module or class
@@ -90,6 +93,7 @@ class FullySharded:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UsageError("the model is sharded already", remedy="build it anew for another run")
         self._model, self._comm = model, comm
+        self.edits: ScriptEdits | None = None
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
         self._beginning, self._meter = _Beginning(comm), _GradientMeter()
@@ -320,6 +324,8 @@ class FullySharded:
                 if each.local == each.spec.shape:
                     own, on_edit = partial(_local_gradient, gathered), partial(_mark_written, gathered)
                     parts.conceal([each.parameter], place, own, on_edit=on_edit)
+                    if self.edits is not None and each.parameter.grad is not None:
+                        self.edits.alias(each.parameter.grad, gathered.grad)
                 else:
                     # Rows of a tensor slice: tensor ranks hold the others.
                     conceal([each.parameter], place)

@@ -271,6 +271,7 @@ class ShardedSync:
 
             self._reads = ShardedReads(self._config.stage > 1)
             replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
+            replica.edits = self._reads.edits
         if self._config.stage == 1 or self._shards.size == 1:
             trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
             sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)

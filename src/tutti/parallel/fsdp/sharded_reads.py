@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
+from tutti.nn.script_edits import ScriptEdits
 from tutti.nn.script_mode import (
     SIZES,
     QuietMode,
@@ -69,10 +70,14 @@ class ShardedReads(ScriptMode):
 
     Args:
         distributed: whether the model has ``DTensor`` parameters (FSDP2), about which PyTorch's errors are explained.
+
+    Attributes:
+        edits: records of the script's edits of rows, by which ranks compare them.
     """
 
     def __init__(self, distributed: bool) -> None:
         self._shards = _ShardMode(distributed)
+        self.edits = self._shards.edits
         super().__init__(self._shards)
         self._over = self._stays = False
         self._forward = ExitStack()
@@ -88,6 +93,10 @@ class ShardedReads(ScriptMode):
             engine: the object that has applied ``fully_shard`` to the model; only a weak reference is kept.
         """
         self._shards.engine = ref(engine)
+        engine.edits = self.edits
+        for seen, rows in engine.owners().items():
+            if seen is not rows:
+                self.edits.alias(seen, rows)
 
     def cover(self, rows: Iterable[ShardedParameter], full: Iterable[Tensor]) -> None:
         """Register sharded parameters with this function mode, which from now on checks the script's use of them.
@@ -101,8 +110,10 @@ class ShardedReads(ScriptMode):
             rows: this rank's rows of each parameter, as the optimizer's groups have them.
             full: parameters of the model that hold all rows, also those of other ranks (ZeRO stage 1).
         """
+        rows = list(rows)
         for each in rows:
             self._shards.wholes[each.parameter] = each.local
+        self.edits.cover({each.name: each.parameter for each in rows})
         for parameter in full:
             self._shards.full[parameter] = True
 
@@ -192,6 +203,7 @@ class _ShardMode(QuietMode):
         self.wholes: Any = WeakIdKeyDictionary()
         self.full: Any = WeakIdKeyDictionary()
         self.asked = self.written = False
+        self.edits = ScriptEdits()
         # Weak: PyTorch's stack of modes holds this object, which must not keep the model in memory.
         self.engine: Callable[[], FullySharded | None] = _no_engine
         self._lost: Any = WeakIdKeyDictionary()  # gathered copies of rows of a DTensor, into which writes would be lost
@@ -201,6 +213,12 @@ class _ShardMode(QuietMode):
         """Refuse what gives other numbers than the whole parameters would; see the class."""
         if self.quiet:
             return func(*args, **kwargs)
+        result = self._checked(func, args, kwargs)
+        self.edits.note(func, args, kwargs, result)
+        return result
+
+    def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call that gives what it gives with whole parameters; see ``see``."""
         first = next(chain(args, kwargs.values()), None)
         if (written := self._written(func, first)) is not None:
             if func == DATA:

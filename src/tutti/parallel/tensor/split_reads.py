@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
+from tutti.nn.script_edits import ScriptEdits
 from tutti.nn.script_mode import (
     SIZES,
     QuietMode,
@@ -85,6 +86,9 @@ class SplitReads(QuietMode):
         blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
         comm: the ranks that hold the slices.
         holders: the ranks that hold slices of the same model, also those of other replicas.
+
+    Attributes:
+        edits: records of the script's edits of the parameters that ``edits.cover`` is given, for ranks to compare.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class SplitReads(QuietMode):
         _MODES.add(self)
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
+        self.edits = ScriptEdits()
         # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
         self._blocks = WeakKeyDictionary({layer: ref(block) for layer, block in blocks.items()})
 
@@ -129,17 +134,25 @@ class SplitReads(QuietMode):
                 itself calls a layer that is split by heads.
             MismatchError: an operand is another one on each rank.
         """
-        if not self.quiet and func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
+        if self.quiet:
+            return func(*args, **kwargs)
+        result = self._checked(func, args, kwargs)
+        self.edits.note(func, args, kwargs, result)
+        return result
+
+    def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call that gives what it gives with whole parameters; see ``see``."""
+        if func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
             return size_of_whole(func, whole, args, kwargs)
-        if not self.quiet and func == _GRADIENT:
+        if func == _GRADIENT:
             gradient = func(*args)
             if gradient is not None and (name := self._names.get(args[0])) is not None:
                 self._gradients[gradient] = name
                 self._ids.add(id(gradient))
             return gradient
-        if not self.quiet and func == _ASSIGN_GRADIENT and self._assign_gradient(*args):
+        if func == _ASSIGN_GRADIENT and self._assign_gradient(*args):
             return None
-        name = None if self.quiet or func in METADATA else self._name_in(func, args, kwargs)
+        name = None if func in METADATA else self._name_in(func, args, kwargs)
         if name is None:
             return func(*args, **kwargs)
         caller = tutti_caller(__name__)

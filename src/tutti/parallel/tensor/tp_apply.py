@@ -87,8 +87,8 @@ class TensorParallelizer:
 
     def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
         self._comm, self._plain, self._config = run_context.comms.axis("tensor"), plain, config
-        self._holders = self._comm if run_context.grid.stage > 1 else run_context.comms.world
-        self._compiled = run_context.compile is not None
+        self._compiled, self._staged = run_context.compile is not None, run_context.grid.stage > 1
+        self._holders = self._comm if self._staged else run_context.comms.world
         self.plan: list[PlanEntry] = []
         self._said: dict[str, str] = {}
         if config.sequence:
@@ -164,6 +164,10 @@ class TensorParallelizer:
         specs = {name: self._specs[name] for name in split}
         mode = SplitReads(split, specs, _blocks(self._plain, self.plan), self._comm, self._holders)
         reads = ScriptMode(mode)
+        if not self._staged:
+            # Stages have different parameters, and so different edits.
+            mode.edits.cover(dict(parameters(replica.parts)))
+            replica.edits = mode.edits
         replica.around_fsdp_hooks, replica.slice_name = seen_as_shares, mode.name_of
         whole = dict(parameters([self._plain]))
         replica.adapt_hooks = SliceHooks(whole, mode, reads.script_code, sequence=self._config.sequence)

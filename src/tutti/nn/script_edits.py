@@ -1,0 +1,202 @@
+"""Record what a script does to tensors of which each rank has a part, so that ranks can compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tutti.comm.random_keys import mix, name_key
+from tutti.device import widest_float
+from tutti.nn.script_mode import QuietMode, tensors_among
+from tutti.nn.written_tensors import DATA, METADATA, may_write
+from tutti.python_compat import calling_frame
+from tutti.torch_compat import TorchFunctionDisabled, storage_key
+
+_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_VALUES_STAY = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_"))
+_PLAIN = (bool, int, float, complex, str, slice, torch.dtype, torch.device, type(None), type(...))
+
+
+@dataclass(slots=True)
+class _Record:
+    """Hash of the calls that have made or written a tensor; 0 for none. ``last``: the last call, with its numbers."""
+
+    value: int = 0
+    last: str = ""
+
+
+class ScriptEdits:
+    """Records of the script's calls of PyTorch that have made or written tensors of which each rank has a part.
+
+    Ranks hold other values of such a tensor, so that its values cannot tell whether all ranks have edited it alike. Its
+    record can: a hash of the functions called, of the numbers and whole tensors among their arguments, and of the
+    records of their other arguments. Views of a tensor have its record. Used by function modes, which see the calls.
+
+    Attributes:
+        line: place in the script of the last edit on this rank, as ``FILE:LINE``.
+    """
+
+    def __init__(self) -> None:
+        self.line = "the script"
+        self._covered: dict[str, _Record] = {}
+        self._edited = False
+        self._records: Any = WeakIdKeyDictionary()
+        # Of tensors with a record, and of some that are gone: a look into weak references takes microseconds.
+        self._ids: set[int] = set()
+
+    def cover(self, named: Mapping[str, Tensor]) -> None:
+        """Record the script's edits of these tensors, and of what it computes from them, from now on.
+
+        Args:
+            named: parameters by name, as this rank has them.
+        """
+        self._covered = {name: self._record(tensor) for name, tensor in named.items()}
+
+    def alias(self, tensor: Tensor, source: Tensor) -> None:
+        """Let ``tensor``, another object for the same values, have the record of ``source``.
+
+        Args:
+            tensor, source: the two objects.
+        """
+        self._records[tensor] = self._record(source)
+        self._ids.add(id(tensor))
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record a call of the script, after it; nothing without a recorded tensor among its arguments.
+
+        Calls by tutti, such as those that load a checkpoint's slices, are not edits.
+
+        Args:
+            func: the function, as ``__torch_function__`` is given it.
+            args, kwargs: its arguments.
+            result: what the call has returned.
+        """
+        known = [each for each in tensors_among(args, kwargs) if self._knows(each)]
+        if not known or (func in METADATA and func != _GRADIENT):
+            return
+        if func == _GRADIENT:
+            if result is not None:
+                self._record(result)
+            return
+        if func == DATA:
+            self.alias(result, known[0])
+            return
+        caller = _caller()
+        if caller is None or str(caller.f_globals.get("__name__", "")).startswith("tutti."):
+            return
+        name: str = getattr(func, "__name__", "")
+        number = mix(name_key(name), *self._hashes([args, *kwargs.items()]))
+        numbers = (repr(each) for each in (*args, *kwargs.values()) if isinstance(each, int | float))
+        last = f"{name.strip('_')}({', '.join(numbers)})"
+        written = list(_written(func, name, args, kwargs))
+        self._edited = self._edited or bool(written)
+        self.line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        for place, tensor in enumerate(written):
+            record = self._record(tensor)
+            record.value, record.last = mix(number, place), last
+        memory = {_memory(each): each for each in known}
+        for place, tensor in enumerate(tensors_among((result,), {})):
+            if any(tensor is each for each in written):
+                continue
+            source = memory.get(_memory(tensor))
+            if source is not None:
+                self.alias(tensor, source)
+            else:
+                self._records[tensor] = _Record(mix(number, place), last)
+                self._ids.add(id(tensor))
+
+    def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Return a line for each of these tensors that the script has edited, the same for the same edits.
+
+        Args:
+            named: (name, tensor) pairs.
+        """
+        found = [(name, self._records[each]) for name, each in named if self._knows(each)]
+        return [_line_of(name, record) for name, record in found if record.value]
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Forget the edits of tensors to which tutti has given new values.
+
+        Args:
+            tensors: the tensors, such as gradients that have just been reduced.
+        """
+        for tensor in tensors if self._edited else ():
+            if self._knows(tensor):
+                self._records[tensor].value = 0
+
+    def take(self) -> list[str]:
+        """Return a line for each covered tensor that the script has edited since the last call, and forget the edits.
+
+        The lines are the same on all ranks that have made the same edits.
+        """
+        if not self._edited:
+            return []
+        self._edited = False
+        found = [(name, record) for name, record in self._covered.items() if record.value]
+        lines = [_line_of(name, record) for name, record in found]
+        for _, record in found:
+            record.value = 0
+        return lines
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._ids and tensor in self._records
+
+    def _record(self, tensor: Tensor) -> _Record:
+        if not self._knows(tensor):
+            self._records[tensor] = _Record()
+            self._ids.add(id(tensor))
+        record: _Record = self._records[tensor]
+        return record
+
+    def _hashes(self, values: Iterable[Any]) -> Iterator[int]:
+        for value in values:
+            if isinstance(value, Tensor):
+                yield self._records[value].value if self._knows(value) else _hash_of_whole(value)
+            elif isinstance(value, list | tuple):
+                yield from self._hashes(value)
+            else:
+                yield name_key(repr(value) if isinstance(value, _PLAIN) else type(value).__name__)
+
+
+def _written(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors whose values a call writes."""
+    writes = may_write(func) and name not in _VALUES_STAY and (name != "__set__" or func == _ASSIGN)
+    yield from tensors_among((*(args[:1] if writes else ()), kwargs.get("out")), {})
+
+
+def _line_of(name: str, record: _Record) -> str:
+    return f"{name}: {record.last} #{record.value:x}"
+
+
+def _caller() -> FrameType | None:
+    """Return the frame outside of PyTorch, and of the function modes, that has called a function of PyTorch."""
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        own = frame.f_globals.get("__name__") == __name__ or isinstance(frame.f_locals.get("self"), QuietMode)
+        if package not in ("torch", "contextlib") and not own:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return a number that tells the memory of a tensor, or of this rank's part of a ``DTensor``."""
+    with TorchFunctionDisabled(), torch.no_grad():
+        return storage_key(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+
+
+def _hash_of_whole(tensor: Tensor) -> int:
+    """Return a hash of a whole tensor's values; 0 for a part, whose values differ between ranks, and for others."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_complex():
+        return 0
+    with TorchFunctionDisabled(), torch.no_grad():
+        wide = tensor.to(widest_float(tensor.device))
+        return name_key(repr(torch.stack([wide.sum(), wide.square().sum()]).tolist()))

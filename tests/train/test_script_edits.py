@@ -1,0 +1,192 @@
+"""Edits of gradients and parameters of which each rank has a part must be the same on every rank, or the run stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+from tutti.errors import TuttiError
+
+DRAW = torch.Generator().manual_seed(0)
+DATA = TensorDataset(torch.randn(24, 3, generator=DRAW, dtype=torch.float64))
+
+
+def mean(net: Any, batch: Any) -> Any:
+    return net(batch[0]).square().mean()
+
+
+def multiplied(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad.mul_(number)  # type: ignore[union-attr]
+
+
+def multiplied_by_a_tensor(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad *= torch.tensor(number)  # type: ignore[operator]
+
+
+def multiplied_together(net: nn.Module, optimizer: Any, number: float) -> None:
+    torch._foreach_mul_([p.grad for p in net.parameters() if p.grad is not None], number)
+
+
+def multiplied_through_data(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad.data.mul_(number)  # type: ignore[union-attr]
+
+
+def multiplied_anew(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad = parameter.grad.mul(number)  # type: ignore[union-attr]
+
+
+def multiplied_in_groups(net: nn.Module, optimizer: Any, number: float) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(number)
+
+
+def decayed(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=number)  # type: ignore[union-attr]
+
+
+def clipped(net: nn.Module, optimizer: Any, number: float) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1 * number)
+
+
+def clamped(net: nn.Module, optimizer: Any, number: float) -> None:
+    nn.utils.clip_grad_value_(net.parameters(), 0.01 * number)
+
+
+def written(net: Any, optimizer: Any, number: float) -> None:
+    with torch.no_grad():
+        net[0].weight.mul_(number)
+
+
+def written_through_data(net: Any, optimizer: Any, number: float) -> None:
+    net[0].weight.data.mul_(number)
+
+
+def written_in_groups(net: Any, optimizer: Any, number: float) -> None:
+    optimizer.param_groups[0]["params"][0].data.mul_(number)
+
+
+Edit = Callable[[Any, Any, float], None]
+
+
+def trained(
+    strategy: str,
+    gradients: Edit | None = None,
+    parameters: Edit | None = None,
+    unlike: bool = False,
+    loop: bool = True,
+) -> Any:
+    """Train with an edit of gradients in each step, or of parameters after the second; ``unlike``: by rank."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = None
+    if strategy != "plain":
+        run = tutti.prepare(net, optimizer, DATA, mean, strategy=strategy, batch_size=6, shuffle=False)
+    batches = [(rows,) for rows in DATA.tensors[0].split(6)]
+    done, number = 0, 1.0 / (2 + (tutti.rank() if unlike else 0))
+    try:
+        for batch in batches if run is None else run.microbatches(0) if loop else run.epoch(0):
+            if loop:
+                optimizer.zero_grad()
+                (torch.Tensor.backward if run is None else run.backward)(mean(net, batch))
+                if gradients is not None:
+                    gradients(net, optimizer, number)
+                optimizer.step()
+            elif run is not None:
+                run.step(batch)
+            done += 1
+            if parameters is not None and done == 2:
+                parameters(net, optimizer, number)
+    except TuttiError as error:
+        return type(error).__name__, done, str(error)
+    return dict(net.state_dict() if run is None else run.state())
+
+
+GRADIENTS = [
+    ("sharded:stage=2", multiplied),
+    *(("sharded", edit) for edit in (multiplied, multiplied_by_a_tensor, multiplied_together, multiplied_in_groups)),
+    *(("sharded", edit) for edit in (multiplied_through_data, multiplied_anew, decayed, clipped, clamped)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "edit"), GRADIENTS)
+def test_other_numbers_on_each_rank_are_refused_before_the_first_update(strategy: str, edit: Edit) -> None:
+    for kind, done, said in worlds.run(2, trained, strategy=strategy, gradients=edit, unlike=True):
+        assert (kind, done) == ("UsageError", 0)
+        assert "in another way on each rank: rank 0 has the gradient of 0.weight: " in said
+        assert "test_script_edits.py:" in said and "the same everywhere" in said and "#" not in said
+    worlds.forget(2)
+
+
+@pytest.mark.parametrize(("strategy", "edit"), GRADIENTS)
+def test_the_same_numbers_on_each_rank_give_what_one_device_gives(strategy: str, edit: Edit) -> None:
+    want = trained("plain", gradients=edit)
+    for state in worlds.run(2, trained, strategy=strategy, gradients=edit):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+PARAMETERS = [
+    *(("sharded", edit) for edit in (written, written_through_data, written_in_groups)),
+    *(("tensor", edit) for edit in (written, written_through_data)),
+    ("sharded:stage=1", written_in_groups),
+    ("sharded:stage=2", written_through_data),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "edit", "loop"),
+    [*((*each, True) for each in PARAMETERS), ("sharded", written_through_data, False), ("tensor", written, False)],
+)
+def test_other_writes_on_each_rank_are_refused_before_the_next_update(strategy: str, edit: Edit, loop: bool) -> None:
+    for kind, done, said in worlds.run(2, trained, strategy=strategy, parameters=edit, unlike=True, loop=loop):
+        assert (kind, done) == ("UsageError", 2)
+        assert "in another way on each rank: rank 0 has 0.weight: mul(0.5), rank 1 has 0.weight: mul(0.3333" in said
+        assert "before step 3, " in said and "test_script_edits.py:" in said
+    worlds.forget(2)
+
+
+@pytest.mark.parametrize(("strategy", "edit"), PARAMETERS)
+def test_the_same_writes_on_each_rank_give_what_one_device_gives(strategy: str, edit: Edit) -> None:
+    want = trained("plain", parameters=edit)
+    for state in worlds.run(2, trained, strategy=strategy, parameters=edit):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def zeroed_by_one(net: Any, optimizer: Any, number: float) -> None:
+    if tutti.rank() == 2:
+        net[0].weight.data.zero_()
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+def test_a_write_of_one_rank_is_refused_before_the_next_update(strategy: str) -> None:
+    for kind, done, said in worlds.run(3, trained, strategy=strategy, parameters=zeroed_by_one):
+        assert (kind, done) == ("UsageError", 2)
+        assert "rank 0 has (nothing), rank 2 has 0.weight: zero()" in said
+    worlds.forget(3)
+
+
+def dropped_by_one(net: Any, optimizer: Any, number: float) -> None:
+    if tutti.rank() == 1:
+        net[0].weight.grad = None
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "sharded:stage=1", "sharded", "tensor"])
+def test_a_gradient_that_one_rank_edits_is_refused_there_by_its_line(strategy: str) -> None:
+    found = worlds.run(2, trained, strategy=strategy, gradients=dropped_by_one)
+    kind, done, said = found[1]
+    assert (kind, done) == ("UsageError", 0) and found[0][1] <= 1
+    assert "has edited gradients on this rank, and not on others" in said and "test_script_edits.py:" in said
+    worlds.forget(2)
