@@ -85,6 +85,7 @@ from tutti.torch_compat import (
     has_backward_hook,
     has_forward_hook,
     has_packed_projection,
+    has_scaled,
     high_priority_options,
     in_backward,
     inductor_mode_options,
@@ -461,6 +462,14 @@ def hooks_of_modules_are_noticed() -> None:
         assert not has(module)
 
 
+def scalers_that_have_scaled_are_known() -> None:
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        assert not has_scaled(scaler)
+        scaler.scale(torch.ones(1))
+        assert has_scaled(scaler) == enabled
+
+
 def views_know_their_base() -> None:
     whole = torch.zeros(4, requires_grad=True)
     assert view_base(whole) is None and view_base(whole + 1) is None and view_base(whole[:2][:1]) is whole
@@ -758,6 +767,7 @@ TOUCHED: dict[Callable[[], None], str] = {
         optimizer_attributes is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
     """,
     scalers_call_marked_optimizers_after_an_overflow: "accept_gradient_scale",
+    scalers_that_have_scaled_are_known: "has_scaled",
     collectives_of_one_rank_pass: "all_gather_single reduce_scatter_single default_store flight_recorder",
     groups_are_numbered_anew: "forget_process_groups set_group_timeout",
     options_of_groups_have_a_timeout: "high_priority_options",

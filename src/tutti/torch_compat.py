@@ -95,6 +95,7 @@ __all__ = [
     "has_backward_hook",
     "has_forward_hook",
     "has_packed_projection",
+    "has_scaled",
     "high_priority_options",
     "in_backward",
     "inductor_lacks",
@@ -714,6 +715,15 @@ def has_backward_hook(module: nn.Module) -> bool:
         module: the module; hooks of its submodules do not count.
     """
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Return whether an enabled scaler has scaled a loss. No public function tells it.
+
+    Args:
+        scaler: the scaler.
+    """
+    return scaler.is_enabled() and scaler._scale is not None
 
 
 def draws_samples(pool: nn.FractionalMaxPool2d | nn.FractionalMaxPool3d) -> bool:

@@ -9,17 +9,18 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 
 import tutti
+from tests import worlds
 from tutti.errors import UsageError
 
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(5)), torch.zeros(24, 3))
 
 
-def trained(scaler: torch.amp.GradScaler | None) -> dict[str, Tensor]:
+def trained(scaler: torch.amp.GradScaler | None, workers: int = 2, strategy: str = "single") -> dict[str, Tensor]:
     """A loop as scripts have it that take a scaler for float16 alone; or the same loop without one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = tutti.prepare(model, optimizer, DATA, workers=2, batch_size=12)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=workers, batch_size=12)
     for inputs, targets in run.microbatches(0):
         loss = nn.functional.mse_loss(model(inputs), targets)
         if scaler is None:
@@ -44,3 +45,24 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 def test_an_enabled_scaler_is_refused() -> None:
     with pytest.raises(UsageError, match=r"GradScaler.*test_grad_scaler.py:\d+.*--precision fp16"):
         trained(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+def refused(strategy: str, unused: bool) -> str:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    try:
+        trained(None if unused else scaler, 4, strategy)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["sharded:stage=1", "sharded"])
+def test_an_enabled_scaler_is_refused_where_the_optimizer_has_rows(strategy: str) -> None:
+    for said in worlds.run(2, refused, strategy=strategy, unused=False):
+        assert "torch.amp.GradScaler cannot be combined with several micro-batches" in said and "test_grad_scaler.py:" in said
+        assert "--precision fp16" in said
+    worlds.forget(2)
+
+
+def test_a_scaler_that_scales_nothing_changes_nothing() -> None:
+    assert worlds.run(2, refused, strategy="sharded", unused=True) == ["", ""]

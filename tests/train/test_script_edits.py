@@ -190,3 +190,44 @@ def test_a_gradient_that_one_rank_edits_is_refused_there_by_its_line(strategy: s
     assert (kind, done) == ("UsageError", 0) and found[0][1] <= 1
     assert "has edited gradients on this rank, and not on others" in said and "test_script_edits.py:" in said
     worlds.forget(2)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "central_storage"])
+def test_other_numbers_through_data_are_refused_before_the_first_update(strategy: str) -> None:
+    found = worlds.run(2, trained, strategy=strategy, gradients=multiplied_through_data, unlike=True)
+    for kind, done, said in found:
+        assert (kind, done) == ("MismatchError", 0) and "changed the gradient of 0.weight in another way" in said
+        assert "test_script_edits.py:" in said
+    worlds.forget(2)
+
+
+def accumulated(strategy: str, unlike: bool) -> Any:
+    """Scale gradients between two backwards of one update."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = None
+    if strategy != "plain":
+        run = tutti.prepare(net, optimizer, DATA, strategy=strategy, batch_size=6, shuffle=False)
+    number = 1.0 / (2 + (tutti.rank() if unlike else 0))
+    backward = torch.Tensor.backward if run is None else run.backward
+    try:
+        for batch in [(rows,) for rows in DATA.tensors[0].split(6)] if run is None else run.microbatches(0):
+            optimizer.zero_grad()
+            backward(mean(net, batch))
+            multiplied(net, optimizer, number)
+            backward(mean(net, batch))
+            optimizer.step()
+    except TuttiError as error:
+        return run.updates if run is not None else 0, str(error)
+    return dict(net.state_dict() if run is None else run.state())
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded"])
+def test_edits_between_two_backwards_are_compared(strategy: str) -> None:
+    for updates, said in worlds.run(2, accumulated, strategy=strategy, unlike=True):
+        assert updates == 0 and "the gradient of 0.weight" in said and "in another way on each rank" in said
+    worlds.forget(2)
+    want = accumulated("plain", unlike=False)
+    for state in worlds.run(2, accumulated, strategy=strategy, unlike=False):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.torch_compat import in_backward, make_wrapper_subclass
 
 CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
@@ -77,6 +77,7 @@ def _incomplete(values: Any) -> Any:
 def _refuse(place: str, name: str) -> NoReturn:
     raise UsageError(
         f"the script reads or edits a gradient that this rank does not have whole ({name})",
+        where=script_line(),
         why=f"the complete gradient is {place}",
         remedy="give tutti.prepare clip=… to clip it, put the term into the loss, or take --strategy mirrored",
     )

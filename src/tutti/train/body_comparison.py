@@ -15,7 +15,8 @@ from torch import nn
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
-from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, tensor_version
+from tutti.python_compat import live_objects
+from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
 from tutti.train.mistake_checks import Hook
 from tutti.types import CustomLoopSync
 
@@ -128,14 +129,11 @@ class BodyComparison:
         """
         if self.several:
             if kind == "step" and _is_called_by_scaler():
-                raise UsageError(
-                    "torch.amp.GradScaler cannot be combined with several micro-batches a rank",
-                    where=f"step {self._run.clock + 1}, {script_line()}",
-                    why="it counts every run of the loop's body as an update, and changes its scale between"
-                    " micro-batches of one global batch",
-                    remedy="take --precision fp16 and no scaler, or as many workers as data ranks"
-                    f" ({self._run.context.grid.data_ranks})",
-                )
+                self._refuse_scaler()
+            rows = self._sync.gradient_at in ("rows", "shards") and self._first is None and not self._batches
+            # The optimizer's rows have no gradient yet, without which a scaler ends in an error of its own.
+            if rows and any(map(has_scaled, live_objects(torch.amp.GradScaler))):
+                self._refuse_scaler()
             if kind != "step" and any(event == "step" for event, _ in self._events):
                 raise UsageError(
                     "two updates in one body of the loop cannot be combined with several micro-batches a rank",
@@ -154,6 +152,16 @@ class BodyComparison:
                 self._check_settings()
         self._events.append((kind, index))
         self._at_forward = None
+
+    def _refuse_scaler(self) -> NoReturn:
+        raise UsageError(
+            "torch.amp.GradScaler cannot be combined with several micro-batches a rank",
+            where=f"step {self._run.clock + 1}, {script_line()}",
+            why="it counts every run of the loop's body as an update, and changes its scale between micro-batches of"
+            " one global batch",
+            remedy="take --precision fp16 and no scaler, or as many workers as data ranks"
+            f" ({self._run.context.grid.data_ranks})",
+        )
 
     def _check_settings(self) -> None:
         """Raise UsageError if an optimizer has other settings than at this place of the rank's first body."""
@@ -177,9 +185,10 @@ class BodyComparison:
         """
         raise UsageError(
             "the loop's body did not do the same for each micro-batch of one global batch",
-            where=f"step {self._run.clock + 1}",
+            where=f"step {self._run.clock + 1}, {script_line()}",
             why="this rank runs the body several times a global batch, and the gradients belong together",
-            remedy="count global batches (run.clock), not runs of the body; or take as many workers as data ranks",
+            remedy="count global batches (run.clock), not runs of the body; change requires_grad where run.stepped is"
+            " true; or take as many workers as data ranks",
         )
 
     # --- trained parameters ----------------------------------------------------------------------------------------

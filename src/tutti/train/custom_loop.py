@@ -193,6 +193,8 @@ class CustomLoop:
         self._origin.alone = not (several or served or run.noise) and whole
         pushed = self._origin.carried() if several and served else []
         # Complete gradients that the script accumulates over global batches.
+        if several:
+            self._check_pending()
         carried = self._sync.pop_gradients() if several else {}
         for worker, micro_batches in busy:
             run.gradient_sync.begin_worker(worker, step_context)
@@ -442,6 +444,7 @@ class CustomLoop:
         """Reduce the gradients of this call over ranks. Collective."""
         run, sync = self._run, self._sync
         self._check_remote()
+        self._check_pending()
         step_context = replace(self._lifecycle.context, call=call, settings=self._settings.pop(call))
         self._lifecycle.context = step_context
         held = sync.pop_gradients()
@@ -492,6 +495,11 @@ class CustomLoop:
             run.stats = self._latest = local.reduce_losses(step_context)
             self._check_counts(self._latest, step_context.samples)
         self._pending.append(self._latest)
+
+    def _check_pending(self) -> None:
+        """Compare edits of gradients that wait for an update, before others are added to them. Collective if edited."""
+        if self._pending and not self._alone and self._origin.edited(self._origin.script_parameters()):
+            self._origin.check_edits()
 
     def _check_counts(self, stats: StepStats, samples: int) -> None:
         """Raise UsageError if one reduction mixes gradients of means over samples with those of another count."""
@@ -547,9 +555,10 @@ class CustomLoop:
     def _follow_script(self) -> None:
         """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
         self._sync.apply_clearing()
+        if self._bank and self._run.trainability.changed:
+            # Before ranks wait for each other in the change: ranks with a single body go on to the update.
+            self._bodies.refuse_different()
         if self._run.trainability(late=True):
-            if self._bank:
-                self._bodies.refuse_different()
             self._bodies.retrained()
             self._origin.watch()
 

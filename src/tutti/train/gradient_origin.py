@@ -145,7 +145,10 @@ class GradientOrigin:
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
-        self._norms = self._norms_here() if self._sync.gradient_at == "sliced_rows" else {}
+        taken, place = self._run.taken, self._sync.gradient_at
+        # Edits through .grad.data change no version: scripts make them in each step, and are found in the first ones.
+        is_due = place in ("rank", "slices") and not taken & (taken - 1)
+        self._norms = self._norms_here() if place == "sliced_rows" or is_due else {}
         self._mixed.clear()
         self._made.clear()
         if (edits := self._run.replica.edits) is not None:
@@ -268,7 +271,7 @@ class GradientOrigin:
 
         Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
         record, any ``.grad`` counts as edited. A placeholder of a gradient that the script cannot read counts as edited
-        where the script has written to it.
+        where the script has written to it. In steps whose number is a power of two norms are compared, too.
 
         Args:
             members: parameters to look at, as the script's model has them.
@@ -276,11 +279,11 @@ class GradientOrigin:
         Returns:
             A list in the order of ``members``; empty if no gradient was edited.
         """
-        if self._norms:
-            now = self._norms_here()
-            return [p for p in members if p in now and not (p in self._norms and torch.equal(self._norms[p], now[p]))]
-        edits = self._run.replica.edits
-        found = []
+        now = self._norms_here() if self._norms else {}
+        moved = {p for p, norm in now.items() if p not in self._norms or not torch.equal(self._norms[p], norm)}
+        if self._sync.gradient_at == "sliced_rows":
+            return [p for p in members if p in moved]
+        found, edits = [], self._run.replica.edits
         for parameter in members:
             gradient, complete = parameter.grad, self._complete.get(parameter)
             if isinstance(gradient, IncompleteGradient):
@@ -291,7 +294,7 @@ class GradientOrigin:
             if complete is None:
                 if gradient is not None:
                     found.append(parameter)
-            elif gradient is not complete[0] or tensor_version(gradient) != complete[1]:
+            elif gradient is not complete[0] or tensor_version(gradient) != complete[1] or parameter in moved:
                 found.append(parameter)
             elif edits is not None and edits.lines([("", gradient)]):
                 # Through .data, which has a version counter of its own.
@@ -299,10 +302,10 @@ class GradientOrigin:
         return found
 
     def _norms_here(self) -> dict[nn.Parameter, Tensor]:
-        """Return the norm of each gradient's part on this rank, where no version counter tells of an edit."""
+        """Return the norm of each dense gradient's part on this rank, where no version counter tells of an edit."""
         there = {p: p.grad for p in self.script_parameters() if p.grad is not None}
-        shown = {p: g for p, g in there.items() if not isinstance(g, IncompleteGradient)}
-        return {p: torch.linalg.vector_norm(_own(g)) for p, g in shown.items()}
+        shown = {p: g for p, g in there.items() if not isinstance(g, IncompleteGradient) and not g.is_sparse}
+        return {p: torch.linalg.vector_norm(_own(g)).nan_to_num() for p, g in shown.items()}
 
     def check_edits(self) -> None:
         """Check, after the script has edited reduced gradients, that it has done the same on every rank.

@@ -50,6 +50,12 @@ class TrainabilityWatch:
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
+    @property
+    def changed(self) -> bool:
+        """Whether the script has changed ``requires_grad`` of a parameter since the last call. Not collective."""
+        self._replica.unify_flags()
+        return [p.requires_grad for _, p in self._named] != self._flags
+
     def __call__(self, late: bool) -> bool:
         """Let gradient synchronisation take in parameters that the script has thawed, and new optimizer groups.
 
@@ -65,10 +71,9 @@ class TrainabilityWatch:
             UsageError: the strategy cannot train a thawed parameter, or no optimizer has it; or the script has added
                 a parameter to an optimizer that the model did not have in ``tutti.prepare``.
         """
-        self._replica.unify_flags()
-        flags = [p.requires_grad for _, p in self._named]
-        changed = flags != self._flags
+        changed = self.changed
         if changed:
+            flags = [p.requires_grad for _, p in self._named]
             thawed = [
                 name
                 for (name, _), now, before in zip(self._named, flags, self._flags, strict=True)
