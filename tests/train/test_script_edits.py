@@ -87,10 +87,13 @@ def trained(
     parameters: Edit | None = None,
     unlike: bool = False,
     loop: bool = True,
+    compiled: bool = False,
 ) -> Any:
     """Train with an edit of gradients in each step, or of parameters after the second; ``unlike``: by rank."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    if compiled:
+        net.compile(backend="eager")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = None
     if strategy != "plain":
@@ -163,6 +166,22 @@ def test_the_same_writes_on_each_rank_give_what_one_device_gives(strategy: str, 
     want = trained("plain", parameters=edit)
     for state in worlds.run(2, trained, strategy=strategy, parameters=edit):
         torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_compiled_models_are_watched(loop: bool) -> None:
+    for kind, done, said in worlds.run(
+        2, trained, strategy="sharded", parameters=written_through_data, unlike=True, loop=loop, compiled=True
+    ):
+        assert (kind, done) == (
+            "UsageError",
+            2,
+        ) and "rank 0 has 0.weight: mul(0.5), rank 1 has 0.weight: mul(0." in said
+    worlds.forget(2)
+    if loop:
+        want = trained("plain", gradients=clipped)
+        for state in worlds.run(2, trained, strategy="sharded", gradients=clipped, compiled=True):
+            torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
 
 
 def zeroed_by_one(net: Any, optimizer: Any, number: float) -> None:

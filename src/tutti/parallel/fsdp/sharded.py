@@ -69,7 +69,7 @@ from tutti.parallel.whole_tensors import (
     refuse_parts,
     trained_by,
 )
-from tutti.torch_compat import foreach_copy_, is_compiled
+from tutti.torch_compat import foreach_copy_
 from tutti.types import (
     GradientPlace,
     GradientReadyHook,
@@ -262,14 +262,12 @@ class ShardedSync:
         parameters of batch norms. Empty parameters are not cut.
         """
         grid = self._run_context.grid
-        compiled = self._run_context.compile is not None or any(
-            is_compiled(m) for p in replica.parts for m in p.modules()
-        )
-        if grid.tensor == 1 and grid.stage == 1 and self._shards.size > 1 and not compiled:
-            # Compiled code takes no function mode, and a replica of tensor slices has a context of its own.
+        if grid.tensor == 1 and grid.stage == 1 and self._shards.size > 1:
+            # A replica of tensor slices has a context of its own.
             from tutti.parallel.fsdp.sharded_reads import ShardedReads
 
             self._reads = ShardedReads(self._config.stage > 1)
+            self._reads.leave_compiled(replica.parts, self._run_context.compile is not None)
             replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
             replica.edits = self._reads.edits
         if self._config.stage == 1 or self._shards.size == 1:

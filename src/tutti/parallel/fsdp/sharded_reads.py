@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import ref
@@ -30,7 +31,7 @@ from tutti.nn.script_mode import (
 from tutti.nn.written_tensors import DATA, METADATA, may_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
-from tutti.torch_compat import in_backward, tree_map_only
+from tutti.torch_compat import in_backward, is_compiled, replace_call, tree_map_only, uncompiled_call
 
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -98,6 +99,23 @@ class ShardedReads(ScriptMode):
             if seen is not rows:
                 self.edits.alias(seen, rows)
 
+    def leave_compiled(self, parts: Iterable[nn.Module], blocks: bool) -> None:
+        """Turn the mode off in calls of compiled modules, which take no function mode. Not collective.
+
+        Args:
+            parts: the modules on this rank.
+            blocks: whether tutti compiles blocks of them; the mode is then off in each forward of the parts.
+        """
+        for part in parts:
+            compiled = [module for module in part.modules() if is_compiled(module)]
+            for module in [part] if blocks else compiled:
+                call = replace_call(module, None) or uncompiled_call(module)
+                replace_call(module, partial(self._called, call))
+
+    def _called(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.model_code():
+            return call(*args, **kwargs)
+
     def cover(self, rows: Iterable[ShardedParameter], full: Iterable[Tensor]) -> None:
         """Register sharded parameters with this function mode, which from now on checks the script's use of them.
 
@@ -151,6 +169,9 @@ class ShardedReads(ScriptMode):
             return
         self._stays = True
         for root in roots:
+            if is_compiled(root):
+                # Its hooks are compiled, too; see ``leave_compiled``.
+                continue
             root.register_forward_pre_hook(self._begin_forward, prepend=True)
             root.register_forward_hook(self._end_forward, always_call=True)
 
