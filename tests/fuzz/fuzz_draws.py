@@ -51,7 +51,10 @@ _BACKWARD = [
     *("two", "plain", "plain_then_run", "cleared_then_run", "run_cleared_run", "assigned", "adversarial", "penalty"),
     "run_then_plain",
 ]
-_MIDDLE = ["clip_norm", "clip_value", "decay", "decay_anew", "halve", "drop"]
+_MIDDLE = [
+    *("clip_norm", "clip_value", "decay", "decay_anew", "halve", "drop"),
+    *("halve_through_data", "zero_one", "drop_head", "delete_one", "scale_by_own"),
+]
 
 
 def _mostly(draw: st.DrawFn, usual: object, *rare: object, of: int = 5) -> object:
@@ -68,7 +71,8 @@ def loops(draw: st.DrawFn) -> Loop:
         zero=draw(st.sampled_from(["before", "after"])),
         how=draw(st.sampled_from(["optimizer", "keep", "model"])),
         skip=_mostly(draw, 0, 3, of=8),  # type: ignore[arg-type]
-        after=_mostly(draw, "nothing", "shrink", of=8),  # type: ignore[arg-type]
+        after=_mostly(draw, "nothing", "shrink", "shrink_through_data", of=8),  # type: ignore[arg-type]
+        unstepped=_mostly(draw, 0, 2, 3, of=6),  # type: ignore[arg-type]
     )
     if loop.backward == "run" and not loop.skip:
         every = _mostly(draw, 1, 2, 3, of=4)

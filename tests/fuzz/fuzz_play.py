@@ -113,6 +113,8 @@ class Player:
             self.edit("between")
             if clock % loop.every != loop.every - 1:
                 return
+            if loop.unstepped and clock % loop.unstepped == loop.unstepped - 1:
+                return
             for optimizer in self.optimizers:
                 optimizer.step()
         if self.by != "tutti" or self.run.stepped:
@@ -133,6 +135,9 @@ class Player:
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.mul_(0.99)
+        elif after == "shrink_through_data":
+            for parameter in self.model.parameters():
+                parameter.data.mul_(0.99)
         if self.by != "tutti":
             self.run._remember()
 
@@ -232,6 +237,28 @@ class Player:
         """The first parameter is left out of this update."""
         for parameter in self.graded()[:1]:
             parameter.grad = None
+
+    def halve_through_data(self) -> None:
+        for parameter in self.graded():
+            parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
+
+    def zero_one(self) -> None:
+        for parameter in self.graded()[-1:]:
+            parameter.grad.zero_()  # type: ignore[union-attr]
+
+    def drop_head(self) -> None:
+        for parameter in self.model.head.parameters():
+            parameter.grad = None
+
+    def delete_one(self) -> None:
+        for parameter in self.graded()[:1]:
+            del parameter.grad
+
+    def scale_by_own(self) -> None:
+        """By a number of the rank's own, which is 1 on one device."""
+        number = 1 / (1 + (tutti.rank() if self.by == "tutti" else 0))
+        for parameter in self.graded():
+            parameter.grad.mul_(number)  # type: ignore[union-attr]
 
     # --- edits at one step --------------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class Loop(Short):
         every: global batches an update.
         skip: every so many global batches one without anything; 0 for none.
         after: what is done to parameters after an update.
+        unstepped: every so many global batches one without an update, whose gradients are there; 0 for none.
     """
 
     backward: str = "run"
@@ -90,6 +91,7 @@ class Loop(Short):
     every: int = 1
     skip: int = 0
     after: str = "nothing"
+    unstepped: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -230,6 +232,10 @@ def build(script: Script) -> tuple[Drawn, list[Optimizer]]:
         matrices = [p for p in members if p.ndim == 2]
         rest = [p for p in members if p.ndim != 2]
         return model, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    if script.optimizer == "sgd_adamw":
+        rest = [p for p in members if not any(p is each for each in own)]
+        first = [torch.optim.SGD(rest, lr=0.1)] if rest else []
+        return model, [*first, torch.optim.AdamW(own, lr=0.01)]
     groups: Any = members
     if script.groups:
         rest = [p for p in members if not any(p is each for each in own)]
@@ -251,6 +257,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "asgd": (torch.optim.ASGD, {"lr": 0.05}),
     "muon": (torch.optim.Muon, {"lr": 0.02}),
     "muon_adamw": (torch.optim.Muon, {"lr": 0.02}),
+    "sgd_adamw": (torch.optim.SGD, {"lr": 0.1}),
     "lbfgs": (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3}),
 }
 

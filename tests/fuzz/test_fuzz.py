@@ -62,6 +62,12 @@ KNOWN = {
             Place("hybrid:shards=2,stage=3,tensor=2", 4, 2, 2),
         )
     },
+    **{
+        f"scaled by a rank's own number under {place.strategy}": Script(
+            place=place, layers=("Linear",), samples=9, loop=Loop(middle=("scale_by_own",))
+        )
+        for place in (_TWO, Place("sharded", 2, 2, 2), Place("tensor:least=1", 2))
+    },
     "written by every rank to one copy": Script(
         place=Place("central_storage", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(after="shrink")
     ),

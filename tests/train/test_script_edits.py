@@ -215,7 +215,7 @@ def test_a_gradient_that_one_rank_edits_is_refused_there_by_its_line(strategy: s
 def test_other_numbers_through_data_are_refused_before_the_first_update(strategy: str) -> None:
     found = worlds.run(2, trained, strategy=strategy, gradients=multiplied_through_data, unlike=True)
     for kind, done, said in found:
-        assert (kind, done) == ("MismatchError", 0) and "changed the gradient of 0.weight in another way" in said
+        assert (kind, done) == ("UsageError", 0) and "changed the gradient of 0.weight in another way" in said
         assert "test_script_edits.py:" in said
     worlds.forget(2)
 

@@ -612,9 +612,9 @@ class CustomLoop:
         Raises:
             UsageError: outside of ``run.microbatches()``; the script has edited a micro-batch's own gradient, or added
                 it to that of the global batch; with AdaScale, several reductions of gradients in one update; the body
-                differs from that of the rank's first micro-batch; or ranks have set different values of an optimizer's
-                setting, such as ``lr``, since ``run.backward``.
-            MismatchError: the script edited a gradient differently on each rank.
+                differs from that of the rank's first micro-batch; the script edited a gradient differently on each
+                rank; or ranks have set different values of an optimizer's setting, such as ``lr``, since
+                ``run.backward``.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:

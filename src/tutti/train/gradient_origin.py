@@ -316,8 +316,7 @@ class GradientOrigin:
 
         Raises:
             UsageError: the strategy shards tensor slices, where a script cannot edit gradients; ranks have edited
-                FSDP2's gradients in different ways; or another rank has edited none.
-            MismatchError: ranks hold different gradients; the error names a parameter.
+                gradients in different ways, of which the error names one; or another rank has edited none.
         """
         run, place = self._run, self._sync.gradient_at
         if place == "sliced_rows":
@@ -361,7 +360,7 @@ class GradientOrigin:
             same = ((other == rows[0]) | (other.isnan() & rows[0].isnan())).all(dim=1)
             if not bool(same.all()):
                 name = names.get(seen[int((~same).nonzero()[0])], "a parameter")
-                raise MismatchError(
+                raise UsageError(
                     f"the script changed the gradient of {name} in another way on each rank",
                     where=f"step {run.clock + 1}, {script_line()}",
                     why="after run.backward every rank has the gradient of the global batch, and must keep the same",
