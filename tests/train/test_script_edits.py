@@ -250,3 +250,16 @@ def test_edits_between_two_backwards_are_compared(strategy: str) -> None:
     want = accumulated("plain", unlike=False)
     for state in worlds.run(2, accumulated, strategy=strategy, unlike=False):
         torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def undone(net: Any, optimizer: Any, number: float) -> None:
+    net[0].weight.data.mul_(2.0 if tutti.rank() else 0.5)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_writes_to_one_copy_that_undo_each_other_are_refused(loop: bool) -> None:
+    for kind, done, said in worlds.run(2, trained, strategy="central_storage", parameters=undone, loop=loop):
+        assert (kind, done) == ("UsageError", 2)
+        assert "rank 0 has 0.weight: mul(0.5), rank 1 has 0.weight: mul(2.0)" in said
+        assert "before step 3, " in said and "test_script_edits.py:" in said
+    worlds.forget(2)

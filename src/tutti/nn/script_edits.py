@@ -165,6 +165,33 @@ class ScriptEdits:
                 yield name_key(repr(value) if isinstance(value, _PLAIN) else type(value).__name__)
 
 
+class EditWatch(QuietMode):
+    """Function mode that records the script's edits of tensors, and changes no call.
+
+    Attributes:
+        edits: the records.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edits = ScriptEdits()
+
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch, and record the call unless the mode is quiet.
+
+        Args:
+            func: the function, as ``__torch_function__`` is given it.
+            args, kwargs: its arguments.
+
+        Returns:
+            The function's result.
+        """
+        result = func(*args, **kwargs)
+        if not self.quiet:
+            self.edits.note(func, args, kwargs, result)
+        return result
+
+
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors whose values a call writes."""
     writes = may_write(func) and name not in _VALUES_STAY and (name != "__set__" or func == _ASSIGN)

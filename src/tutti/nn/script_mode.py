@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.python_compat import calling_frame
@@ -100,6 +100,7 @@ class ScriptMode:
         self._depth = 0  # of the mode on PyTorch's stack; 0 while it is not there
         self._watching = False
         self._paused = 0
+        self._in_forward = ExitStack()
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
@@ -137,6 +138,23 @@ class ScriptMode:
         finally:
             self._paused -= 1
             self._push()
+
+    def leave_forwards(self, roots: Iterable[nn.Module]) -> None:
+        """Turn the mode off in each forward of these modules from now on.
+
+        Args:
+            roots: the modules that the script calls.
+        """
+        for root in roots:
+            root.register_forward_pre_hook(self._begin_forward, prepend=True)
+            root.register_forward_hook(self._end_forward, always_call=True)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._in_forward.close()
+        self._in_forward.enter_context(self.model_code())
+
+    def _end_forward(self, *_: Any) -> None:
+        self._in_forward.close()
 
     def _push(self) -> None:
         if not self._watching or self._paused:

@@ -216,10 +216,9 @@ class Run:
 
         ``tutti.prepare`` calls this as its last action. A read or write that would give each rank another result then
         raises UsageError in the script. The checks last until the run object is deleted. Does nothing for strategies
-        that leave each rank whole parameters.
+        that leave each rank whole parameters of its own.
         """
-        if max(self.context.grid.tensor, self.context.grid.stage, self.context.grid.shard) > 1:
-            self._script_code.enter_context(self.replica.script_code())
+        self._script_code.enter_context(self.replica.script_code())
 
     @property
     def steps_per_epoch(self) -> int:

@@ -30,8 +30,10 @@ from tutti.config.sync_config import AllReduceConfig, CentralConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.launcher.malloc_tuning import give_back
+from tutti.nn.script_edits import EditWatch
+from tutti.nn.script_mode import ScriptMode
 from tutti.nn.sparse_layers import sparse_parameters
-from tutti.nn.swap import buffers
+from tutti.nn.swap import buffers, parameters
 from tutti.optim.mixing import needs_closure
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
 from tutti.parallel.ddp.host_parameters import HostParameters
@@ -41,6 +43,7 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
 from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
+from tutti.torch_compat import is_compiled
 from tutti.types import (
     GradientReadyHook,
     NamedParameters,
@@ -106,6 +109,15 @@ class CentralStorageSync(AllReduceSync):
         grad_hook = super().attach(replica, make)
         self.shares_parameters = self._host is None and self._run_context.comms.replica.size > 1
         self._guard.note(self._guarded)
+        compiled = self._run_context.compile is not None or any(
+            is_compiled(m) for p in replica.parts for m in p.modules()
+        )
+        if self.shares_parameters and not compiled:
+            # Writes of several ranks to the one copy may undo each other, and leave no trace in it.
+            mode = ScriptMode(watch := EditWatch())
+            mode.leave_forwards(replica.parts)
+            watch.edits.cover(dict(parameters(replica.parts)))
+            replica.script_code, replica.model_code, replica.edits = mode.script_code, mode.model_code, watch.edits
         return grad_hook
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:

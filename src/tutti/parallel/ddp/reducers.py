@@ -648,7 +648,8 @@ def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None
         raise UsageError(
             f"the script has edited parameters or gradients in another way on each rank: {shown}",
             where=where,
-            why="each rank has a part of these tensors, and only the same edit of every part is an edit of the whole",
+            why="each rank has a part of these tensors, or shares one copy with the others, so that only the same edit"
+            " on every rank is an edit of the whole",
             remedy="make the edit on every rank, with numbers that are the same everywhere (run.stats, or all-reduced"
             " ones) and not those of a rank's own samples, or take --strategy mirrored",
         ) from error

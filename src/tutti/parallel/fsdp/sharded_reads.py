@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -81,7 +81,6 @@ class ShardedReads(ScriptMode):
         self.edits = self._shards.edits
         super().__init__(self._shards)
         self._over = self._stays = False
-        self._forward = ExitStack()
 
     def guard(self, engine: FullySharded) -> None:
         """Let this function mode raise UsageError where the script writes a parameter that FSDP2 has unsharded.
@@ -168,20 +167,12 @@ class ShardedReads(ScriptMode):
         if self._stays:
             return
         self._stays = True
-        for root in roots:
-            if is_compiled(root):
-                # Its hooks are compiled, too; see ``leave_compiled``.
-                continue
-            root.register_forward_pre_hook(self._begin_forward, prepend=True)
-            root.register_forward_hook(self._end_forward, always_call=True)
+        # Hooks of compiled ones are compiled, too; see ``leave_compiled``.
+        self.leave_forwards(root for root in roots if not is_compiled(root))
 
     def _begin_forward(self, *_: Any) -> None:
-        self._forward.close()
         if self._over and not self._shards.asked:
-            self._forward.enter_context(self.model_code())
-
-    def _end_forward(self, *_: Any) -> None:
-        self._forward.close()
+            super()._begin_forward()
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
