@@ -21,6 +21,26 @@ from tutti.torch_compat import TorchFunctionDisabled, storage_key
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _VALUES_STAY = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_"))
+_VIEWS = frozenset(
+    (
+        *("chunk", "contiguous", "detach", "diagonal", "expand", "flatten", "get", "getitem", "narrow", "permute"),
+        *(
+            "ravel",
+            "reshape",
+            "select",
+            "split",
+            "squeeze",
+            "swapaxes",
+            "t",
+            "tensor_split",
+            "to",
+            "to_local",
+            "transpose",
+        ),
+        *("unbind", "unflatten", "unsqueeze", "view", "view_as"),
+    )
+)
+"""Functions, without the underscores around their names, whose result may share the memory of an argument."""
 _PLAIN = (bool, int, float, complex, str, slice, torch.dtype, torch.device, type(None), type(...))
 
 
@@ -78,7 +98,10 @@ class ScriptEdits:
             args, kwargs: its arguments.
             result: what the call has returned.
         """
-        known = [each for each in tensors_among(args, kwargs) if self._knows(each)]
+        known: dict[int, tuple[Tensor, _Record]] = {}
+        for tensor in tensors_among(args, kwargs):
+            if id(tensor) in self._ids and (record := self._records.get(tensor)) is not None:
+                known[id(tensor)] = tensor, record
         if not known or (func in METADATA and func != _GRADIENT):
             return
         if func == _GRADIENT:
@@ -86,31 +109,27 @@ class ScriptEdits:
                 self._record(result)
             return
         if func == DATA:
-            self.alias(result, known[0])
+            self.alias(result, args[0])
             return
         caller = _caller()
         if caller is None or str(caller.f_globals.get("__name__", "")).startswith("tutti."):
             return
         name: str = getattr(func, "__name__", "")
-        number = mix(name_key(name), *self._hashes([args, *kwargs.items()]))
+        number = mix(name_key(name), *_hashes([args, *kwargs.items()], known))
         numbers = (repr(each) for each in (*args, *kwargs.values()) if isinstance(each, int | float))
         last = f"{name.strip('_')}({', '.join(numbers)})"
-        written = list(_written(func, name, args, kwargs))
+        written = {id(each): each for each in _written(func, name, args, kwargs)}
         self._edited = self._edited or bool(written)
         self.line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        for place, tensor in enumerate(written):
-            record = self._record(tensor)
+        for place, (key, tensor) in enumerate(written.items()):
+            record = known[key][1] if key in known else self._record(tensor)
             record.value, record.last = mix(number, place), last
-        memory = {_memory(each): each for each in known}
-        for place, tensor in enumerate(tensors_among((result,), {})):
-            if any(tensor is each for each in written):
-                continue
-            source = memory.get(_memory(tensor))
-            if source is not None:
-                self.alias(tensor, source)
-            else:
-                self._records[tensor] = _Record(mix(number, place), last)
-                self._ids.add(id(tensor))
+        made = [each for each in tensors_among((result,), {}) if id(each) not in known and id(each) not in written]
+        shared = {_memory(each): record for each, record in known.values()} if name.strip("_") in _VIEWS else {}
+        for place, tensor in enumerate(made):
+            view_of = shared.get(_memory(tensor)) if shared else None
+            self._records[tensor] = view_of or _Record(mix(number, place), last)
+            self._ids.add(id(tensor))
 
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Return a line for each of these tensors that the script has edited, the same for the same edits.
@@ -155,15 +174,6 @@ class ScriptEdits:
         record: _Record = self._records[tensor]
         return record
 
-    def _hashes(self, values: Iterable[Any]) -> Iterator[int]:
-        for value in values:
-            if isinstance(value, Tensor):
-                yield self._records[value].value if self._knows(value) else _hash_of_whole(value)
-            elif isinstance(value, list | tuple):
-                yield from self._hashes(value)
-            else:
-                yield name_key(repr(value) if isinstance(value, _PLAIN) else type(value).__name__)
-
 
 class EditWatch(QuietMode):
     """Function mode that records the script's edits of tensors, and changes no call.
@@ -196,6 +206,17 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors whose values a call writes."""
     writes = may_write(func) and name not in _VALUES_STAY and (name != "__set__" or func == _ASSIGN)
     yield from tensors_among((*(args[:1] if writes else ()), kwargs.get("out")), {})
+
+
+def _hashes(values: Iterable[Any], known: Mapping[int, tuple[Tensor, _Record]]) -> Iterator[int]:
+    """Yield a hash for each of the arguments of a call; ``known``: tensors with a record, by ``id``."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield known[id(value)][1].value if id(value) in known else _hash_of_whole(value)
+        elif isinstance(value, list | tuple):
+            yield from _hashes(value, known)
+        else:
+            yield name_key(repr(value) if isinstance(value, _PLAIN) else type(value).__name__)
 
 
 def _line_of(name: str, record: _Record) -> str:
