@@ -38,7 +38,7 @@ if "fail" in sys.argv and tutti.rank() == 2:
     raise SystemExit(7)
 if "wait" in sys.argv:
     with run.stopping() as reason:
-        while not run._stop:
+        while not run.lifecycle.stop_asked:
             time.sleep(0.05)
         raise SystemExit(reason.exit_code)
 """
@@ -170,8 +170,8 @@ def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
     launched.until(1, "rank 1")
     time.sleep(0.5)
     launched.process.send_signal(signal.SIGTERM)
-    launched.process.communicate(timeout=120)
-    assert launched.process.returncode == 75
+    _, err = launched.process.communicate(timeout=120)
+    assert launched.process.returncode == 75, err
     assert launched.running() == []
 
 
