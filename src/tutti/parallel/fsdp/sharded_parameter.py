@@ -668,7 +668,8 @@ class ZeroSharding:
         shown = whole.grad
         if shown is None or isinstance(shown, IncompleteGradient):
             return None if gradient is None else after_clearing(gradient, shown)
-        return _block(shown.detach(), self._comm.size, self._comm.rank)
+        # The only rank has the parameter itself, whose gradient may be sparse, and cannot be sliced.
+        return shown.detach() if self._comm.size == 1 else _block(shown.detach(), self._comm.size, self._comm.rank)
 
     def _width(self, whole: Tensor) -> int:
         """Return the number of elements of the largest block of rows."""

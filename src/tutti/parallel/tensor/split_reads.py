@@ -159,22 +159,32 @@ class SplitReads(QuietMode):
         if caller is not None:
             result = func(*args, **kwargs)
             return self._split_output(caller.f_locals.get("self"), result) if func is functional.linear else result
-        if func is not torch.autograd.grad:
-            elementwise, allowed = func in _DATA or acts_by_element(func), _in_layer_or_optimizer()
-            if not elementwise and allowed:
+        if func is torch.autograd.grad:
+            return self._gradients_of(args, kwargs)
+        elementwise, allowed = func in _DATA or acts_by_element(func), _in_layer_or_optimizer()
+        if not elementwise and allowed:
+            return func(*args, **kwargs)
+        if not elementwise:
+            _refuse(name, func)
+        if not allowed:
+            if is_of_lists(func):
+                return self._of_lists(func, args, kwargs)
+            args, kwargs = self._made_alike(name, func, args, kwargs)
+            if self._name_in(func, args, kwargs) is None:
                 return func(*args, **kwargs)
-            if not elementwise:
-                _refuse(name, func)
-            if not allowed:
-                if is_of_lists(func):
-                    return self._of_lists(func, args, kwargs)
-                args, kwargs = self._made_alike(name, func, args, kwargs)
-                if self._name_in(func, args, kwargs) is None:
-                    return func(*args, **kwargs)
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, tuple | list) else (result,):
             self._note(tensor, name)
         return result
+
+    def _gradients_of(self, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
+        """Call ``torch.autograd.grad``: the gradient of a slice is a slice like it."""
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(*args, **kwargs)
+        inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        for gradient, given in zip(found, (inputs,) if isinstance(inputs, Tensor) else inputs, strict=True):
+            if (name := self._names.get(given)) is not None:
+                self._note(gradient, name)
+        return found
 
     def _of_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an elementwise function of lists of tensors, of which some are slices."""
