@@ -358,3 +358,27 @@ def test_layers_that_a_forward_averages_stay_whole() -> None:
     [want] = worlds.run(1, averaging, strategy="single")
     for got in worlds.run(2, averaging, strategy="tensor:least=1"):
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def stepped_inside(strategy: str) -> dict[str, Any]:
+    """Each step's loss is that of weights after a step of gradient descent, as in MAML."""
+    model = small()
+    run = tutti.prepare(model, "sgd:lr=0.1", torch.ones(12, 4).double(), inner, strategy=strategy, batch_size=6)
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {name: value.numpy() for name, value in run.state().items()}
+
+
+def inner(model: nn.Module, batch: Tensor) -> Tensor:
+    weights = dict(model.named_parameters())
+    loss = torch.func.functional_call(model, weights, batch).square().mean()
+    slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+    fast = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
+    return torch.func.functional_call(model, fast, batch).square().mean()
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_gradients_of_several_slices_meet_their_parameters(devices: int) -> None:
+    want = worlds.alone(stepped_inside, strategy="single")
+    for got in worlds.run(devices, stepped_inside, strategy="tensor:least=1"):
+        assert largest_difference(got, want) <= TOLERANCE
