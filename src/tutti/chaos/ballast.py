@@ -22,6 +22,9 @@ class Ballast:
         leave: bytes to leave free.
         most: largest number of bytes to allocate.
 
+    Attributes:
+        size: bytes that were allocated.
+
     Raises:
         UsageError: more than ``most`` bytes would have to be allocated.
         DiskError: the file cannot be made.

@@ -66,9 +66,16 @@ class Command:
 class Started:
     """A training run that this process starts, and starts again with ``resume``. Use in a ``with`` block.
 
+    The constructor starts the run's process and does not wait; the end of the ``with`` block ends a run that goes on.
+
     Args:
         command: the ``tutti train`` command line to run.
         output: file for the run's standard output and standard error.
+
+    Attributes:
+        command, directory: the command line and its run directory.
+        devices: number of the run's processes, one for each device, in the latest start.
+        launcher: the process that was started.
     """
 
     def __init__(self, command: Command, output: IO[str]) -> None:
@@ -114,8 +121,16 @@ class Started:
 class Running:
     """A training run that another process started, found by its run directory; the run goes on afterwards.
 
+    The constructor searches the processes of this machine. Where it finds none, ``devices`` is 0, and ``code`` must not
+    be called.
+
     Args:
         directory: the run directory, on this machine.
+
+    Attributes:
+        directory: the run directory.
+        devices: number of ranks that were found.
+        launcher: parent process of the ranks, or of a run of one process this process; None if unknown.
     """
 
     def __init__(self, directory: Path) -> None:

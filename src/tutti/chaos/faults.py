@@ -137,6 +137,7 @@ def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None
 
     Raises:
         UsageError: ``total`` is None, or not larger than ``count``.
+        KeyError: there is no such kind.
     """
     dice = random.Random(seed)
     names = [kinds[n % len(kinds)] for n in range(count)]

@@ -113,6 +113,10 @@ class Play:
         Args:
             faults: faults sorted by step.
             tell: called after each fault with its number, from 1, and its outcome.
+
+        Raises:
+            UsageError: a fault is for the launcher, which is not known, or would fill more bytes than the rules permit.
+            DiskError: the disk cannot be filled.
         """
         try:
             for fault in faults:

@@ -40,7 +40,8 @@ class Crew:
     """The processes of a training run at one moment.
 
     Attributes:
-        launcher: the parent process of the ranks; the run itself if it is one process; None under another launcher.
+        launcher: the parent process of the ranks; for a run of one process this process, or None if another launcher
+            has started it; None without processes.
         ranks: process of each rank, by rank.
     """
 

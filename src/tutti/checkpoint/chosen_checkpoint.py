@@ -28,9 +28,10 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
         of files and tensors.
 
     Raises:
-        UsageError: there is no such run, ``step`` is malformed, or no checkpoint has this step.
-        CheckpointError: all checkpoints are damaged, none has been saved, or ``best`` is asked for and none has been
-            evaluated.
+        UsageError: there is no such run, ``step`` is malformed, no checkpoint has this step, or ``best`` is given
+            without a name and the run was trained without ``--keep-best``.
+        CheckpointError: the checkpoint of this step or all checkpoints are damaged, none has been saved, or ``best`` is
+            asked for and none has been evaluated.
     """
     if (run / MANIFEST).exists():
         if step != "newest":

@@ -19,7 +19,9 @@ from tutti.types import ReplicaRunner, ShardSpec
 class GatheredModel(Mapping[str, Tensor], ABC):
     """Mapping from names to the whole tensors of a model that is distributed over ranks; gathers on access.
 
-    A tied tensor is found under each of its names. Collective: all ranks access the same names in the same order.
+    A tied tensor is found under each of its names. Each access is collective over the ranks that together hold one copy
+    of the model, which must access the same names in the same order; the subclass says how tensors are gathered.
+    Tensors that this rank has whole may be returned without a copy: they are the live ones of the model.
 
     Args:
         tied: the further names of each tensor, by its first name.
@@ -41,7 +43,12 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         model on each rank.
 
         Returns:
-            The whole tensors by name; a tied tensor is gathered once and is found under each of its names.
+            The whole tensors by name; a tied tensor is gathered once and is found under each of its names. Tensors that
+            no other rank holds a part of may be the model's live ones.
+
+        Raises:
+            MismatchError: the ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         found: dict[str, Tensor] = {}
         for name, others in self._tied.items():
@@ -70,8 +77,9 @@ class _Part(NamedTuple):
 class GatheredParts(GatheredModel):
     """Mapping from names to whole tensors of a model whose tensors, or slices of them, lie on the ranks of one replica.
 
-    Each access is collective: one broadcast from each rank that holds a slice of the tensor. The constructor broadcasts
-    names and shapes from every rank that is alive.
+    Each access is collective over the ranks of ``comm``: one broadcast from each rank that holds a slice of the tensor;
+    the result is a new tensor, with one rank that of ``local``. The constructor is collective, too: it broadcasts names
+    and shapes from every rank that is alive.
 
     Args:
         local: this rank's tensors and slices, by name.
@@ -136,7 +144,8 @@ def gather_rows(
 ) -> dict[str, Tensor]:
     """Gather tensors that are sharded along their first dimension.
 
-    Collective: one all-gather for each tensor, in the order of ``rows``; all ranks of ``comm`` need the same names.
+    Collective over the ranks of ``comm``: one all-gather for each tensor, in the order of ``rows``, which must have the
+    same names on all ranks; blocks.
 
     Args:
         rows: this rank's shard of each tensor, by name: contiguous rows, divided as ``torch.chunk`` does. Each rank has
@@ -145,7 +154,11 @@ def gather_rows(
         comm: the ranks that hold the shards, in the order of the rows.
 
     Returns:
-        The whole tensors by name, in the order of ``rows``, on the device of the shards.
+        New, whole tensors by name, in the order of ``rows``, on the device of the shards.
+
+    Raises:
+        MismatchError: the ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     whole = {}
     for name, mine in rows.items():
@@ -159,7 +172,8 @@ def gather_rows(
 class GatheredRows(GatheredModel):
     """Mapping from names to whole tensors of a model of which some tensors are sharded by rows.
 
-    Each access of a sharded tensor is collective: one all-gather over the ranks of ``comm``.
+    Each access of a sharded tensor is collective: one all-gather over the ranks of ``comm``. An access of another
+    tensor sends nothing and returns that of ``local``. The constructor sends nothing.
 
     Args:
         local: this rank's whole tensors and row shards, by name.
@@ -199,7 +213,12 @@ def gathered_model(
 
     Returns:
         A ``GatheredModel``: ``mapping[name]`` gathers and returns the whole tensor, a tied tensor under each of its
-        names; ``all()`` returns all tensors as a dict.
+        names; ``all()`` returns all tensors as a dict. Tensors of which no other rank holds a part may be those of
+        ``merged`` themselves.
+
+    Raises:
+        MismatchError: the ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     if replica.sharded and comms.model.size == 1:
         return GatheredRows(merged, replica.sharded, replica.specs, comms.axis("shard"))

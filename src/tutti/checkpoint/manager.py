@@ -51,7 +51,7 @@ class CheckpointManager:
         world: this process's rank, size, store and timeout.
         keep: number of newest checkpoints to keep.
         warn: receives the text of each warning, such as a failed save.
-        most_failures: consecutive saves that may fail before the run ends.
+        most_failures: number of consecutive failed saves at which ``wait`` and ``begin_save`` raise DiskError.
         best: criterion of the best checkpoint, which is kept besides; None to keep none.
 
     Attributes:
@@ -92,6 +92,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: some ranks cannot see rank 0's folder; the text names them.
             DiskError: rank 0 cannot write there.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if not self._opened:
             share_folder(self._comm, self.folder)
@@ -119,8 +120,9 @@ class CheckpointManager:
     def write(self, step: int, state: State, facts: Mapping[str, Any]) -> None:
         """Copy this rank's state of ``step`` to host memory, and write its files in a background thread.
 
-        Blocks until this rank's files are written where memory has no room for the copy. Every rank calls it, after
-        ``begin_save``; no collective. Call ``wait`` to learn whether the save succeeded.
+        Where memory has no room for the copy, blocks until this rank's files are written. When it returns, the tensors
+        of ``state`` may change. Every rank must call it, after ``begin_save``, for a save to complete; no collective.
+        Failures are not raised here but by ``wait``.
 
         Args:
             step: optimizer steps taken.
@@ -324,7 +326,9 @@ class CheckpointManager:
             tensors.
 
         Raises:
-            CheckpointError: all checkpoints are damaged.
+            CheckpointError: all checkpoints are damaged, or this rank cannot read the manifest that rank 0 has found.
+            MismatchError: the ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         answer: list[str] = []
         if self._world.identity.rank == 0:
@@ -358,6 +362,7 @@ def share_folder(comm: Communicator, folder: Path) -> None:
     Raises:
         CheckpointError: some ranks cannot see rank 0's folder; the text names them.
         DiskError: rank 0 cannot write there.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     mark, failed = folder / f".seen-{secrets.token_hex(8)}", ""
     if comm.rank == 0:

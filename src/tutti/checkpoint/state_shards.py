@@ -27,7 +27,8 @@ def optimizer_tensors(optimizer: Optimizer, named: NamedParameters) -> dict[str,
         named: (name, parameter) pairs whose state is returned.
 
     Returns:
-        Tensors by ``{parameter}/{key}``, such as ``layer.weight/exp_avg``.
+        Tensors by ``{parameter}/{key}``, such as ``layer.weight/exp_avg``. Dense ones are the optimizer's live tensors,
+        which its next step changes.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in named:
@@ -110,7 +111,8 @@ def written(
             parameters and buffers.
 
     Returns:
-        Tensors by name; a slice of a larger tensor as a ``TensorSlice`` with the whole shape and its offset.
+        Tensors by name, those of ``tensors`` without a copy; a slice of a larger tensor as a ``TensorSlice`` with the
+        whole shape and its offset.
     """
     found: dict[str, Tensor | TensorSlice] = {}
     own = {name: _owner(name, replica) for name in tensors}
@@ -127,7 +129,7 @@ def written(
 
 
 def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner, local: Sequence[int]) -> Tensor:
-    """Read this rank's slice of one tensor from the checkpoint, on the CPU; the saved sharding may have been another.
+    """Read this rank's slice of one tensor from saved state, whose sharding may have been another. Not collective.
 
     Args:
         saved: the tensors of the checkpoint.
@@ -137,10 +139,11 @@ def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner,
         local: shape of this rank's slice.
 
     Returns:
-        The slice; the whole saved tensor where its shape is not that of the model's whole tensor.
+        The slice, on the CPU if read from files; the whole saved tensor where its shape is not that of the model's
+        whole tensor. Of a state in memory (``GivenState``) it may be a view.
 
     Raises:
-        CheckpointError: a file differs from the checkpoint's manifest.
+        CheckpointError: there is no such tensor, or a file differs from the checkpoint's manifest.
     """
     spec = replica.specs[name]
     return _part(saved, group, stored_name(saved.names(group), name, spec), spec, local)
@@ -217,7 +220,7 @@ def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, T
         ranks: number of ranks that hold the tensors.
 
     Returns:
-        Tensors by name; together the ranks' results are ``tensors``.
+        Tensors by name, without a copy; together the ranks' results are ``tensors``.
     """
     ordered = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
     return {name: tensors[name] for name in ordered[rank::ranks]}

@@ -40,11 +40,13 @@ def adasum_tree(vectors: Sequence[Tensor]) -> Tensor:
     Local arithmetic, not collective.
 
     Args:
-        vectors: one tensor for each rank, in rank order, all of one shape; their number must be a power of two (others
-            raise IndexError).
+        vectors: one tensor for each rank, in rank order, all of one shape; their number must be a power of two.
 
     Returns:
-        One tensor, of the shape and dtype of the first vector.
+        One tensor, of the shape and dtype of the first vector; of a single vector that vector itself.
+
+    Raises:
+        IndexError: the number of vectors is not a power of two.
     """
     level = list(vectors)
     while len(level) > 1:

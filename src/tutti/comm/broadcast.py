@@ -16,7 +16,8 @@ _MESSAGE_BYTES = 64 << 20
 def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) -> None:
     """Broadcast the values of ``tensors`` from the first rank of ``comm`` to its other ranks, in place.
 
-    Collective over the ranks of ``comm``; blocks until all tensors are there.
+    Collective over the ranks of ``comm``: several broadcasts, each after a comparison of the ranks' calls; blocks until
+    all tensors are there. Local with one rank.
 
     Tensors may be on several devices: FSDP2 moves parameters itself, later than buffers are moved. Consecutive tensors
     of equal dtype travel together; a message is closed as soon as it has 64 MiB.

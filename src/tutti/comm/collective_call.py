@@ -33,7 +33,7 @@ class CollectiveCall:
     """Description of one rank's call of a collective, which is compared with the other ranks' calls of the same name.
 
     Attributes:
-        kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``, ``barrier``,
+        kind: ``allreduce``, ``allgather``, ``broadcast``, ``alltoall``, ``reducescatter``, ``barrier``, ``join``,
             ``add_process_set`` or ``remove_process_set``.
         name: name of the call; ranks' calls with equal names belong together.
         process_set: number of the process set, an ordered set of ranks that perform the collective.

@@ -97,7 +97,7 @@ class CollectiveHandle:
     def done(self) -> bool:
         """Whether the collective has ended, successfully or not, so that ``wait`` returns or raises at once.
 
-        Does not block.
+        Does not block. Where it has ended, its name becomes free for a new call of this rank.
         """
         if self.session.advance(self):
             self.session.forget(self)
@@ -112,7 +112,8 @@ class CollectiveHandle:
             the list of results for grouped calls.
 
         Raises:
-            MismatchError: ranks' calls differ; on every rank, with both calls.
+            MismatchError: ranks' calls differ; on every rank, with both calls. Or every rank waits in a call that at
+                least one other rank has not made.
             PeerError: a rank has ended or left, or did not make the call in time.
         """
         self.session.await_(self)
@@ -142,7 +143,8 @@ class CollectiveHandle:
 class CollectiveSession:
     """One rank's part of a session: a namespace in which collectives are matched by name over the ranks.
 
-    A session has process sets (sets of ranks) and cached calls of its own, from its opening until ``close``.
+    A session has process sets (sets of ranks) and cached calls of its own, from its opening until ``close``. The
+    constructor tells the coordinator on rank 0 that the session is open, and does not wait for other ranks.
 
     Args:
         engine: this rank's thread that performs the collectives.
@@ -150,6 +152,9 @@ class CollectiveSession:
         options: timeouts and limits; those of rank 0 hold for all ranks.
 
     Attributes:
+        sets: members of each process set, by its number; 0: all ranks.
+        closed: whether ``close`` was called.
+        pending: this rank's calls whose names are not free yet, by ``CollectiveCall.key``.
         translated: decorates the backward passes of collectives, so that they raise the exceptions of the interface
             that has opened the session, such as Horovod's; by default they raise tutti's.
     """
@@ -201,7 +206,8 @@ class CollectiveSession:
         node: its tensors are copied to shared memory.
 
         Args:
-            handle: the new call: its description, this rank's input tensors, and optionally tensors for the result.
+            handle: the new call: its description, this rank's input tensors, which must not be changed before the end
+                of the collective, and optionally tensors for the result.
 
         Returns:
             ``handle``, whose ``wait`` blocks and returns the result.
@@ -435,6 +441,7 @@ class CollectiveSession:
 
         Raises:
             ValueError: another kind.
+            KeyError: the message is about a call that has failed on this rank meanwhile.
         """
         if kind == "run":
             self._run(rest[0])
@@ -647,10 +654,19 @@ def _settle(tensor: Tensor) -> None:
 class CollectiveEngine:
     """One rank's thread that performs collectives, and on rank 0 the coordinator, which matches the ranks' calls.
 
-    Calls match by name within a session, a namespace that all ranks open.
+    Calls match by name within a session, a namespace that all ranks open. The constructor starts the threads, and
+    blocks until rank 0 has made its engine.
 
     Args:
         world: rank, store and device of this process.
+
+    Attributes:
+        sessions: this rank's open sessions, by number.
+        broken: the error that all later collectives raise; None while collectives are possible.
+        sink: timeline callback, see ``event``; None: events are not reported.
+
+    Raises:
+        PeerError: rank 0 has ended, or did not make its engine within the job's timeout.
     """
 
     def __init__(self, world: World) -> None:
@@ -690,6 +706,9 @@ class CollectiveEngine:
         Returns:
             The session, an object with ``submit`` (start a collective), ``join`` (no more data on this rank) and
             ``close``.
+
+        Raises:
+            PeerError: rank 0 has ended.
         """
         self._opened += 1
         return CollectiveSession(self, self._opened, options)
@@ -835,7 +854,8 @@ class CollectiveEngine:
     def abandon(self) -> None:
         """End this rank's collective engine without telling or awaiting other ranks, some of which may be gone.
 
-        Pending collectives of this rank fail with PeerError.
+        Pending collectives of this rank fail with PeerError. Waits for the engine's thread for half a second at most;
+        on rank 0 then ends the message hub, too, so that other ranks can start no collective either.
         """
         self._closing = True
         self.interrupt(SHUT_DOWN)

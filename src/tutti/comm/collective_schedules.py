@@ -265,6 +265,10 @@ def schedule_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> Schedul
 
     Returns:
         The rounds in order, each with the messages of all ranks in it: sender, receiver and chunk of the vector.
+
+    Raises:
+        KeyError: there is no such algorithm.
+        ValueError: for ``hierarchical``, ``nodes`` do not hold each rank from 0 once, or a node is empty.
     """
     if algorithm == "hierarchical":
         return hierarchical_schedule(nodes)

@@ -42,7 +42,7 @@ class ProcessSet:
     """An ordered set of ranks that perform collectives among themselves.
 
     Args:
-        ranks: global ranks of the members, in increasing order.
+        ranks: global ranks of the members, in any order; the set has them in increasing order.
 
     Attributes:
         ranks: global ranks of the members.
@@ -256,19 +256,20 @@ def allreduce_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start an all-reduce; ``wait()`` of the handle returns the result.
+    """Start an all-reduce of one tensor; ``wait()`` of the returned handle returns the result.
 
     Does not block; collective over ``process_set``; not differentiable. Each result is postscale · op(prescale ·
     tensor) over the ranks, with averages of integers truncated.
 
     Args:
-        tensor: of equal shape and dtype on all ranks.
+        tensor: of equal shape and dtype on all ranks; must not be changed before ``wait``.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
-        in_place: write the result into ``tensor``, which must not be used before ``wait``.
+        in_place: write the result into ``tensor``, which must not be used before ``wait`` and which ``wait`` returns;
+            default: ``wait`` returns a new tensor.
 
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
@@ -276,8 +277,10 @@ def allreduce_async(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); or this rank is no member of ``process_set``.
+            needed); a tensor is sparse, or tensors are on devices of several types; this rank is no member of
+            ``process_set``; or ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
+        PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
     outputs = [tensor.detach()] if in_place else None
@@ -301,13 +304,15 @@ def grouped_allreduce_async(
     tensor) over the ranks, with averages of integers truncated.
 
     Args:
-        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks; must not be changed before
+            ``wait``.
         op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
-        in_place: write the results into ``tensors``, which must not be used before ``wait``.
+        in_place: write the results into ``tensors``, which must not be used before ``wait`` and which ``wait`` returns;
+            default: ``wait`` returns new tensors.
 
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
@@ -315,8 +320,10 @@ def grouped_allreduce_async(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); or this rank is no member of ``process_set``.
+            needed); a tensor is sparse, or tensors are on devices of several types; this rank is no member of
+            ``process_set``; or ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
+        PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
     tensors = list(tensors)
@@ -352,8 +359,9 @@ def allreduce(
         A new tensor of the shape and dtype of ``tensor``; sparse where ``tensor`` is.
 
     Raises:
-        UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); or this rank is no member of ``process_set``.
+        UsageError: ``op`` is not defined for the dtype or, with another operation than sum and average, for a sparse
+            tensor; ``adasum`` for a number of ranks that is no power of two; this rank is no member of ``process_set``;
+            or ``tutti.init`` was not called. In the backward: ``op`` has no gradient.
         ValueError: ``op`` is no such operation.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
@@ -390,11 +398,12 @@ def grouped_allreduce(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        The reductions, in the order of ``tensors``.
+        The reductions, new tensors in the order of ``tensors``, equal on all ranks.
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); or this rank is no member of ``process_set``.
+            needed); a tensor is sparse, or tensors are on devices of several types; this rank is no member of
+            ``process_set``; or ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
@@ -432,7 +441,10 @@ def sparse_allreduce_async(
         raises MismatchError where ranks' calls differ, and PeerError where a rank is lost or late.
 
     Raises:
-        UsageError: ``op`` is another operation.
+        UsageError: ``op`` is another operation or not defined for the dtype; this rank is no member of ``process_set``;
+            or ``tutti.init`` was not called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     if op not in (AVERAGE, SUM):
         raise UsageError(
@@ -488,7 +500,8 @@ def grouped_allgather_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: this rank is no member of ``process_set``.
+        UsageError: a tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
@@ -505,7 +518,7 @@ def grouped_allgather_async(
 def allgather_async(
     tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks
 ) -> CollectiveHandle:
-    """Start an all-gather; ``wait()`` of the handle returns the result.
+    """Start an all-gather of one tensor; ``wait()`` of the returned handle returns the result, a new tensor.
 
     Does not block; collective over ``process_set``; not differentiable. The result is the concatenation of the ranks'
     tensors along the first dimension, in rank order.
@@ -520,7 +533,8 @@ def allgather_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: this rank is no member of ``process_set``.
+        UsageError: a tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
     handle = grouped_allgather_async([tensor], name, process_set=process_set)
@@ -540,9 +554,11 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        A tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
+        A new tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
+        UsageError: the tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -563,9 +579,11 @@ def grouped_allgather(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        For each of ``tensors`` a tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
+        For each of ``tensors`` a new tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
+        UsageError: a tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -589,14 +607,18 @@ def grouped_broadcast_async(
         root: global rank of the source; a member of ``process_set``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
-        in_place: write the results into ``tensors``; default: into new tensors.
+        in_place: write the results into ``tensors``, which must not be used before ``wait``; default: into new tensors.
 
     Returns:
-        Handle; its ``wait`` returns ``root``'s tensors, in the same order; it raises MismatchError where ranks' calls
-        differ, and PeerError where a rank has ended, left or did not make the call in time.
+        Handle; its ``wait`` returns tensors with the values of ``root``, in the order of ``tensors`` (with ``in_place``
+        ``tensors`` themselves), and raises MismatchError where ranks' calls differ, and PeerError where a rank has
+        ended, left or did not make the call in time.
 
     Raises:
-        UsageError: ``root`` is no member of ``process_set``.
+        UsageError: ``root`` or this rank is no member of ``process_set``; a tensor is sparse; or ``tutti.init`` was not
+            called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     if root not in process_set.ranks:
         raise UsageError(
@@ -628,14 +650,18 @@ def broadcast_async(
         root: global rank of the source; a member of ``process_set``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
-        in_place: write the result into ``tensor``; default: into a new tensor.
+        in_place: write the result into ``tensor``, which must not be used before ``wait`` and which ``wait`` returns;
+            default: into a new tensor.
 
     Returns:
         Handle with ``wait``, and ``done``, which does not block: whether the call has ended or failed. ``wait`` raises
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: ``root`` is no member of ``process_set``.
+        UsageError: ``root`` or this rank is no member of ``process_set``; a tensor is sparse; or ``tutti.init`` was not
+            called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     handle = grouped_broadcast_async([tensor], root, name, process_set=process_set, in_place=in_place)
     handle.convert = (lambda _: tensor) if in_place else _first
@@ -658,7 +684,9 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
         A new tensor of the shape and dtype of ``tensor``, equal on all ranks.
 
     Raises:
-        UsageError: ``root`` is no member of ``process_set``.
+        UsageError: ``root`` or this rank is no member of ``process_set``; the tensor is sparse; or ``tutti.init`` was
+            not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -717,7 +745,10 @@ def alltoall_async(
     Raises:
         SplitError: ``splits`` are not int32, not one number for each member, negative, or in sum more than the rows; or
             they are not given, and the number of members does not divide the rows.
-        UsageError: ``tensor`` is a scalar.
+        UsageError: ``tensor`` is a scalar or sparse; this rank is no member of ``process_set``; or ``tutti.init`` was
+            not called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     rows = _splits(tensor, splits, process_set.size(), _where("alltoall", name))
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
@@ -755,7 +786,9 @@ def alltoall(
     Raises:
         SplitError: ``splits`` are not int32, not one number for each member, negative, or in sum more than the rows; or
             they are not given, and the number of members does not divide the rows.
-        UsageError: ``tensor`` is a scalar.
+        UsageError: ``tensor`` is a scalar or sparse; this rank is no member of ``process_set``; or ``tutti.init`` was
+            not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -791,7 +824,10 @@ def grouped_reducescatter_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: ``op`` is another operation, or a tensor has no first dimension.
+        UsageError: ``op`` is another operation or not defined for the dtype; a tensor is sparse or has no first
+            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     if op not in (AVERAGE, SUM):
         raise UsageError(
@@ -823,7 +859,7 @@ def reducescatter_async(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> CollectiveHandle:
-    """Start a reduce-scatter; ``wait()`` of the handle returns the result.
+    """Start a reduce-scatter of one tensor; ``wait()`` of the returned handle returns the result, a new tensor.
 
     Does not block; collective over ``process_set``; not differentiable. The result is this rank's part of the first
     dimension of the reduction; the first (rows mod ranks) ranks have one row more.
@@ -841,7 +877,10 @@ def reducescatter_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: ``op`` is another operation, or the tensor has no first dimension.
+        UsageError: ``op`` is another operation or not defined for the dtype; the tensor is sparse or has no first
+            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        PeerError: a rank was lost earlier, so that no collective can be started.
+        DuplicateNameError: a call with this name is still pending on this rank.
     """
     handle = grouped_reducescatter_async(
         [tensor], op, name, prescale=prescale, postscale=postscale, process_set=process_set
@@ -877,7 +916,9 @@ def reducescatter(
         ranks.
 
     Raises:
-        UsageError: ``op`` is another operation, or the tensor has no first dimension.
+        UsageError: ``op`` is another operation or not defined for the dtype; the tensor is sparse or has no first
+            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -911,7 +952,9 @@ def grouped_reducescatter(
         first (rows mod ranks) ranks.
 
     Raises:
-        UsageError: ``op`` is another operation, or a tensor has no first dimension.
+        UsageError: ``op`` is another operation or not defined for the dtype; a tensor is sparse or has no first
+            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -931,7 +974,8 @@ def barrier(process_set: ProcessSet = all_ranks) -> None:
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        UsageError: this rank is no member of ``process_set``.
+        UsageError: this rank is no member of ``process_set``, or ``tutti.init`` was not called.
+        MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
     number, session = _number(process_set), _session()
@@ -963,7 +1007,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: the set, or the global ranks of its members; equal on all ranks.
 
     Returns:
-        The process set, with its ``process_set_id``.
+        ``process_set`` itself, or a new set of the given ranks; its ``process_set_id`` is set.
 
     Raises:
         UsageError: the set is empty, or names a rank twice or one that the job does not have.
@@ -1035,8 +1079,9 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
         A value equal to that of ``root``, decoded from its bytes on every rank, ``root`` included.
 
     Raises:
-        UsageError: on ``root``, a value of another type, which the error names; or ``root`` is no member of
-            ``process_set``.
+        UsageError: on ``root``, a value of another type, which the error names; ``root`` or this rank is no member of
+            ``process_set``; or ``tutti.init`` was not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -1065,12 +1110,14 @@ def allgather_object(value: Any, name: str | None = None, *, process_set: Proces
     Collective over ``process_set``; blocks.
 
     Args:
-        value: this rank's value, of a type that ``broadcast_object`` takes.
+        value: this rank's value, of a type that ``broadcast_object`` takes; may differ between ranks.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        UsageError: ``value`` is of another type, which the error names.
+        UsageError: ``value`` is of another type, which the error names; this rank is no member of ``process_set``; or
+            ``tutti.init`` was not called.
+        DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """

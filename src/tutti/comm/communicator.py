@@ -137,11 +137,13 @@ class Communicator:
         """Make collectives of small CPU tensors on this communicator use shared memory instead of Gloo.
 
         Small are tensors of at most 1 MiB on a rank. Faster on one node. Affects ``sum_in_place``, ``gather_slices``,
-        ``gather_into`` and ``scatter_sum``. Collective over the ranks of this communicator; blocks. No effect on
-        accelerators, with ranks on several nodes, or where there is no shared memory.
+        ``gather_into`` and ``scatter_sum``. To make the memory is collective over the ranks of this communicator (a
+        broadcast of the file's name and all-reduces) and blocks. No effect on accelerators, with ranks on several
+        nodes, where there is no shared memory, or if this communicator has some already.
 
         Args:
-            like: a communicator whose shared memory is used if it has the same ranks; otherwise new memory is made.
+            like: a communicator whose shared memory is used, without a message, if it has the same ranks; otherwise,
+                and for None, new memory is made.
         """
         if like is not None and like.ranks == self.ranks:
             self._small = like._small
@@ -337,14 +339,16 @@ class Communicator:
     def start_send(self, tensor: Tensor, to: int, kind: str) -> Pending:
         """Start to send ``tensor`` to rank ``to``, which must receive it by ``start_receive`` or ``receive``.
 
-        Does not block. The receiver must know shape and dtype, and name the same ``kind``. Messages of one kind from
-        one rank to another arrive in the order of sending; messages of different kinds or directions are independent.
-        ``Communicators.p2p_channels`` makes the channels beforehand.
+        Does not block if ``Communicators.p2p_channels`` or ``Communicators.connect`` has made the channel; otherwise
+        the first message makes a process group, for which it waits until all ranks of the job do so. The receiver must
+        know shape and dtype, and name the same ``kind``. Messages of one kind from one rank to another arrive in the
+        order of sending; messages of different kinds or directions are independent.
 
         Args:
-            tensor: the message; must live, unchanged, until ``wait`` of the returned handle.
+            tensor: the message, contiguous; must live, unchanged, until ``wait`` of the returned handle.
             to: index of the receiving rank within this communicator.
-            kind: channel of the message, a key of the ``kinds`` that were given to ``p2p_channels``.
+            kind: channel of the message: a key of the ``kinds`` that were given to ``p2p_channels``, or
+                ``ALGORITHM all-reduce`` after ``connect``.
 
         Returns:
             Handle, whose ``wait`` blocks until the message is sent, or raises PeerError (a rank is lost or late) or
@@ -353,10 +357,13 @@ class Communicator:
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
     def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
-        """Start to receive the next message of a kind from rank ``source`` into ``tensor``. Does not block.
+        """Start to receive the next message of a kind from rank ``source`` into ``tensor``.
+
+        Does not block if the channel was made beforehand, see ``start_send``.
 
         Args:
-            tensor: of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the returned handle.
+            tensor: contiguous, of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the
+                returned handle.
             source: index of the sending rank within this communicator.
             kind: channel of the message, as given to ``start_send``.
 
@@ -432,12 +439,17 @@ class Communicator:
     def traffic(self) -> dict[tuple[int, int], LinkTraffic]:
         """Return messages and bytes on each link between ranks of this communicator so far, summed over the ranks.
 
-        Collective over the ranks of this communicator; blocks. Point-to-point messages and reads of shared memory are
-        counted; the messages inside a collective of the backend are not known to this process.
+        Collective over the ranks of this communicator, an all-reduce of the counts; blocks. Point-to-point messages and
+        what a ``ScheduledAllReduce`` reads in shared memory are counted; the messages inside a collective of the
+        backend are not known to this process.
 
         Returns:
             A dict from (source, destination), as indices within the communicator, to a ``LinkTraffic`` with the number
             of ``messages`` and their ``bytes``; links without traffic are missing. Equal on all ranks.
+
+        Raises:
+            MismatchError: ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         table = torch.zeros(self.size, self.size, 2, dtype=torch.int64)
         for (source, to), counted in self._counted.items():
@@ -474,12 +486,12 @@ class Communicator:
         """Make control messages of up to 16 KiB use shared memory instead of Gloo, where all ranks are on one node.
 
         Faster: one barrier in place of two collectives over sockets. Affects ``all_reduce``, ``broadcast``,
-        ``all_gather`` and the methods built on them, for tensors on the CPU. Collective over the ranks of this
-        communicator; blocks.
+        ``all_gather`` and the methods built on them, for tensors on the CPU. To make the memory is collective over the
+        ranks of this communicator (a broadcast of the file's name and all-reduces) and blocks.
 
         Args:
-            like: a communicator whose memory for control messages is used if it has the same ranks; otherwise, and for
-                None, new memory is made.
+            like: a communicator whose memory for control messages is used, without a message, if it has the same ranks;
+                otherwise, and for None, new memory is made.
         """
         if like is not None and like.ranks == self.ranks:
             self._control = like._control
@@ -547,8 +559,8 @@ class Communicator:
             name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Returns:
-            One tensor for each rank, in rank order, without ranks that were killed while the run goes on
-            (``alive_ranks``); ``[tensor]`` for one rank.
+            One new tensor for each rank, in rank order, without ranks that were killed while the run goes on
+            (``alive_ranks``). With one rank a list of ``tensor`` itself.
 
         Raises:
             MismatchError: shape, dtype, name or operation differ between ranks.
@@ -593,8 +605,8 @@ class Communicator:
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
         """Check that a text is the same on all ranks; otherwise raise on every rank.
 
-        Collective over the ranks of this communicator; blocks. Digests of the lines are compared, so that little is
-        sent.
+        Collective over the ranks of this communicator; blocks. All-gathers digests of the lines, and the lines' keys
+        only where digests differ.
 
         Args:
             lines: the text to compare, line by line.
@@ -715,9 +727,10 @@ class Communicator:
 
 
 def everybody(world: World) -> Communicator:
-    """Return a communicator of all ranks of the job, for use before the device mesh is known.
+    """Return a new communicator of all ranks of the job, for use before the device mesh is known.
 
-    Collective over all ranks; blocks.
+    The first call makes the process groups of all ranks, which is collective over all ranks of the job and blocks;
+    later calls take the cached groups and are local.
 
     Args:
         world: rank, device, store and timeout of this process, as ``tutti.init`` returned them.

@@ -25,7 +25,8 @@ class TensorRanks:
     """Differentiable collectives over the tensor axis of the device mesh, whose ranks split layers among them.
 
     Each rank has ``even_share(length, size, rank)`` of the dimension ``dim`` of a split tensor: if ``size`` does not
-    divide ``length``, the first ranks have one more.
+    divide ``length``, the first ranks have one more. The constructor sends nothing; it loads the front end of
+    ``torch.compile``, which breaks graphs at these collectives.
 
     Args:
         comm: communicator of the tensor-parallel ranks.
@@ -191,7 +192,8 @@ class TensorRanks:
                 MismatchError (the ranks wait in different calls).
 
         Returns:
-            Tensors equal to ``tensors``, in their order, to be used in their place.
+            Views of ``tensors``, in their order, to be used in their place; ``tensors`` itself under ``torch.no_grad``
+            or if none requires a gradient.
         """
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return tensors
@@ -217,14 +219,15 @@ class TensorRanks:
     def sum(self, tensor: Tensor, name: str) -> Tensor:
         """All-reduce (sum) a tensor over the tensor-parallel ranks without autograd and return the sum.
 
-        The result is a new, contiguous tensor.
-
         Collective over the tensor-parallel ranks; blocks.
 
         Args:
             tensor: this rank's summand, of equal shape on all ranks.
             name: names the call, such as ``output of mlp``, in PeerError (a rank is lost or late) and in MismatchError
                 (the ranks wait in different calls).
+
+        Returns:
+            A new, contiguous tensor, equal on all ranks.
         """
         total = tensor.clone(memory_format=torch.contiguous_format)
         self._comm.sum_in_place(total, name)

@@ -26,10 +26,11 @@ _METHODS: list[_Method] = []
 
 
 def ends_graph(method: _F) -> _F:
-    """Wrap a method so that graphs of ``torch.compile`` end before its calls, once ``end_graphs`` has been called.
+    """Wrap a method so that ``torch.compile`` breaks the graph at its calls, once ``end_graphs`` has been called.
 
-    For methods that communicate with other ranks, which no graph can hold. Outside of a trace a call costs hardly more
-    than before.
+    For methods that communicate with other ranks, which no graph can hold: compiled code runs them eagerly, between two
+    graphs. Before ``end_graphs`` the compiler traces them as any method. Outside of a trace a call costs hardly more
+    than without the wrapper.
 
     Args:
         method: the method of a class, or a function that is set as a method.
@@ -48,10 +49,11 @@ def ends_graph(method: _F) -> _F:
 
 
 def left_out_of_graphs(function: _F) -> _F:
-    """Wrap a function so that graphs of ``torch.compile`` end before its calls, from now on.
+    """Wrap a function so that ``torch.compile`` breaks the graph at its calls and runs it eagerly, between two graphs.
 
     For functions that communicate with other ranks and are made anew for each run; ``ends_graph`` is for methods of
-    classes. Loads the compiler's front end. Outside of a trace a call costs hardly more than before.
+    classes. Takes effect at once and loads the compiler's front end, but compiles nothing. Outside of a trace a call
+    costs hardly more than without the wrapper.
 
     Args:
         function: the function, or a bound method.
@@ -70,9 +72,9 @@ def left_out_of_graphs(function: _F) -> _F:
 
 
 def end_graphs() -> None:
-    """Let graphs of ``torch.compile`` end before calls of all methods that ``ends_graph`` has wrapped.
+    """Make ``torch.compile`` break the graph at calls of all methods that ``ends_graph`` has wrapped so far.
 
-    Loads the compiler's front end. A second call does nothing for methods of the first.
+    Loads the compiler's front end, but compiles nothing. Does nothing for methods that an earlier call has treated.
     """
     for method in _METHODS:
         if method.untraced is method.plain:

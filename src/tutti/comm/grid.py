@@ -24,6 +24,9 @@ class Grid:
         tensor: number of tensor-parallel ranks.
         rank: global rank of this process.
 
+    Raises:
+        UsageError: an axis is shorter than 1, or the mesh has no such rank.
+
     >>> grid = Grid(replica=2, stage=2, rank=3)
     >>> grid.at("replica"), grid.at("stage"), grid.along("replica"), grid.along("stage")
     (1, 1, (1, 3), (2, 3))
@@ -74,7 +77,7 @@ class Grid:
         """Return the global ranks with the same coordinates on the device mesh as this rank on all axes but ``axes``.
 
         Args:
-            axes: some of ``replica``, ``shard``, ``stage`` and ``tensor``.
+            axes: some of ``replica``, ``shard``, ``stage`` and ``tensor``; other names have no effect.
 
         Returns:
             The ranks in increasing order, this rank included.

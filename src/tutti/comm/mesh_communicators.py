@@ -19,7 +19,8 @@ from tutti.launcher.context import World
 class Communicators:
     """Makes and keeps the communicators along the axes of the device mesh.
 
-    Collective over all ranks of the job: the constructor makes process groups.
+    Collective over all ranks of the job: the constructor makes process groups and, on one node, shared memory for
+    control messages; it blocks.
 
     Args:
         world: rank, device, store and timeout of this process.
@@ -54,15 +55,20 @@ class Communicators:
         return self._axes[names]
 
     def tolerate_loss(self) -> bool:
-        """Let the run continue from now on if ranks other than rank 0 are killed. Collective over all ranks; blocks.
+        """Let the run continue from now on if ranks other than rank 0 are killed.
 
-        Afterwards the communicators ``world`` (all ranks) and ``replica`` perform ``all_reduce``, ``broadcast`` and
-        ``all_gather`` over files, among the ranks that are alive. For strategies whose training steps need no other
-        rank and that keep the whole model on every rank, such as asynchronous parameter servers.
+        Where losses can be tolerated, collective over all ranks of the job: a barrier, which blocks. Elsewhere it does
+        nothing. Afterwards the communicators ``world`` (all ranks) and ``replica`` perform ``all_reduce``,
+        ``broadcast`` and ``all_gather`` over files, among the ranks that are alive. For strategies whose training steps
+        need no other rank and that keep the whole model on every rank, such as asynchronous parameter servers.
 
         Returns:
             True if losses are tolerated; False with one data-parallel rank, or under a launcher that ends all ranks
-            when the first one ends.
+            when the first one ends. Equal on all ranks.
+
+        Raises:
+            PeerError: a rank did not make the call in time.
+            MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         """
         notes = lost_rank_notes.lost_rank_notes()
         if notes is None or self.replica.size < 2:
@@ -97,8 +103,9 @@ class Communicators:
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
         """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
 
-        Collective over all ranks of the job; blocks. The all-reduce is over the communicator ``replica`` (attribute of
-        this object) of the data-parallel ranks that hold the same part of the model.
+        Collective over all ranks of the job, which all-gathers the ranks' nodes and makes process groups; blocks.
+        Nothing is all-reduced yet. The all-reduce will be over the communicator ``replica`` (attribute of this object)
+        of the data-parallel ranks that hold the same part of the model.
 
         Args:
             algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
@@ -149,10 +156,10 @@ class Communicators:
         return Communicator(purpose, ranks, self._job, *mine) if self._grid.rank in ranks else None
 
     def new_group(self, purpose: str) -> Communicator:
-        """Return a communicator of the data-parallel ranks (axes replica and shard) with a process group of its own.
+        """Return a new communicator of the data-parallel ranks (axes replica and shard) with its own process group.
 
-        Collective over all ranks of the job. For messages that overlap with the gradient reduction on ``replica``,
-        which one process group would serialise.
+        Collective over all ranks of the job; blocks while the group is made. For messages that overlap with the
+        gradient reduction on ``replica``, which one process group would serialise.
 
         Args:
             purpose: key of the process group, which PeerError and MismatchError show; one key gives one group.

@@ -65,7 +65,11 @@ class HubConnection:
     Args:
         store: key-value store of the job, where rank 0 has put the hub's address.
         rank: number of the connection: this rank, or another number that no other connection has, for a further one.
-        limit: seconds to wait for the hub.
+        limit: seconds for which the constructor waits for the hub.
+
+    Raises:
+        PeerError: rank 0 has ended, opened no hub within the limit, or does not hold the run's key; or a rank of the
+            job is lost.
     """
 
     def __init__(self, store: dist.Store, rank: int, limit: float) -> None:
@@ -184,7 +188,8 @@ class _Peer:
 class MessageHub:
     """Rank 0's end of the connections from all ranks, which carry JSON values.
 
-    One thread serves them all, and sleeps while nothing arrives.
+    The constructor starts one thread, which serves them all and sleeps while nothing arrives, and does not wait for
+    other ranks.
 
     Args:
         store: key-value store of the job, where the hub's address is put.

@@ -113,7 +113,7 @@ class _Ready:
 
 
 def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
-    """Return whether two all-reduces can be performed as one message.
+    """Return whether two all-reduces can be performed as one message; False for other collectives. Local.
 
     The calls must agree in operation (not Adasum), process set (the ranks that take part), device type and scale
     factors, and all tensors of the two calls must have one dtype.

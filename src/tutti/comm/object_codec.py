@@ -38,7 +38,7 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
             and shape; None: the bytes hold their elements, too.
 
     Returns:
-        The bytes.
+        The bytes. A bytearray is encoded as bytes, a defaultdict as a dict.
 
     Raises:
         UsageError: a value of another type, or a sparse or quantized tensor; names its place in ``value`` and its type.

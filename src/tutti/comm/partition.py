@@ -13,7 +13,7 @@ def even_share(total: int, parts: int, index: int) -> range:
     Args:
         total: length of the range.
         parts: number of parts.
-        index: number of the part, from 0.
+        index: number of the part, from 0, below ``parts``.
 
     >>> [list(even_share(10, 4, i)) for i in range(4)]
     [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]

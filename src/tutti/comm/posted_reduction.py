@@ -242,7 +242,8 @@ class PostedReductions:
     def make(self, call: CollectiveCall) -> PostedReduction | None:
         """Reserve shared memory in which the ranks of a node will perform one all-reduce repeatedly.
 
-        Collective over all ranks of the job, which must call it in the same order; blocks where a new segment is made.
+        Collective over all ranks of the job, which must call it in the same order. Where a new segment is made, the
+        ranks exchange messages (a broadcast and all-reduces) and block; otherwise nothing is sent.
 
         Args:
             call: description of an all-reduce for which ``posted_bytes`` is not 0.

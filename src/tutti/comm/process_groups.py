@@ -21,8 +21,8 @@ _cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, Proces
 def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Return two process groups of ``ranks``, one for control messages and one for gradients, made once and cached.
 
-    The first call for ``ranks`` and ``purpose`` makes the groups, and is collective over all ranks of the job, members
-    or not, as ``dist.new_group``.
+    The first call for ``ranks`` and ``purpose`` makes the groups, blocks, and is collective over all ranks of the job,
+    members or not, as ``dist.new_group``. Later calls are local.
 
     Args:
         ranks: global ranks of the members, in increasing order.

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class ScheduledAllReduce:
     """An all-reduce (sum) over the data-parallel ranks, by an explicit schedule of point-to-point messages.
 
-    Collective over all ranks: the constructor makes process groups and shared memory.
+    Collective over all ranks of the job: the constructor makes process groups and, for ``hierarchical``, shared memory,
+    and all-reduces whether every rank has it. It sums no vector yet.
 
     Args:
         comms: communicators of this process; the sum is over ``comms.replica``.
@@ -32,7 +33,7 @@ class ScheduledAllReduce:
         schedule: the schedule that is run.
 
     Raises:
-        UsageError: ``hierarchical`` where the ranks of a node cannot share memory.
+        UsageError: ``hierarchical`` where the ranks of a node cannot share memory; on all ranks of the job.
     """
 
     def __init__(self, comms: Communicators, algorithm: Algorithm, size: int) -> None:

@@ -206,7 +206,10 @@ class SmallMessages:
     def takes(self, tensor: Tensor) -> bool:
         """Return whether ``gather`` can all-gather a tensor through the node's shared memory.
 
-        True if it is on the CPU and has at most ``most`` bytes, the limit that the constructor was given.
+        True if it is on the CPU and has at most ``most`` bytes, the limit that the constructor was given. Local.
+
+        Args:
+            tensor: this rank's tensor.
         """
         return tensor.nbytes <= self._most and tensor.device.type == "cpu"
 
@@ -241,7 +244,7 @@ class SmallMessages:
 def attach_small(comm: Communicator, most: int = SMALL_BYTES) -> SmallMessages | None:
     """Make shared memory for collectives of small CPU tensors among the ranks of ``comm``.
 
-    Collective over the ranks of ``comm``; blocks.
+    Collective over the ranks of ``comm`` (a broadcast of the file's name and all-reduces); blocks.
 
     Args:
         comm: the ranks that share the memory.
@@ -249,7 +252,7 @@ def attach_small(comm: Communicator, most: int = SMALL_BYTES) -> SmallMessages |
 
     Returns:
         An object with the collective ``gather``. None on all ranks where the processor is not x86-64, the ranks are on
-        several nodes, or /dev/shm is too small.
+        several nodes, a rank cannot open the file, or /dev/shm is too small.
     """
     segment = attach(comm, SmallMessages.room(most))
     return None if segment is None else SmallMessages(comm, segment, most)
@@ -258,7 +261,7 @@ def attach_small(comm: Communicator, most: int = SMALL_BYTES) -> SmallMessages |
 def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
     """Make a shared-memory segment with a slot of at least ``size`` bytes for each rank.
 
-    Collective over the ranks of ``comm``; blocks.
+    Collective over the ranks of ``comm`` (a broadcast of the file's name and all-reduces); blocks.
 
     Args:
         comm: the ranks that share the memory.

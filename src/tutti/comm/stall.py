@@ -159,7 +159,7 @@ class StallInspector:
     def wait(self, work: Work, call: Call) -> None:
         """Block until ``work``, an asynchronous collective of ``torch.distributed``, is complete.
 
-        The time limit is the job's timeout.
+        The time limit is the ``timeout`` that the constructor was given.
 
         Args:
             work: the collective under way.
@@ -183,7 +183,7 @@ class StallInspector:
         self.poll(done, call)
 
     def poll(self, done: Callable[[timedelta], bool], call: Call) -> None:
-        """Block until ``done`` returns True, but no longer than the job's timeout.
+        """Block until ``done`` returns True, but not much longer than the ``timeout`` that the constructor was given.
 
         For waits without a ``Work`` of ``torch.distributed``.
 

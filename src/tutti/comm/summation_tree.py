@@ -24,6 +24,9 @@ def children(node: Node) -> tuple[Node, Node]:
     Args:
         node: a node of more than one worker.
 
+    Raises:
+        ValueError: the node has fewer than two workers.
+
     >>> children((0, 6)), children((4, 6))
     (((0, 4), (4, 6)), ((4, 5), (5, 6)))
     """

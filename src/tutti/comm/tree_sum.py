@@ -94,13 +94,14 @@ class TreeSum:
     def total(self) -> Tensor:
         """Return the sum of the vectors of all logical workers, which ``add`` was given; bit-identical on every rank.
 
-        A logical worker is a fixed share of the global batch. Collective over the data-parallel ranks; blocks. The bits
-        do not depend on the number of ranks, unless several ranks compute one worker. Forgets the vectors, so that the
-        next sum can begin.
+        A logical worker is a fixed share of the global batch. Collective over the data-parallel ranks: an all-to-all of
+        partial sums and an all-gather of the result, before them an all-gather of the numbers of vectors where several
+        ranks compute one worker; blocks. The bits do not depend on the number of ranks, unless several ranks compute
+        one worker. Forgets the vectors, so that the next sum can begin.
 
         Returns:
             The sum, a tensor of shape (length,), equal on all ranks; ``length`` is the number of elements of each
-            vector.
+            vector. With one rank it is one of the vectors that ``add`` was given, overwritten.
 
         Raises:
             KeyError: a worker of this rank was not added; only where no two ranks share a worker.
