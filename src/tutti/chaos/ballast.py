@@ -70,6 +70,12 @@ def free_disk(folder: Path) -> int:
     """Return how many bytes this user can still write on the file system of ``folder``.
 
     For root, blocks that the file system reserves for root are included.
+
+    Args:
+        folder: any directory on the file system.
+
+    Raises:
+        OSError: the directory does not exist.
     """
     found = os.statvfs(folder)
     return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize

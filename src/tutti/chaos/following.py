@@ -121,6 +121,12 @@ def complete_in(folder: Path) -> list[Path]:
 def saved_step(checkpoint: Path) -> int:
     """Return the step of a checkpoint by the name of its directory, which has eight digits or more.
 
+    Args:
+        checkpoint: path of the directory, which need not exist.
+
+    Raises:
+        ValueError: the name is not ``step-`` and digits.
+
     >>> saved_step(Path("checkpoints/step-00000120"))
     120
     """

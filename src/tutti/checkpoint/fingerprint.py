@@ -43,6 +43,9 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     The digest is the sum of all 64-bit words, each mixed with its index. Equal bytes have equal digests on every
     device; other bytes have the same digest with a chance of 1 in 2⁶⁴. The digest of an empty tensor is 0. Protects
     against accidents, not against malice.
+
+    Args:
+        tensor: a dense tensor of any dtype and shape, on any device; not changed.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():

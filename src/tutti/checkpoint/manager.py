@@ -43,7 +43,8 @@ _NOTHING = json.dumps({"records": []})
 class CheckpointManager:
     """Writes the checkpoints of a run in the background, deletes old ones, and finds the newest that verifies.
 
-    Collective: the constructor broadcasts from rank 0 to all ranks.
+    Collective over the ranks of ``comm``: the constructor broadcasts the folder and a name of the saves from rank 0. It
+    creates nothing on disk.
 
     Args:
         comm: all ranks.

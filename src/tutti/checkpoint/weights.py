@@ -51,6 +51,9 @@ class SavedWeights:
         manifest: the manifest of the verified checkpoint.
         ema: read the EMA of the weights instead; buffers are the model's own.
 
+    Attributes:
+        records: dtype and shape of each whole tensor, by name.
+
     Raises:
         CheckpointError: the checkpoint has no EMA, or its tied names are invalid.
     """

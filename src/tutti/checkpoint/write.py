@@ -70,6 +70,9 @@ class WritableSlice:
 def step_name(step: int) -> str:
     """Return the name of the directory of a step's checkpoint.
 
+    Args:
+        step: steps taken.
+
     >>> step_name(123)
     'step-00000123'
     """

@@ -181,6 +181,7 @@ def possible_sizes(task: str, config: TrainConfig) -> list[int]:
 
     Raises:
         UsageError: no number of a range is possible.
+        DataError, CheckpointError: as ``refuse_config`` raises them, for a range.
     """
     if config.device_range is None:
         return [int(config.devices)]
@@ -205,6 +206,9 @@ def sets_wait(flags: Mapping[str, Any], files: Sequence[Path]) -> bool:
     Args:
         flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.
         files: TOML files of ``--config``.
+
+    Raises:
+        UsageError: a file cannot be read.
     """
     return "wait" in flags or any(read_file(file).get("wait", TrainConfig.wait) != TrainConfig.wait for file in files)
 

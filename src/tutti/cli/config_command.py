@@ -103,6 +103,9 @@ def variable_fields() -> dict[str, Any]:
     Returns:
         Field of ``TrainConfig`` → value, converted from the variable's text to the type of the field, as texts of flags
         are. Options without a variable are missing.
+
+    Raises:
+        CycloptsError: the text of a variable is no value of its field's type.
     """
     app = App(name="variables", version="")
 

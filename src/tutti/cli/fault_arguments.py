@@ -33,8 +33,9 @@ def read_command(words: Sequence[str]) -> Command:
         directory, which is made unless the command resumes a run.
 
     Raises:
-        UsageError: ``words`` are no ``train`` command, or a malformed one.
-        TuttiError: the configuration is refused, as by ``tutti train``.
+        UsageError: ``words`` are no ``train`` command, or a value of an option is malformed.
+        CycloptsError: an option is unknown, or its value is of another type.
+        TuttiError: the configuration is refused, as by ``tutti train``, or the run directory cannot be made.
     """
     given = list(words[1:] if words[:1] == ("tutti",) else words)
     if given[:1] != ["train"]:

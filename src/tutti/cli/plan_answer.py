@@ -140,6 +140,9 @@ class PlanAnswer:
 
         Returns:
             0 if a plan is chosen; ``THRESHOLD`` if no plan is within deadline and budget.
+
+        Raises:
+            DiskError: plan file or figure cannot be written.
         """
         from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
         from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure
@@ -310,7 +313,7 @@ def _script_run(plan: DevicePlan, script: TaskOrScript) -> str:
 
 
 def plan_in_words(plan: DevicePlan) -> str:
-    """Return a plan's devices, batch, strategy and seconds of training in words.
+    """Return a plan's devices, batch, strategy and time in words: ``4 devices, batch 256, mirrored, 3 min``.
 
     Args:
         plan: the plan.
@@ -321,7 +324,11 @@ def plan_in_words(plan: DevicePlan) -> str:
 
 
 def choice_in_words(plan: DevicePlan) -> str:
-    """Return a plan's devices, batch and strategy in words."""
+    """Return a plan's devices, batch and strategy in words: ``4 devices, batch 256, mirrored``.
+
+    Args:
+        plan: the plan.
+    """
     count = counted(plan.devices, "device")
     return f"{count}, batch {plan.step.batch}, {plan.step.label}"
 

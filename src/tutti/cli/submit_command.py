@@ -162,7 +162,10 @@ def read_submission(command: Sequence[str]) -> Submission:
         itself).
 
     Raises:
-        UsageError: the command is neither of both, or malformed, or a ``run`` without ``-np``.
+        UsageError: the command is neither of both, a value of an option is malformed, or ``-np`` or ``--devices`` is
+            missing.
+        CycloptsError: an option is unknown, or its value is of another type.
+        TuttiError: the configuration of a ``train`` command is refused.
     """
     words = bare_options(end_options(list(command)))
     if words[:1] not in (["train"], ["run"]):

@@ -89,6 +89,10 @@ def reduce_all(
 
     Returns:
         One tensor for each of ``tensors``, of its shape; views of one new tensor.
+
+    Raises:
+        RuntimeError: a connection broke, or the process group's timeout has passed.
+        IndexError: for ``adasum``, the number of ranks is not a power of two.
     """
     first = tensors[0]
     parts = [tensor.reshape(-1) for tensor in tensors]
@@ -136,6 +140,9 @@ def gather_all(
 
     Returns:
         The concatenation, a new tensor of shape (sum(counts), …).
+
+    Raises:
+        RuntimeError: a connection broke, or the process group's timeout has passed.
     """
     whole = tensor.new_empty(sum(counts), *tensor.shape[1:])
     parts = list(whole.split(list(counts)))
@@ -159,9 +166,12 @@ def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | N
     """Broadcast contiguous tensors in place from global rank ``root``. Collective over the ranks of ``group``; blocks.
 
     Args:
-        tensors: contiguous tensors, each of equal shape and dtype on all ranks.
+        tensors: contiguous tensors, each of equal shape and dtype on all ranks; overwritten on all ranks but ``root``.
         root: global rank of the source.
         group: process group of the ranks; None for one rank.
+
+    Raises:
+        RuntimeError: a connection broke, or the process group's timeout has passed.
     """
     if group is None:
         return
@@ -183,6 +193,9 @@ def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], gr
 
     Returns:
         The received rows, a new tensor of shape (sum(receive), …), the first rank's rows first.
+
+    Raises:
+        RuntimeError: a connection broke, or the process group's timeout has passed.
     """
     if group is None:
         return tensor.clone()
@@ -212,7 +225,10 @@ def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, gr
         group: process group of the ranks; None for one rank.
 
     Returns:
-        This rank's rows of the reduction, a tensor of shape (rows of this rank, …).
+        This rank's rows of the reduction, a new tensor of shape (rows of this rank, …).
+
+    Raises:
+        RuntimeError: a connection broke, or the process group's timeout has passed.
     """
     counts = [len(tensor) // size + (rank < len(tensor) % size) for rank in range(size)]
     mine = exchange_all(scale(tensor, call.prescale), counts, [counts[me]] * size, group)

@@ -144,6 +144,10 @@ class Communicator:
         Args:
             like: a communicator whose shared memory is used, without a message, if it has the same ranks; otherwise,
                 and for None, new memory is made.
+
+        Raises:
+            MismatchError: ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if like is not None and like.ranks == self.ranks:
             self._small = like._small
@@ -492,6 +496,10 @@ class Communicator:
         Args:
             like: a communicator whose memory for control messages is used, without a message, if it has the same ranks;
                 otherwise, and for None, new memory is made.
+
+        Raises:
+            MismatchError: ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if like is not None and like.ranks == self.ranks:
             self._control = like._control
@@ -663,6 +671,9 @@ class Communicator:
 
         Returns:
             The error, whose message names both ranks and their calls.
+
+        Raises:
+            PeerError: a rank has ended, or did not make the call in time.
         """
         calls = self.all_gather_strings(call, "comparing calls")
         return MismatchError(

@@ -115,6 +115,10 @@ class Communicators:
             the ranks of ``replica`` on this rank's node, as indices in ``replica``; and a communicator of these ranks.
             The second and third value are given for ``hierarchical`` on a node with several of these ranks; otherwise
             they are empty and None.
+
+        Raises:
+            MismatchError: ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         own_node = torch.tensor([self._job.identity.cross_rank])
         node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]

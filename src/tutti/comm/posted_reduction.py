@@ -251,6 +251,10 @@ class PostedReductions:
         Returns:
             A ``PostedReduction``, the buffers and counters of this all-reduce in shared memory, with the methods that
             perform it; None on all ranks where there is no shared memory, or not enough.
+
+        Raises:
+            MismatchError: ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         size = posted_bytes(call, self._comm.size)
         if self._used + size > self._size and not self._grow(size):

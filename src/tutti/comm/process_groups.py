@@ -32,6 +32,10 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
     Returns:
         The control group (Gloo, CPU tensors), and the gradient group (default backend); both None for a single rank. On
         a rank that is no member both are what ``dist.new_group`` returns there, ``GroupMember.NON_GROUP_MEMBER``.
+
+    Raises:
+        UsageError: ``tutti.init`` was not called.
+        RuntimeError: a member did not make the call in time.
     """
     if len(ranks) == 1:
         return None, None

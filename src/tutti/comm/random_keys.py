@@ -15,6 +15,9 @@ def mix(*parts: int) -> int:
 
     The same arguments give the same key in every process; a scalar version of ``tutti.data.keyed_random.hash64``.
 
+    Args:
+        parts: integers of any size and sign; their lowest 64 bits count.
+
     >>> mix(0, 1, 2) != mix(0, 2, 1)
     True
     """
@@ -28,5 +31,9 @@ def mix(*parts: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """Return the CRC-32 of a name, an unsigned 32-bit integer, equal in every process, unlike Python's own ``hash``."""
+    """Return the CRC-32 of a name, an unsigned 32-bit integer, equal in every process, unlike Python's own ``hash``.
+
+    Args:
+        name: any text; its UTF-8 bytes are hashed.
+    """
     return zlib.crc32(name.encode())

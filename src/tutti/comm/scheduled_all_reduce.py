@@ -34,6 +34,8 @@ class ScheduledAllReduce:
 
     Raises:
         UsageError: ``hierarchical`` where the ranks of a node cannot share memory; on all ranks of the job.
+        MismatchError: ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
 
     def __init__(self, comms: Communicators, algorithm: Algorithm, size: int) -> None:

@@ -253,6 +253,10 @@ def attach_small(comm: Communicator, most: int = SMALL_BYTES) -> SmallMessages |
     Returns:
         An object with the collective ``gather``. None on all ranks where the processor is not x86-64, the ranks are on
         several nodes, a rank cannot open the file, or /dev/shm is too small.
+
+    Raises:
+        MismatchError: ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     segment = attach(comm, SmallMessages.room(most))
     return None if segment is None else SmallMessages(comm, segment, most)
@@ -271,6 +275,10 @@ def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
         The segment, an object with ``slot`` (a rank's memory, as a uint8 tensor) and ``barrier``. None on all ranks if
         the processor is not x86-64, the ranks are on several nodes, a rank cannot open the file (containers with a
         /dev/shm of their own), or /dev/shm is too small.
+
+    Raises:
+        MismatchError: ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     size = -(-size // 4096) * 4096
     descriptor, name = _create(_total(comm.size, size)) if comm.rank == 0 else (-1, "")

@@ -105,6 +105,8 @@ class TreeSum:
 
         Raises:
             KeyError: a worker of this rank was not added; only where no two ranks share a worker.
+            MismatchError: deadlock: the ranks wait in different calls.
+            PeerError: a rank has ended, a connection broke, or the timeout has passed.
         """
         if self._shared:
             return self._shared_total()
