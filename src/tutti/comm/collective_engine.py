@@ -74,6 +74,9 @@ class CollectiveHandle:
         result: result of the collective, before conversion to what ``wait`` returns; None until the collective is
             complete.
         error: exception that ``wait`` raises; None if the collective has not failed.
+        ready_at: event of the accelerator's stream after which ``inputs`` have their values; None on the CPU.
+        started, completed: times of the call and of its end, of ``time.perf_counter``; ``completed`` is 0 before.
+        finished: set once the collective has ended, successfully or not.
     """
 
     call: CollectiveCall
@@ -109,7 +112,8 @@ class CollectiveHandle:
 
         Returns:
             What the blocking function of the same kind returns, such as the reduced tensor for ``allreduce_async``, and
-            the list of results for grouped calls.
+            the list of results for grouped calls; of a call in place the tensors that it was given. A second call
+            returns it again.
 
         Raises:
             MismatchError: ranks' calls differ; on every rank, with both calls. Or every rank waits in a call that at
@@ -152,6 +156,7 @@ class CollectiveSession:
         options: timeouts and limits; those of rank 0 hold for all ranks.
 
     Attributes:
+        engine, number, options: as the arguments.
         sets: members of each process set, by its number; 0: all ranks.
         closed: whether ``close`` was called.
         pending: this rank's calls whose names are not free yet, by ``CollectiveCall.key``.
@@ -661,6 +666,9 @@ class CollectiveEngine:
         world: rank, store and device of this process.
 
     Attributes:
+        world: as the argument.
+        rank, size: this process's global rank, number of ranks of the job.
+        one_node: whether the job has several ranks, all on one node, so that they may share memory.
         sessions: this rank's open sessions, by number.
         broken: the error that all later collectives raise; None while collectives are possible.
         sink: timeline callback, see ``event``; None: events are not reported.
@@ -716,7 +724,10 @@ class CollectiveEngine:
     def make_group(self) -> None:
         """Make the ``torch.distributed`` process group of all ranks of the job now instead of at the first collective.
 
-        Collective over all ranks of the job; blocks. A second call does nothing.
+        Collective over all ranks of the job; blocks. A second call does nothing, nor does any with one rank.
+
+        Raises:
+            RuntimeError: a rank did not make the call in time.
         """
         process_groups(tuple(range(self.size)), "engine")
 

@@ -258,8 +258,9 @@ def allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce of one tensor; ``wait()`` of the returned handle returns the result.
 
-    Does not block; collective over ``process_set``; not differentiable. Each result is postscale · op(prescale ·
-    tensor) over the ranks, with averages of integers truncated.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable. Each result is postscale · op(prescale · tensor) over the ranks, with averages of integers
+    truncated.
 
     Args:
         tensor: of equal shape and dtype on all ranks; must not be changed before ``wait``.
@@ -300,8 +301,9 @@ def grouped_allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results.
 
-    Does not block; collective over ``process_set``; not differentiable. Each result is postscale · op(prescale ·
-    tensor) over the ranks, with averages of integers truncated.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable. Each result is postscale · op(prescale · tensor) over the ranks, with averages of integers
+    truncated.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks; must not be changed before
@@ -345,7 +347,7 @@ def allreduce(
 
     Collective over ``process_set``; blocks. Averages of integers are truncated. Differentiable for sum and average: the
     gradient is all-reduced by the same operation and factors. Sparse tensors are summed or averaged by an all-gather of
-    their indices and values.
+    their indices and values, without a gradient.
 
     Args:
         tensor: of equal shape and dtype on all ranks.
@@ -487,8 +489,8 @@ def grouped_allgather_async(
 ) -> CollectiveHandle:
     """Start an all-gather of several tensors as one call; ``wait()`` returns the list of results.
 
-    Does not block; collective over ``process_set``; not differentiable. Each result is the concatenation of the ranks'
-    tensors along the first dimension, in rank order.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable. Each result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -520,8 +522,8 @@ def allgather_async(
 ) -> CollectiveHandle:
     """Start an all-gather of one tensor; ``wait()`` of the returned handle returns the result, a new tensor.
 
-    Does not block; collective over ``process_set``; not differentiable. The result is the concatenation of the ranks'
-    tensors along the first dimension, in rank order.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable. The result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -600,7 +602,8 @@ def grouped_broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast of several tensors from rank ``root`` as one call; ``wait()`` returns the list of results.
 
-    Does not block; collective over ``process_set``; not differentiable.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks; the values of ``root`` count.
@@ -643,7 +646,8 @@ def broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast of ``tensor`` from global rank ``root``; ``wait()`` of the handle returns ``root``'s tensor.
 
-    Does not block; collective over ``process_set``; not differentiable.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable.
 
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
@@ -728,12 +732,13 @@ def alltoall_async(
 ) -> CollectiveHandle:
     """Start an all-to-all; ``wait()`` returns the received rows and, as int32, how many came from each rank.
 
-    Does not block; collective over ``process_set``; not differentiable.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
-        splits: int32, rows for each member, the first member's first; default: equal parts. Rows beyond their sum are
-            not sent.
+        splits: rows for each member, the first member's first, as an int32 tensor or a sequence of integers; default:
+            equal parts. Rows beyond their sum are not sent.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -775,8 +780,8 @@ def alltoall(
 
     Args:
         tensor: (rows, …), with equal trailing dimensions on all ranks.
-        splits: int32, rows for each member, the first member's first; default: equal parts. Rows beyond their sum are
-            not sent.
+        splits: rows for each member, the first member's first, as an int32 tensor or a sequence of integers; default:
+            equal parts. Rows beyond their sum are not sent.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -808,8 +813,9 @@ def grouped_reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results.
 
-    Does not block; collective over ``process_set``; not differentiable. Each result is this rank's part of the first
-    dimension of the reduction; the first (rows mod ranks) ranks have one row more.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable. Each result is this rank's part of the first dimension of the reduction; the first (rows mod ranks)
+    ranks have one row more.
 
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
@@ -861,8 +867,9 @@ def reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter of one tensor; ``wait()`` of the returned handle returns the result, a new tensor.
 
-    Does not block; collective over ``process_set``; not differentiable. The result is this rank's part of the first
-    dimension of the reduction; the first (rows mod ranks) ranks have one row more.
+    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    differentiable. The result is this rank's part of the first dimension of the reduction; the first (rows mod ranks)
+    ranks have one row more.
 
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
@@ -993,6 +1000,7 @@ def join() -> int:
         The global rank that joined last, the same on all ranks.
 
     Raises:
+        UsageError: ``tutti.init`` was not called.
         PeerError: a rank has ended or left.
     """
     return _session().join()
@@ -1010,7 +1018,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ``process_set`` itself, or a new set of the given ranks; its ``process_set_id`` is set.
 
     Raises:
-        UsageError: the set is empty, or names a rank twice or one that the job does not have.
+        UsageError: the set is empty, or names a rank twice or one that the job does not have; or ``tutti.init`` was not
+            called.
         DuplicateSetError: a set of these ranks is known already.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, or did not make the call in time.
@@ -1040,9 +1049,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: the set, as ``add_process_set`` returned it; the same on all ranks.
 
     Returns:
-        Whether the set was registered and is now removed; False also for the set of all ranks, which stays.
+        Whether the set was registered and is now removed; False also for the set of all ranks, which stays. False is
+        returned without a message.
 
     Raises:
+        UsageError: ``tutti.init`` was not called.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, or did not make the call in time.
     """

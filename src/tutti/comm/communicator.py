@@ -203,7 +203,7 @@ class Communicator:
         Args:
             send: (size · mine, n), rows for rank 0 first; ``size`` is the number of ranks.
             receive: (sum(parts), n), overwritten; rows from rank 0 first.
-            parts: for each rank, the number of rows that it sends to every other rank.
+            parts: for each rank, the number of rows that it sends to every rank, itself included.
             mine: rows that this rank sends to each rank, ``parts[rank]``.
             text: names the call in PeerError and MismatchError.
 

@@ -115,7 +115,7 @@ class HubConnection:
             raise PeerError("rank 0 has ended", why=error.strerror) from error
 
     def receive(self) -> list[Any]:
-        """Block until at least one message of rank 0 has arrived on this connection.
+        """Block until at least one message of rank 0 has arrived on this connection. For one thread at a time.
 
         Returns:
             All messages that have arrived, as decoded JSON values, in the order of sending; empty once either side has

@@ -72,7 +72,8 @@ class PostedReduction:
     """One all-reduce that the ranks of a node repeat in shared memory, without messages: its buffers and counters.
 
     Each rank has such an object. A repetition has a number, its attempt: each rank writes its tensors (``post``), waits
-    until all have (``complete``) and adds them up (``reduce_into``). Rank 0 may cancel an attempt before (``revoke``).
+    until all have (``complete``) and adds them up (``reduce_into``). Until all have written, rank 0 may cancel the
+    attempt (``revoke``). No method sends a message.
 
     Args:
         call: the all-reduce.
