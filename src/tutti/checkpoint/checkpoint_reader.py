@@ -207,7 +207,7 @@ class GivenState:
         Args:
             group: ``model`` or ``optim``.
             name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. It must be
-                one of ``names(group)``, or tied to one.
+                one of ``names(group)``, or tied to one, which is not checked.
         """
         if group == "optim":
             return self._optim[name]

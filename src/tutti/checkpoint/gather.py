@@ -44,7 +44,7 @@ class GatheredModel(Mapping[str, Tensor], ABC):
 
         Returns:
             The whole tensors by name; a tied tensor is gathered once and is found under each of its names. Tensors that
-            no other rank holds a part of may be the model's live ones.
+            this rank holds whole may be the model's live ones, which the next step changes.
 
         Raises:
             MismatchError: the ranks are in different calls.
@@ -213,8 +213,8 @@ def gathered_model(
 
     Returns:
         A ``GatheredModel``: ``mapping[name]`` gathers and returns the whole tensor, a tied tensor under each of its
-        names; ``all()`` returns all tensors as a dict. Tensors of which no other rank holds a part may be those of
-        ``merged`` themselves.
+        names; ``all()`` returns all tensors as a dict. Tensors that this rank holds whole may be those of ``merged``
+        themselves.
 
     Raises:
         MismatchError: the ranks are in different calls.
