@@ -120,8 +120,8 @@ def count_by_driver(environ: Mapping[str, str]) -> int | None:
             read.
 
     Returns:
-        The number of devices; 0 if torch is built for CPUs. None if torch is built for ROCm, XPU or macOS, or a plugin
-        is installed, a package that registers a device with PyTorch.
+        The number of devices; 0 if torch is built for CPUs or not installed. None if torch is built for ROCm, XPU or
+        macOS, or a plugin is installed, a package that registers a device with PyTorch.
     """
     version = _torch_version()
     if _plugins(environ) or re.search(r"\+(rocm|xpu)", version) or (version != "+cpu" and sys.platform == "darwin"):
@@ -155,7 +155,10 @@ def _torch_version() -> str:
 
 
 def accelerator_type() -> str | None:
-    """Return the device type of this machine's accelerator, such as ``cuda``; None without a usable one."""
+    """Return the device type of this machine's accelerator, such as ``cuda``; None without a usable one.
+
+    The question may use the driver, after which this process must not fork (see ``is_compiled_in``).
+    """
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -163,7 +166,9 @@ def accelerator_type() -> str | None:
 
 
 def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.device:
-    """Return this process's device, and make it the current one: an accelerator by local rank, or the CPU.
+    """Return this process's device: the accelerator with the index ``local_rank``, or the CPU.
+
+    An accelerator also becomes the current device of this process (``torch.accelerator.set_device_index``).
 
     Args:
         choice: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type.
@@ -248,11 +253,14 @@ def is_compiled_in() -> bool:
 
 
 def reason_not_to_fork() -> str | None:
-    """Return why a process that is forked from this one could not compute on the accelerator; None if it could.
+    """Return a reason why processes forked from this one could not compute on the accelerator; None if none is found.
 
-    The reason is a text for messages. A driver that a process has used does not work in its forks, and neither do the
-    threads of autograd, which a backward starts wherever there is an accelerator, also for CPU tensors. Where the
-    system does not list the names of threads (``/proc``), these threads are not seen.
+    Checks two reasons. A driver that a process has used does not work in its forks. Neither do the threads of autograd,
+    which a backward starts wherever torch is built for an accelerator, also for CPU tensors; they are found by their
+    names in ``/proc``, and missed on systems without it. Does not touch the driver.
+
+    Returns:
+        The reason, a text for messages; None if neither is found, torch is not imported, or torch is built for CPUs.
     """
     if "torch" not in sys.modules:
         return None
@@ -275,7 +283,14 @@ def reason_not_to_fork() -> str | None:
 
 
 def collective_backend(device: torch.device) -> str | None:
-    """Return PyTorch's default ``torch.distributed`` backend for ``device``, such as ``nccl``; None on the CPU."""
+    """Return PyTorch's default ``torch.distributed`` backend for an accelerator, such as ``nccl``.
+
+    Args:
+        device: the device, of which only the type counts.
+
+    Returns:
+        The backend's name; None for the CPU, ``meta``, and accelerators for which PyTorch names no backend.
+    """
     import torch
 
     return torch.distributed.Backend.default_device_backend_map.get(device.type) if is_accelerator(device) else None
@@ -292,7 +307,7 @@ def set_collective_defaults(device: torch.device, environ: MutableMapping[str, s
         environ: changed in place.
 
     Returns:
-        Names of the variables set; empty for other backends.
+        Names of the variables that this call has set; empty for other backends, and where the user has set them.
     """
     chosen = []
     for names, value in COLLECTIVE_DEFAULTS.get(collective_backend(device) or "", {}).items():
@@ -364,7 +379,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def synchronize(device: torch.device) -> None:
-    """Block until all kernels of a device have finished; does nothing on the CPU.
+    """Block this thread until all kernels on all streams of a device have finished; does nothing on the CPU.
 
     Args:
         device: the device.
@@ -390,12 +405,16 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the largest number of bytes of tensors on a device since ``reset_peak_memory``.
+    """Return the largest number of bytes that this process's tensors took on a device at one time.
 
-    None on the CPU, and on ``mps``, whose allocator counts no peak.
+    The time counted begins at the last call of ``reset_peak_memory``, or else at the start of the process. Memory that
+    PyTorch's allocator has reserved without a tensor in it is not counted.
 
     Args:
         device: the device.
+
+    Returns:
+        Bytes; None on the CPU, and on ``mps``, whose allocator counts no peak.
     """
     import torch
 
@@ -542,11 +561,12 @@ def replays_graphs(device: torch.device) -> bool:
 
 
 def release_graph_results() -> None:
-    """Let the CUDA graphs of ``torch.compile`` overwrite their last results from the next compiled call on.
+    """Mark the start of a step for the CUDA graphs of ``torch.compile`` (``cudagraph_mark_step_begin``).
 
-    Called at the start of each step (``torch.compiler.cudagraph_mark_step_begin``). Until the next call the results
-    stay valid, gradients among them, which the micro-batches of a step add up. Without recorded graphs the call has no
-    effect.
+    Call it once a step, before the first forward. Tensors that compiled functions returned in earlier steps, gradients
+    among them, may be overwritten by the next compiled call; tensors that they return in this step stay valid until
+    this function is called again, so that the micro-batches of the step can add up their gradients. Without recorded
+    graphs the call has no effect.
     """
     import torch
 

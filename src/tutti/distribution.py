@@ -15,6 +15,9 @@ VERSION = "0.1.0.dev0"
 def pip_install(*extras: str) -> str:
     """Return the ``pip`` command that installs optional dependencies (extras) of this package, for an error's remedy.
 
+    Args:
+        extras: names of the extras, at least one, as pyproject.toml declares them.
+
     >>> pip_install("data", "plot")
     "pip install 'tutti-train[data,plot]'"
     """

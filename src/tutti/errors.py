@@ -17,7 +17,23 @@ from pathlib import Path
 
 
 class ExitCode(IntEnum):
-    """Process exit codes of every ``tutti`` command."""
+    """Process exit codes of every ``tutti`` command.
+
+    Attributes:
+        DONE: all went well.
+        UNEXPECTED: an exception that tutti does not raise on purpose.
+        USAGE: invalid options or configuration, or too little memory.
+        DATA: data are missing or unreadable, or a loader process failed.
+        CHECKPOINT: a checkpoint cannot be loaded, or does not fit the run.
+        PEER: another rank or a collective failed, or ranks disagree.
+        NON_FINITE: too many steps in a row had NaN or infinite gradients.
+        AUTHENTICATION: a parameter server refused this process.
+        DISK: a file cannot be written.
+        THRESHOLD: the run ended as planned, and missed a target that the user stated.
+        PREEMPTED: SIGTERM, SIGUSR1 or SIGUSR2 ended the run, which can be resumed.
+        INTERRUPTED: Ctrl-C ended the run, which can be resumed.
+        TERMINATED: 128 + SIGTERM, of a process that the signal ended.
+    """
 
     DONE = 0
     UNEXPECTED = 1
@@ -46,6 +62,10 @@ class TuttiError(Exception):
         where: rank, step, file or option concerned.
         why: the cause, where it is known.
         remedy: what the user can do.
+
+    Attributes:
+        what, where, why, remedy: the arguments, unchanged; ``str(error)`` joins them in sentences.
+        exit_code: the ``ExitCode`` of a command that ends on this exception, a constant of the class.
 
     >>> print(TuttiError("the run stopped", where="rank 1, step 7", remedy="raise --timeout"))
     the run stopped (rank 1, step 7). Raise --timeout.

@@ -62,11 +62,14 @@ class CropFlip:
 class ArraySource:
     """Map-style data set of pairs (inputs, targets) in two arrays; a ``tutti.data.Source``.
 
+    The arrays are kept, not copied; each fetch copies its samples.
+
     Args:
         inputs: (samples, …); uint8 images are (samples, channels, height, width).
         targets: (samples, …).
-        mean, std: of each channel in units of the inputs' full scale (1 for floats, 255 for uint8); the fetched inputs
-            are (inputs / scale - mean) / std in float32. Without them inputs are fetched as they are.
+        mean, std: one number for each channel (the inputs' second dimension), in units of the inputs' scale: 255 for
+            uint8, 1 for all other dtypes. The fetched inputs are (inputs / scale - mean) / std in float32; without
+            either of the two, inputs are fetched as they are.
         augment: applied to the raw inputs of every fetch that has an ``AugmentKey``.
 
     Raises:
@@ -103,7 +106,7 @@ class ArraySource:
         return len(self.inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples ``indices``, in that order, contiguous on the CPU.
+        """Return inputs and targets of the samples ``indices``, in that order, as new contiguous tensors on the CPU.
 
         Args:
             indices: int64 (samples,), numbers of the samples in the data set.

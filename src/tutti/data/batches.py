@@ -109,7 +109,9 @@ def length(batch: Batch) -> int:
 
 
 def slice_batch(batch: Batch, low: int, high: int) -> Batch:
-    """Return samples ``low`` to ``high``, exclusive, of a batch of the same structure, with tensors as views.
+    """Return samples ``low`` to ``high``, exclusive, of a batch, in the same structure.
+
+    Its tensors are views of the batch's tensors; its lists of strings are copies.
 
     Args:
         batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``, of which only its
@@ -187,10 +189,11 @@ def _is_column(value: Any) -> bool:
 
 
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
-    """Return a function that moves a batch to a device and returns it; to accelerators asynchronously.
+    """Return a function from a batch to the same batch on a device, in the model's dtype and memory format.
 
-    Tensors are copied to an accelerator from pinned memory. Objects with a method ``to``, such as packed sequences and
-    graphs, are moved by it; other objects stay as they are.
+    Tensors are copied to an accelerator asynchronously, from pinned memory: copies are queued on the current stream.
+    Tensors that already have the device, dtype and memory format are returned themselves, not copied. Objects with a
+    method ``to``, such as packed sequences and graphs, are moved by it; other objects stay as they are.
 
     Args:
         device: the device that the batch is moved to.

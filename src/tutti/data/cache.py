@@ -31,15 +31,19 @@ def folder() -> Path:
 
 
 def cached(key: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    """Return an array from the cache on disk, mapped read-only, or make it and store it there.
+    """Return an array from the cache on disk; make and store it first if the cache has no valid one.
 
-    Of several processes that ask for the same ``key`` one makes the array and the others wait, for three minutes at
-    most. A cache that cannot be written is no error: the array then stays in this process's memory. Exceptions of
-    ``make`` propagate, and nothing is stored.
+    Of several processes of a host that ask for the same ``key`` one makes the array, while the others wait for it; a
+    process that has waited for three minutes makes an array of its own. A cache that cannot be written is no error: the
+    array then stays in this process's memory. Exceptions of ``make`` propagate, and nothing is stored.
 
     Args:
         key: identifies the content, such as a hash of all that the array is made from; the beginning of a file name.
         make: function without arguments that makes the array, called if no valid array is stored under ``key``.
+
+    Returns:
+        The stored array, mapped read-only from its file (see ``folder``); or the array that ``make`` returned, where
+        the array cannot be stored.
     """
     found = _load(key)
     if found is not None:

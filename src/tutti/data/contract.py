@@ -99,7 +99,7 @@ class BatchContract:
         """Return the number of samples in one global batch of an epoch; the last batch may have fewer than others.
 
         Args:
-            step: number of the global batch in the epoch, from 0.
+            step: number of the global batch in the epoch, from 0 and below ``steps_per_epoch``.
 
         Raises:
             UsageError: the length of an epoch is not known.

@@ -15,7 +15,8 @@ from torch import Tensor
 def digest(sample: Any) -> str:
     """Return a 64-bit digest of a sample's structure, types and values, as 16 hexadecimal digits.
 
-    Objects other than tensors, arrays, numbers, strings, bytes, None and containers of them count by their type alone.
+    Objects other than tensors, arrays of numbers, numbers, strings, bytes, None, and tuples, lists and mappings of them
+    count by the name of their type alone. Tensors of an accelerator are copied to the CPU, which blocks.
 
     Args:
         sample: a sample of a data set.

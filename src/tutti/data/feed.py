@@ -77,7 +77,7 @@ class Feed:
         Args:
             earlier: the epochs before the resume in spans of one batch size, in order. Each has ``end`` (number of the
                 first epoch after the span, from 0), ``batch`` (samples in its global batches) and ``samples`` (samples
-                in its data set; None if unknown).
+                in its data set; None if unknown). Spans that an earlier call recorded are replaced.
         """
         self.epochs = replace(self.epochs, earlier=tuple(earlier))
         self.reader.follow(self.epochs)
@@ -101,11 +101,11 @@ class Feed:
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
         """Yield this rank's samples of each global batch of an epoch, on the device, sorted by logical worker.
 
-        A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more. Not
-        collective for a map-style data set without a sampler. With a sampler, or for an iterable data set, the method
-        is collective over all ranks: the ranks compare digests of the sampler's order when an epoch begins, or of the
-        iterable's samples in some of the batches. Where an iterable data set differs between data ranks, every step
-        all-gathers their sample counts.
+        A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more. For a
+        map-style data set without a sampler no collective is performed. With a sampler, or for an iterable data set,
+        the iteration is collective over all ranks: the ranks all-gather digests of the sampler's order when an epoch
+        begins, or of the iterable's samples in some of the batches, and compare them. Where an iterable data set
+        differs between data ranks, every step all-gathers their sample counts.
 
         Args:
             epoch: from 0.
@@ -117,6 +117,8 @@ class Feed:
 
         Raises:
             MismatchError: ranks have read different samples, or their samplers have drawn different orders.
+            DataError: a sample cannot be read or collated, or a sampler yields invalid indices.
+            LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         parts = self.reader.read(epoch, start)
         return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts, self._placed)
@@ -129,6 +131,8 @@ class Feed:
         self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0
     ) -> list[tuple[int, list[MicroBatch]]]:
         """Cut this rank's samples of a global batch into micro-batches, the parts that one forward and backward takes.
+
+        The tensors of the micro-batches are views of those of ``batch``. No collective is performed.
 
         Args:
             batch: this rank's samples, sorted by logical worker (fixed share of the global batch).

@@ -68,8 +68,8 @@ class HeldOutStream:
 
         Every rank reads the whole iterable and cuts it into blocks; block b is for data rank b mod ``ranks``.
         Collective over ``world``, whose ranks must all exhaust the iterator: to make sure that all read the same
-        samples, the ranks compare digests of the samples of blocks 0, 1, 2, 4, 8, …, and the number of all samples at
-        the end.
+        samples, the ranks all-gather and compare digests of the samples of blocks 0, 1, 2, 4, 8, …, and the number of
+        all samples at the end.
 
         Args:
             ranks: number of data-parallel ranks.

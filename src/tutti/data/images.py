@@ -55,8 +55,8 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
 
     A folder has one of two layouts. Class folders: ``train/CLASS/*.png`` and the same under ``val``, ``validation`` or
     ``test``. Parquet files as on the hub: ``train-*.parquet`` and ``val-*``, ``validation-*`` or ``test-*``, in the
-    folder itself, its ``data`` or its ``plain_text``. Images of a folder are not read yet; a hub repository is loaded
-    by the package ``datasets``.
+    folder itself, its ``data`` or its ``plain_text``. Images of a folder are not read yet; a hub repository is
+    downloaded, unless it is in the cache of the package ``datasets``, which loads it.
 
     Args:
         data: path of the folder, or the name ``hub``.
@@ -98,7 +98,8 @@ def check_images(data: str, *, hub: str | None = None) -> None:
         hub: name of the only repository that ``data`` may name; None to allow folders only.
 
     Raises:
-        DataError: no such folder, none of the two layouts, or ``datasets`` is missing.
+        DataError: no such folder, none of the two layouts, a parquet file that is a link out of the folder, or
+            ``datasets`` is missing.
     """
     if data != hub or Path(data).exists():
         root = _root(data)
@@ -118,10 +119,13 @@ def read_images(split: ImageSplit, size: int) -> tuple[NDArray[np.uint8], NDArra
         size: height and width that every image must have, in pixels.
 
     Returns:
-        Images (samples, 3, size, size) uint8, and labels (samples,) int64.
+        Images (samples, 3, size, size) uint8, a view of the mapped cache file and then read-only; and labels (samples,)
+        int64, a new array.
 
     Raises:
-        DataError: a broken image, another size, a label out of range, a file that cannot be read, or an empty set.
+        DataError: a broken image, another size, a label out of range, an image or parquet file that cannot be read, an
+            empty set, or Pillow (for parquet files also pyarrow) is not installed.
+        OSError: one of the set's files is gone.
     """
     stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in split.files]
     identity = json.dumps([_CACHE_VERSION, size, split.classes, stamps])

@@ -26,8 +26,9 @@ class ItemSource:
     """Gives any map-style data set the interface of a ``tutti.data.Source``, which fetches samples as batches.
 
     Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by (seed,
-    epoch, sample): they do not depend on the rank, the loader process or the items read before. Items are read together
-    where the data set has ``__getitems__`` and draws nothing, which gives the same items.
+    epoch, sample): they do not depend on the rank, the loader process or the items read before. A data set with
+    ``__getitems__`` is read by one call of this method; if the call fails or uses a global generator, its result is
+    discarded and the items are read one by one.
 
     Args:
         items: the data set, with ``__len__`` and ``__getitem__``.
@@ -52,7 +53,9 @@ class ItemSource:
                 read; None in evaluation, which has fixed seeds.
 
         Raises:
-            DataError: an item cannot be read, or two items cannot be in one batch; the error names them.
+            DataError: reading an item raised IndexError, KeyError, OSError or ValueError, or two items cannot be in one
+                batch; the error names the items.
+            Exception: any other exception of the data set, or an exception of the script's own function.
         """
         key = augment or AugmentKey(0, -1)
         with own_generators():

@@ -86,8 +86,8 @@ class Prefetch:
     def batches(self, source: Fetches, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the batch ``source.fetch(*task)`` for each task, in order, made in this process or by loader processes.
 
-        Loader processes are started here, fetch ahead, and are killed when the iteration ends or is left. Blocks until
-        the next batch is made.
+        Loader processes are forked when the iteration begins, fetch ahead, and are killed when the iteration ends or is
+        left. Each step of the iteration blocks until the next batch is made.
 
         Args:
             source: makes the batches.
@@ -164,6 +164,8 @@ class Loader:
         """Yield the batch ``source.fetch(*task)`` for each task, in order, with up to two batches a process made ahead.
 
         ``source`` is the data set that the pool of loader processes was made for. Blocks until the next batch is made.
+        A batch's tensors are views of one block of memory that no other batch uses and that the tensors keep alive, so
+        that the caller may change and keep them. Batches made ahead are discarded if the iteration is left early.
 
         Args:
             tasks: arguments of ``source.fetch``, one tuple a batch.

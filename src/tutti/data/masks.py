@@ -162,11 +162,12 @@ def read_masks(pairs: tuple[Pair, ...]) -> Pairs:
 
     Returns:
         A NumPy array (samples, 2, height, width) uint8, samples in the order of ``pairs``: grey levels in channel 0,
-        the mask (0 or 1) in channel 1.
+        the mask (0 or 1) in channel 1. Read-only where it is mapped.
 
     Raises:
         DataError: an image or mask is broken, has more than 8 bits a pixel or another size than the first image, or a
-            mask has more than one level besides 0.
+            mask has more than one level besides 0; or Pillow is not installed.
+        OSError: one of the files is gone.
     """
     files = [file for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]

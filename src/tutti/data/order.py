@@ -155,8 +155,10 @@ class SequentialOrder:
 class SampledOrder:
     """The order of a PyTorch sampler, iterated once for each epoch as by a ``DataLoader``.
 
-    A sampler with a generator of its own draws from it epoch by epoch, as in PyTorch: for a later epoch a copy of the
-    sampler is iterated from the first one on. Draws from the global generators are keyed by (seed, epoch).
+    Only deep copies of the sampler and of ``generator`` are used; the caller's objects do not advance. A sampler with a
+    generator of its own draws from it epoch by epoch, as in PyTorch: to reach an epoch, a copy is iterated through all
+    epochs before it. Before each epoch ``set_epoch`` of the sampler is called, if it has one. Draws from the global
+    generators are keyed by (seed, epoch).
 
     Args:
         sampler: an iterable that yields indices of samples or, with ``whole``, lists of them (a batch sampler).
@@ -205,7 +207,7 @@ class SampledOrder:
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
         """Draw an epoch's samples from a PyTorch sampler, and return its global batches.
 
-        Draws for the same epoch are equal in every call. Not collective: ranks are not compared.
+        Draws for the same epoch are equal in every call. No collective is performed: ranks are not compared.
 
         Args:
             epoch: from 0.
@@ -216,8 +218,8 @@ class SampledOrder:
             For each global batch an int64 array (samples,) of indices in the data set.
 
         Raises:
-            DataError: the sampler yields anything but indices in the data set, or another number of them than its
-                ``__len__``; or a batch sampler yields a batch larger than the run's batch size.
+            DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
+                constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
         """
         self._draw(epoch)
         if self._whole:
@@ -248,8 +250,8 @@ class SampledOrder:
             epoch: from 0; the sampler draws this epoch anew, unless the last draw was for the same epoch.
 
         Raises:
-            DataError: the sampler yields anything but indices in the data set, or another number of them than its
-                ``__len__``; or a batch sampler yields a batch larger than the run's batch size.
+            DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
+                constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
         """
         self._draw(epoch)
         state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)

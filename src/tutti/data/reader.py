@@ -65,7 +65,9 @@ class BatchReader(Protocol):
         """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` to the end.
 
         Called by ``Feed.read``, once for each epoch. Collective over all ranks if the data set is an iterable: the
-        ranks compare their samples, or exchange their sample counts. Loader processes read ahead.
+        ranks all-gather digests of their samples, which they compare, or their sample counts. Also collective if a
+        PyTorch sampler gives the order of a map-style data set: all-gathers digests of this order. Loader processes, if
+        there are any, read ahead.
 
         Args:
             epoch: from 0.
@@ -74,6 +76,11 @@ class BatchReader(Protocol):
         Yields:
             For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
             batch over all ranks (``samples``), and the data position (epoch, global batch) after it (``after``).
+
+        Raises:
+            MismatchError: on every rank, if ranks have read different samples or drawn different orders.
+            DataError: a sample cannot be read or collated, or a sampler yields invalid indices.
+            LoaderError: a loader process ended, or gave no batch within the timeout.
         """
 
     def follow(self, epochs: Epochs) -> None:
@@ -156,8 +163,8 @@ class MapReader:
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
-        Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks compare
-        digests of this order.
+        Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks all-gather
+        and compare digests of this order. Otherwise no collective is performed.
 
         Args:
             epoch: from 0.
@@ -170,6 +177,8 @@ class MapReader:
 
         Raises:
             MismatchError: on every rank, if a sampler has drawn other samples on another rank.
+            DataError: a sample cannot be read or collated, or the sampler yields invalid indices.
+            LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         contract = self._epochs.at(epoch)
         steps = self._order.batches(epoch, contract.batch)
@@ -247,7 +256,7 @@ class MapReader:
         return {"epoch": self._epoch, "order": digest} if digest else None
 
     def load(self, at: Position, state: Any) -> None:
-        """Check that the sampler draws the same order as in the run that saved a checkpoint. Not collective.
+        """Check that the sampler draws the same order as in the run that saved a checkpoint; no communication.
 
         Args:
             at: the checkpoint's data position; has no effect here.

@@ -24,6 +24,8 @@ def make_reader(
 ) -> BatchReader:
     """Make the reader of this rank's samples of every global batch, for a map-style or an iterable data set.
 
+    Performs no collective and reads no sample; the reader's ``read`` does both.
+
     Args:
         data: a ``Source`` (map-style), or a ``Stream`` (iterable).
         epochs: the batch contract of every epoch: sizes of global batches and their division over ranks.

@@ -152,6 +152,8 @@ def given_sampling(
 ) -> Sampling:
     """Combine a ``DataLoader``, or a data set, with arguments of ``tutti.prepare`` into one description of its batches.
 
+    Neither the data set nor a loader is read.
+
     Args:
         dataset: the data set, or a ``DataLoader``.
         batch_size: number of samples in a global batch; None if not given.

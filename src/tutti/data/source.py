@@ -40,9 +40,11 @@ class Source(Protocol):
         """Return the number of samples in one epoch."""
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the samples ``indices`` of the data set, in that order, as one collated batch on the CPU.
+        """Return the samples ``indices`` of the data set, in that order, as one collated batch.
 
-        Called in loader processes, too, and for the samples of several micro-batches at once.
+        Called in the rank's process or in loader processes forked from it, for the samples of one or more micro-batches
+        at a time. The caller owns the batch: its tensors must not be views of data that later calls return or change.
+        They lie on the CPU, or on an accelerator if the data set does and there are no loader processes.
 
         Args:
             indices: int64 (samples,), numbers from 0 to the length of the data set, exclusive.

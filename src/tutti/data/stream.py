@@ -76,7 +76,7 @@ class Stream:
     def first_batch(self, count: int, key: int) -> Batch:
         """Return the first samples of the iterable data set as a batch, before training, without consuming them.
 
-        The next reader of epoch 0 yields them again.
+        The reader that the next call ``cursor(0, key)`` with the same ``key`` returns yields them again.
 
         Args:
             count: number of samples; a shorter data set gives fewer.
@@ -175,7 +175,10 @@ class Cursor:
     """Reads one epoch of an iterable data set sequentially.
 
     Random draws of the data set with Python's, NumPy's or PyTorch's global generators are keyed by (key, epoch, number
-    of the sample): ranks with equal keys draw the same, also after a resume.
+    of the sample): ranks with equal keys draw the same, also after a resume. Every method that reads a sample raises
+    DataError if the data set raises IndexError, KeyError, OSError or ValueError; its other exceptions propagate.
+
+    The constructor opens the data set for the epoch (``Stream.open``) and reads nothing.
 
     Args:
         stream: the iterable data set.
@@ -203,7 +206,7 @@ class Cursor:
             List of the samples, not collated.
 
         Raises:
-            DataError: a sample cannot be read; the error names its number.
+            DataError: reading a sample raised IndexError, KeyError, OSError or ValueError; the error names its number.
         """
         taken = self._ahead[:count]
         del self._ahead[:count]
@@ -229,6 +232,9 @@ class Cursor:
 
         Args:
             count: number of samples; fewer are returned at the end of the epoch.
+
+        Raises:
+            DataError: a sample cannot be read (see ``take``).
         """
         self.more(count)
         return self._ahead[:count]
@@ -241,6 +247,9 @@ class Cursor:
 
         Returns:
             The last sample discarded, in a list; empty if none was.
+
+        Raises:
+            DataError: a sample cannot be read (see ``take``).
         """
         last: list[Any] = []
         while self.number < count and (taken := self.take(min(count - self.number, _SKIPPED_TOGETHER))):
@@ -254,6 +263,9 @@ class Cursor:
 
         Args:
             count: number of samples.
+
+        Raises:
+            DataError: a sample cannot be read (see ``take``).
         """
         with own_generators():
             while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):
@@ -263,8 +275,9 @@ class Cursor:
     def state(self) -> str | None:
         """Return the iterable data set's own ``state_dict()`` after the samples taken so far, as a JSON string.
 
-        None if the data set has no such method, its state does not survive a round trip through JSON, or a sample has
-        been read ahead.
+        Returns:
+            The string; None if the data set has no such method, its state does not survive a round trip through JSON,
+            or ``peek`` or ``more`` has read a sample that ``take`` has not yet returned.
         """
         if self._ahead or not hasattr(self._items, "state_dict"):
             return None

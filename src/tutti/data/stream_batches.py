@@ -53,7 +53,8 @@ class StreamReading:
         epoch: from 0.
         key: integer that seeds the random draws.
         batch: samples in a global batch.
-        start: index of the first batch to yield; earlier ones are read and left out.
+        start: number of global batches of the epoch before the first one to yield. ``in_processes`` reads those batches
+            and leaves them out; ``here`` gets a cursor that is past them.
         keep: function ``keep(samples, first, number, key)``, which returns the rank's own samples of global batch
             ``number``; ``first`` is the number of its first sample in the epoch (or in the loader process), and ``key``
             seeds the random draws of collation.
@@ -70,7 +71,7 @@ class StreamReading:
         """Read an epoch of an iterable data set in this process, and yield its global batches.
 
         The first batch yielded is number ``start`` of the epoch, an attribute of this object. One sample more than the
-        batch is read ahead, or with ``drop_last`` a whole batch. Not collective.
+        batch is read ahead, or with ``drop_last`` a whole batch. No collective is performed.
 
         Args:
             cursor: reads the epoch; its next sample is the first of global batch ``start``.
@@ -105,7 +106,7 @@ class StreamReading:
         """Read an epoch of an iterable data set in loader processes, and yield its global batches.
 
         The first batch yielded is number ``start`` of the epoch, an attribute of this object. Process i of k makes
-        batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. Not collective.
+        batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. No collective is performed.
 
         Args:
             prefetch: number of loader processes, at least one, and how they start.

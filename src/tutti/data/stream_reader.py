@@ -72,8 +72,8 @@ class ReplicatedStream:
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Read an epoch of an iterable data set, and yield this rank's part of each global batch, on the CPU.
 
-        Every rank reads all samples and keeps its own. Collective over all ranks: the ranks compare digests of the
-        samples of global batches ``start`` + 0, 1, 2, 4, 8, …, and the number of samples at the end.
+        Every rank reads all samples and keeps its own. Collective over all ranks: the ranks all-gather and compare
+        digests of the samples of global batches ``start`` + 0, 1, 2, 4, 8, …, and the number of samples at the end.
 
         Args:
             epoch: from 0.
@@ -88,7 +88,8 @@ class ReplicatedStream:
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
             DataError: the data set is empty, ends before ``start``, or does not have the length that its ``__len__``
-                states.
+                states; a sample cannot be read or collated; or loader processes read the same samples.
+            LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         batch = self._epochs.at(epoch).batch
         reading = StreamReading(
@@ -151,8 +152,9 @@ class ReplicatedStream:
         With it a resume need not read the consumed samples again.
 
         Returns:
-            The data set's ``state_dict()`` as a JSON value; None if the data set has no such method, and on ranks other
-            than 0. With several loader processes ``{"loader processes": their number}`` on every rank.
+            On rank 0, without loader processes, the data set's ``state_dict()`` after the last batch yielded, as a JSON
+            value; None if the data set has no such method or its state is not JSON, on other ranks, and with one loader
+            process. With several loader processes ``{"loader processes": their number}`` on every rank.
         """
         if self._prefetch.workers > 1:
             return {_PROCESSES: self._prefetch.workers}
@@ -163,8 +165,8 @@ class ReplicatedStream:
 
         Args:
             at: the checkpoint's data position: epoch, and global batches consumed in it.
-            state: the result of ``state`` that was saved; None, of a data set without a state of its own, is taken as
-                saved with at most one loader process.
+            state: the result of ``state`` on rank 0 of the saved run; None, of a data set without a state of its own,
+                is taken as saved with at most one loader process.
 
         Raises:
             CheckpointError: the number of loader processes differs from the saved run's.
@@ -220,8 +222,9 @@ class ShardedStream:
         """Read an epoch of this data-parallel rank's iterable, which differs between ranks, and yield the batches.
 
         Collective over all ranks. In every step the data ranks all-gather their sample counts, and the ranks of one
-        replica, which read the same samples, compare their counts; in steps 0, 1, 2, 4, 8, … of the call they compare
-        digests of the samples too. A rank whose iterable has ended yields batches without samples until all have ended.
+        replica, which read the same samples, all-gather and compare digests of their counts; in steps 0, 1, 2, 4, 8, …
+        of the call also digests of the samples. A rank whose iterable has ended yields batches without samples until
+        all have ended.
 
         Args:
             epoch: from 0.
@@ -235,7 +238,8 @@ class ShardedStream:
 
         Raises:
             MismatchError: the ranks of one replica read different samples.
-            DataError: a rank's iterable is empty.
+            DataError: on every rank, if a rank's iterable is empty; on one rank, if a sample cannot be read or
+                collated.
         """
         share = len(self._contract.part(self._contract.batch, self._rank))
         key = self.source.key(self._seed, self._rank)
@@ -320,8 +324,8 @@ class ShardedStream:
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
     """Compare digests of the samples of a global batch over ranks, if ``batches`` is 0 or a power of two.
 
-    Collective over ``ranks``: all must call this function for the same batch. Nothing is compared for other batches. If
-    the batch comes without digests, the ranks compare its number of samples.
+    Collective over ``ranks``, with an all-gather of digests: all must call this function for the same batch. For other
+    values of ``batches`` nothing is sent. If the batch comes without digests, the ranks compare its number of samples.
 
     Args:
         ranks: communicator of the ranks to compare, each of which has read the batch.

@@ -40,7 +40,7 @@ class Text:
 class WindowSource:
     """Map-style data set of the adjacent windows of a text, with next-character targets; a ``tutti.data.Source``.
 
-    A tail that does not fill a window is left out. Inputs and targets are views of one array.
+    A tail that does not fill a window is left out. ``codes`` is kept, not copied; each fetch copies its windows.
 
     Args:
         codes: (characters,) uint16, the text's characters as numbers.

@@ -37,7 +37,8 @@ class Transfer:
         """Copy a rank's batches to the accelerator, each while the step before it computes, and yield the copies.
 
         The copy runs on a stream of its own and starts before the preceding batch is yielded; the device's current
-        stream waits for it, not the host.
+        stream waits for it, not the host. A batch with tensors that are on the device already is placed on the current
+        stream. An exception of ``parts`` is raised once all batches before it have been yielded.
 
         Args:
             parts: the rank's batches, as they are read.

@@ -45,15 +45,17 @@ _REPEATS = {_LATENCY_BYTES: 100, _BANDWIDTH_BYTES: 5}
 def collectives(ranks: int) -> Iterator[Finding]:
     """Start ``ranks`` local processes by tutti's launcher, and check all-reduces over them by Gloo and shared memory.
 
-    Blocks until all processes have ended, at most ``TIMEOUT`` (20) seconds.
+    The processes start, do all measurements and end before the first line is yielded; this blocks for at most
+    ``TIMEOUT`` (20) seconds, after which they are killed.
 
     Args:
         ranks: number of processes.
 
     Yields:
         One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values) for each of
-        three stages: ``start`` (seconds until the processes have met), ``gloo`` and ``shared`` (latency, bandwidth, and
-        whether sums are right). A stage that does not finish is a problem and ends the checks.
+        three stages: ``start`` (seconds until the processes have met), ``gloo`` and ``shared`` (latency for 4 KiB,
+        bandwidth at 16 MiB, and whether sums are right). A wrong sum is a problem; a machine without shared-memory
+        all-reduces gets a note. A stage that does not finish is a problem, and no lines follow it.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
@@ -107,6 +109,8 @@ def _remedy(complaint: str) -> str:
 
 def probe_main(ranks: int, directory: Path) -> int:
     """Start ``ranks`` local processes that time and check collectives, and wait for them.
+
+    To be called in a process of its own, which from then on is killed when its parent process ends.
 
     Args:
         ranks: number of processes.

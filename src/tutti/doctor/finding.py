@@ -20,7 +20,8 @@ class Finding:
         name: name of the check or of the thing checked, in snake case, such as ``open_files``; unique in a report.
         mark: ``ok``, ``note`` (may cost speed) or ``problem`` (keeps something from working).
         text: description, for people.
-        values: measured values, for programs; keys end with their unit.
+        values: the same facts by name, for programs; the names of quantities end with their unit, such as
+            ``free_bytes``.
         remedy: one sentence on how to fix it; every problem has one.
         code: exit code of a report in which this problem decides (see `conclude`).
     """
@@ -39,7 +40,8 @@ Check = Callable[[], Iterable[Finding]]
 def checked(name: str, check: Check) -> list[Finding]:
     """Run one check of ``tutti doctor``, and collect the lines of the report that it yields.
 
-    An exception or timeout of the check becomes one line, a problem, in place of all of the check's lines.
+    An exception or timeout of the check does not propagate: it becomes one line, a problem with the exit code
+    ``ExitCode.UNEXPECTED``, in place of all of the check's lines.
 
     Args:
         name: name of the line that reports an exception or timeout.

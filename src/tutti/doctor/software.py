@@ -1,8 +1,4 @@
-"""Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this one.
-
-Yields:
-    One line of the report: a problem for another project's module, a note for another copy of this package.
-"""
+"""Check the installed software: versions, GPUs as torch sees them, other modules ``tutti``, kernels and extras."""
 
 from __future__ import annotations
 
@@ -57,8 +53,9 @@ def software() -> Iterator[Finding]:
 
     Yields:
         Lines of the report of ``tutti doctor`` (each a ``Finding`` with name, mark, text and measured values):
-        versions, CUDA, GPUs and backends. A problem if the import fails, which ends the check; if ``nvidia-smi`` fails
-        or torch cannot use the GPUs that it lists; or if torch has no Gloo.
+        versions, CUDA, GPUs and backends. A problem if the import fails, after which no lines follow; if torch sees no
+        GPU although it is built with CUDA and ``nvidia-smi`` lists some; if torch sees no GPU and ``nvidia-smi`` fails;
+        or if torch has no Gloo. A note if ``nvidia-smi`` lists GPUs and torch is built without CUDA.
 
     Raises:
         subprocess.TimeoutExpired: the import or ``nvidia-smi`` took longer than ``TIMEOUT`` (20) seconds.
@@ -200,6 +197,8 @@ def other_modules(package: Path) -> Iterator[Path]:
 
 def compiled_loops() -> Iterator[Finding]:
     """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
+
+    Looks for a C++ compiler, and compiles nothing: a compiler that fails shows only in a run.
 
     Yields:
         One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note if

@@ -13,8 +13,12 @@ from tutti.horovod.installing import export_rank, install
 def main() -> None:
     """Run ``python -m tutti.horovod SCRIPT ARGUMENTS…``: a Horovod script, with ``import horovod`` served by tutti.
 
-    Takes the words from ``sys.argv`` and runs the script as ``__main__`` in this process. A real Horovod that is
-    installed wins.
+    Takes the words from ``sys.argv`` and runs the script as ``__main__`` in this process, with ``sys.argv`` and
+    ``sys.path[0]`` as ``python SCRIPT`` sets them. Where the package horovod itself is installed, it is imported
+    instead of tutti's. Exceptions of the script propagate.
+
+    Raises:
+        SystemExit: the first word is missing or an option.
     """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python -m tutti.horovod script.py [arguments]")
