@@ -19,6 +19,9 @@ class Averaging:
         decay: d, between 0 and 1. The average looks back over about 1 / (1 - d) updates.
         warmup: whether d is at most (1 + t) / (10 + t) after t updates of the average, so that a short run's average is
             not dominated by its initial weights (TensorFlow's ``num_updates``).
+
+    Raises:
+        UsageError: ``decay`` is not between 0 and 1, both exclusive.
     """
 
     decay: float

@@ -48,10 +48,13 @@ class Best:
         return cls(metric.name, metric.higher)
 
     def check(self, values: Mapping[str, float]) -> None:
-        """Raise UsageError, naming the nearest metric, if an evaluation lacks the metric of ``--keep-best``.
+        """Check that an evaluation has the metric of ``--keep-best``.
 
         Args:
             values: the evaluation's loss and metrics by name.
+
+        Raises:
+            UsageError: the metric is not among ``values``; the error names the nearest one.
         """
         if self.metric not in values:
             raise UsageError(

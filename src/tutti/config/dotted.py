@@ -76,7 +76,8 @@ def changed_fields(values: Mapping[str, Any], changes: Sequence[str]) -> dict[st
         New text of each changed option, by field of ``TrainConfig``.
 
     Raises:
-        UsageError: a text is malformed, its field has no keys, or the field is None or ``none``.
+        UsageError: a text is malformed or its value has a comma, the field takes no ``key=value``, or the field's text
+            is malformed, None or ``none``.
 
     >>> changed_fields({"optimizer": "adam:lr=0.001,beta1=0.8"}, ["optimizer.lr=0.1", "optimizer.eps=1e-6"])
     {'optimizer': 'adam:lr=0.1,beta1=0.8,eps=1e-6'}

@@ -30,6 +30,10 @@ class SshEngineConfig:
 
     Attributes:
         hosts: ``NAME:PROCESSES`` of each node, as in ``ssh:hosts=host0:2+host1:2``; PROCESSES is the number of ranks.
+            The texts are not parsed here.
+
+    Raises:
+        UsageError: there are no hosts.
     """
 
     hosts: tuple[str, ...] = ()
@@ -49,6 +53,9 @@ class RayEngineConfig:
         cpus: CPUs that Ray reserves for each rank.
         gpus: GPUs that Ray reserves for each rank; with 0, a rank sees no GPU.
         code: ``upload``: Ray copies the working directory to every node; ``shared``: it is at the same path there.
+
+    Raises:
+        UsageError: ``cpus`` or ``gpus`` is below 0, both are 0, or ``gpus`` is above 1 and not whole.
     """
 
     address: str | None = None
@@ -79,6 +86,10 @@ class SlurmEngineConfig:
         gpus: GPUs for each device; default: none are requested.
         notice: seconds before the time limit at which Slurm signals the run (SIGUSR1) to save; 0 for no signal.
         requeue: whether Slurm starts the job again after exit code 75 and after the loss of a node.
+
+    Raises:
+        UsageError: a number is too small, ``time`` is malformed or no longer than ``notice``, or one of the texts from
+            ``partition`` to ``memory`` is not a single word.
     """
 
     nodes: int = 1

@@ -21,7 +21,10 @@ class Multiplicative:
     et al. 2017, arXiv 1705.08741, §4).
 
     Attributes:
-        base_batch: M₀, the global batch with the desired noise, in samples.
+        base_batch: M₀, the global batch with the desired noise, in samples; must be given.
+
+    Raises:
+        ValueError: ``base_batch`` is below 1 or not given.
     """
 
     base_batch: int = 0

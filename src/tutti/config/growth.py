@@ -28,9 +28,13 @@ class BatchGrowth:
     clamped to it, and the rate is divided by the rest of ``factor``.
 
     Attributes:
-        milestones: whole epochs in rising order, such as ``30ep``.
-        factor: number above 1 by which the global batch is multiplied at each milestone.
+        milestones: whole epochs in rising order, such as ``30ep``; at least one.
+        factor: number above 1 by which the global batch is multiplied at each milestone; must be given.
         largest: largest number of samples in a global batch; default: a tenth of the data set.
+
+    Raises:
+        UsageError: there are no milestones, they are not whole epochs in rising order, or ``factor`` is not a finite
+            number above 1.
     """
 
     milestones: tuple[str, ...] = ()

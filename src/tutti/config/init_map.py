@@ -62,6 +62,9 @@ class InitMap:
         new: name patterns of tensors that the weights may lack.
         unused: name patterns of tensors, after ``rename``, that the model may lack.
         reshaped: name patterns of tensors that may have another shape.
+
+    Raises:
+        ValueError: an item of ``rename`` is not ``OLD:NEW``.
     """
 
     rename: tuple[str, ...] = ()

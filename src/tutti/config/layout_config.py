@@ -29,6 +29,10 @@ class StagesConfig(StrategyOptions):
         stages: number of devices of a replica; default: all devices of the run. Or the modules of each stage, in the
             order in which the forward calls them: ``embed+block1/block2+head``.
         cuts: ``name+name``: the first module of each stage after the first; default: an even partition.
+
+    Raises:
+        ValueError: ``stages`` is below 1; or it lists modules, and ``cuts`` is given too, there is only one stage, a
+            stage has no module, an empty name or one name twice, or the stages cannot be divided over several devices.
     """
 
     stages: int | StageModules | None = None
@@ -127,6 +131,10 @@ class PipelineConfig(StagesConfig):
         micro_batches: number of micro-batches into which a full share of a logical worker (a fixed share of the global
             batch) is divided; default: from ``--micro-batch``.
         virtual: number of virtual stages on each device, for ``interleaved`` only; default: 2.
+
+    Raises:
+        ValueError: ``micro_batches`` is below 1, ``virtual`` is below 2 or given for another schedule, or ``stages`` or
+            ``cuts`` are refused as in ``StagesConfig``.
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -193,6 +201,10 @@ class TensorConfig(StrategyOptions):
         plan: ``pattern:style+pattern:style``: the modules that are split, and how (``TP_STYLES``); all others stay
             whole. Default: found automatically.
         sequence: sequence parallelism: norms, dropout and residual sums between split layers are split by position.
+
+    Raises:
+        ValueError: ``tensor`` is below 1 or ``least`` below 0, ``sequence`` is given with ``tensor=1``, ``plan`` with
+            ``whole``, or ``plan`` has an invalid item or one pattern twice.
     """
 
     tensor: int | None = None
@@ -269,6 +281,9 @@ class HybridConfig(TensorConfig, PipelineConfig):
             dimensions.
         stages: number of devices that the pipeline stages of a replica take, or the modules of each stage.
         tensor: number of devices that compute each layer of a stage together.
+
+    Raises:
+        ValueError: ``replicas`` is below 1, or as ``TensorConfig`` and ``PipelineConfig`` raise it.
     """
 
     replicas: int | None = None

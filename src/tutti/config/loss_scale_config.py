@@ -23,6 +23,10 @@ class Dynamic:
         growth_interval: number of optimizer steps without an overflow after which the scale grows.
         min: lower bound of the scale; a non-finite gradient at this scale has another cause.
         max: upper bound of the scale, so that sums of squares of scaled gradients stay finite in float32.
+
+    Raises:
+        ValueError: not 0 < ``min`` ≤ ``init`` ≤ ``max`` < ∞, ``growth_factor`` or ``growth_interval`` is below 1, or
+            ``backoff_factor`` is not between 0 and 1.
     """
 
     init: float = 65536.0
@@ -45,7 +49,11 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class ConstantLossScale:
-    """Options of constant loss scaling: the loss is multiplied by ``value`` in every step."""
+    """Options of constant loss scaling: the loss is multiplied by ``value`` in every step.
+
+    Attributes:
+        value: the factor, which is not checked here.
+    """
 
     value: float
 

@@ -17,7 +17,7 @@ class NoRule:
     """Rule ``none`` of ``--lr-scale``, the learning rate as given; base class of the other rules.
 
     Attributes:
-        adaptive: whether every step's rate follows from gradients measured in that step.
+        adaptive: whether every step's rate follows from gradients measured in that step; a constant of the class.
     """
 
     adaptive: ClassVar[bool] = False
@@ -41,7 +41,10 @@ class LinearRule(NoRule):
     32.0
 
     Attributes:
-        base_batch: global batch that the rate was tuned for, in samples.
+        base_batch: global batch that the rate was tuned for, in samples; must be given.
+
+    Raises:
+        ValueError: ``base_batch`` is below 1 or not given.
     """
 
     base_batch: int = 0
@@ -93,7 +96,7 @@ class AdaptiveRule(NoRule):
     """AdaScale rule: the learning rate of one logical worker's batch is multiplied by a gain measured in each step.
 
     A logical worker is one of N equal shares of the global batch. ``tutti.optim.adascale`` computes the gain from the
-    workers' gradients.
+    workers' gradients; ``factor`` of this class, which is for fixed factors, returns 1.
     """
 
     adaptive: ClassVar[bool] = True

@@ -35,6 +35,9 @@ class Ghost:
 
     Attributes:
         size: samples that are normalised together.
+
+    Raises:
+        ValueError: ``size`` is below 1.
     """
 
     size: int = 32
@@ -141,6 +144,9 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
 def check_compiler(options: Compile) -> None:
     """Raise UsageError if this machine lacks what inductor on the CPU needs: a C++ compiler and Python's headers.
 
+    Looks for the two files only: the compiler (the variable ``CXX``, else ``g++`` or on macOS ``clang++``) is not run,
+    so that a compilation may still fail.
+
     Args:
         options: options of ``--compile``; with another backend of ``torch.compile`` than ``inductor`` nothing is
             checked.
@@ -207,6 +213,9 @@ class Blocks:
 
     Attributes:
         every: recompute the first of every ``every`` neighbouring blocks.
+
+    Raises:
+        ValueError: ``every`` is below 1.
     """
 
     every: int = 1

@@ -35,7 +35,7 @@ class NamedChanges:
             given: names joined by commas, or a sequence of names; None for no setting.
 
         Returns:
-            The names as a frozenset, ``names``; its method ``covers`` tells whether a setting may change.
+            A ``NamedChanges``, whose ``names`` is the frozenset of the names; empty for None.
 
         >>> sorted(NamedChanges.parse("lr, batch-size").names)
         ['batch_size', 'lr']

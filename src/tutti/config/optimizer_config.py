@@ -17,6 +17,10 @@ class SGDConfig:
     """Options of stochastic gradient descent, ``torch.optim.SGD``.
 
     The fields are arguments of that class with the same names.
+
+    Raises:
+        UsageError: ``lr``, ``momentum`` or ``weight_decay`` is below 0.
+        ValueError: ``nesterov`` without momentum, or with dampening.
     """
 
     lr: float = 0.1
@@ -36,6 +40,9 @@ class AdamConfig:
     """Options of ``torch.optim.Adam``; weight decay is added to the gradient.
 
     The fields are arguments of that class with the same names; ``beta1`` and ``beta2`` are its ``betas``.
+
+    Raises:
+        UsageError: a number is below 0, or ``beta1`` or ``beta2`` not below 1.
     """
 
     lr: float = 1e-3
@@ -76,6 +83,11 @@ class LARSConfig(LayerWiseConfig):
     """Options of ``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888).
 
     The fields are arguments of that class with the same names.
+
+    Raises:
+        UsageError: ``lr``, ``momentum``, ``weight_decay``, ``trust`` or ``eps`` is below 0, or ``momentum`` 1 or more.
+        ValueError: ``nesterov`` or ``momentum_correction`` without momentum, or ``momentum_correction`` without
+            ``lr_in_momentum``.
     """
 
     lr: float = 1.0
@@ -100,6 +112,10 @@ class LARCConfig(LayerWiseConfig):
     """Options of ``tutti.optim.LARC``: SGD with each layer's learning rate capped; ``cap=false`` scales it instead.
 
     The fields are arguments of that class with the same names.
+
+    Raises:
+        UsageError: ``lr``, ``momentum``, ``weight_decay``, ``trust`` or ``eps`` is below 0, or ``momentum`` 1 or more.
+        ValueError: ``nesterov`` without momentum.
     """
 
     lr: float = 0.1
@@ -119,6 +135,10 @@ class LAMBConfig(LayerWiseConfig):
     """Options of ``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962).
 
     The fields are arguments of that class with the same names; ``beta1`` and ``beta2`` are its ``betas``.
+
+    Raises:
+        UsageError: ``lr``, ``eps``, ``weight_decay``, ``phi_min`` or a beta is below 0, a beta not below 1, or
+            ``phi_max``, ``trust_clip`` or ``max_grad_norm`` neither None nor above 0.
     """
 
     lr: float = 1e-3
@@ -147,6 +167,9 @@ class NovoGradConfig(LayerWiseConfig):
     """Options of ``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286).
 
     The fields are arguments of that class with the same names; ``beta1`` and ``beta2`` are its ``betas``.
+
+    Raises:
+        UsageError: ``lr``, ``eps``, ``weight_decay`` or a beta is below 0, or a beta not below 1.
     """
 
     lr: float = 0.01
@@ -173,6 +196,10 @@ class MuonConfig:
 
     Attributes:
         adam: name patterns of matrices that AdamW updates; ``adam=none``: no matrix.
+
+    Raises:
+        UsageError: a rate, decay, eps, momentum or beta is below 0, the momentum or a beta not below 1, or ``ns_steps``
+            not from 1 to 99.
     """
 
     lr: float = 0.02
@@ -239,7 +266,10 @@ class ConstantSchedule:
     Attributes:
         warmup: length of the linear warm-up (``5ep``, ``500st``, ``20000sa``).
         warmup_from: fraction of the initial rate at which the warm-up starts; default: the rate before ``--lr-scale``,
-            0 without ``--lr-scale``.
+            0 without ``--lr-scale``. The initial rate is that of the optimizer, after ``--lr-scale``.
+
+    Raises:
+        UsageError: ``warmup`` is malformed, or ``warmup_from`` below 0.
     """
 
     warmup: str = "0st"
@@ -420,6 +450,9 @@ def check_optimizer(text: str) -> OptimizerConfig:
     The first form names ``sgd``, ``adam``, ``adamw``, ``lars``, ``larc``, ``lamb``, ``novograd`` or ``muon``, as in
     ``sgd:lr=0.1,momentum=0.9``. The second is a class of another package, such as ``package.module:Class:lr=0.001``;
     its module is not imported here.
+
+    Args:
+        text: value of the option.
 
     Returns:
         The options: ``SGDConfig``, ``AdamConfig``, ``AdamWConfig``, ``LARSConfig``, ``LARCConfig``, ``LAMBConfig``,

@@ -19,7 +19,12 @@ class Slowness:
     Attributes:
         rank, worker: numbers of the delayed ranks, or of the delayed logical workers; exactly one of the two is given.
         factor: how many times as long forward and backward take, measured in CPU time.
-        ms: milliseconds by which each logical worker is delayed in each step.
+        ms: milliseconds by which each logical worker that is named, or that a named rank computes, is delayed in each
+            step.
+
+    Raises:
+        ValueError: both or neither of ``rank`` and ``worker`` are given, a number is below 0, ``factor`` is below 1, or
+            there is no delay.
     """
 
     rank: tuple[int, ...] = ()

@@ -69,8 +69,10 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
     """Translate a command line with the flags of ``horovodrun`` into a command line of ``tutti run``, and return it.
 
     Flags that stand for environment variables, such as ``--fusion-threshold-mb``, set these in ``environ``. Flags
-    without effect are named once on standard error. Unknown flags stay as they are. Words that do not begin with
-    ``run``, or have no ``--horovod`` before the script, are returned unchanged.
+    without effect are named once on standard error. Unknown flags stay as they are. The word ``python`` before the
+    script is dropped. For an elastic job without ``--elastic-timeout`` this flag is added with the value of
+    ``HOROVOD_ELASTIC_TIMEOUT``, if it is set. Words that do not begin with ``run``, or have no ``--horovod`` before the
+    script, are returned unchanged.
 
     Args:
         words: the command line, without the name of the program.

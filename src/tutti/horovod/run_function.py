@@ -32,7 +32,7 @@ def run(
         func: function that trains.
         args: positional arguments of ``func``.
         kwargs: keyword arguments of ``func``.
-        np: number of ranks; one if neither ``np`` nor ``num_proc`` is given.
+        np: number of ranks; ``num_proc`` if not given, and one if neither is.
         hosts: hosts and slots such as ``localhost:2``, a slot being room for one rank; only this machine may be named.
         num_proc: another name of ``np``.
         start_timeout: seconds that ranks may wait for each other in a collective.

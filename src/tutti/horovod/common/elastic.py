@@ -92,11 +92,12 @@ class State:
         """Save an elastic job's training state in memory on all ranks, then check for changed hosts.
 
         After a later failed collective the ranks restore this state. Collective over all ranks: a broadcast from rank
-        0, for which each rank waits before it saves, so that all ranks hold the same saved state, then that of
+        0, for which each rank waits before it saves, so that either all ranks save or none does; then the broadcast of
         ``check_host_updates``; blocks.
 
         Raises:
-            HostsUpdatedInterrupt: hosts have changed; on all ranks.
+            HostsUpdatedInterrupt: hosts have changed; on all ranks, after the state has been saved.
+            HorovodInternalError: a broadcast failed.
         """
         self._bcast_object(None)
         self.save()
@@ -111,6 +112,7 @@ class State:
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; ``skip_sync`` is True if hosts were merely removed.
+            HorovodInternalError: the broadcast failed.
         """
         before, update = self._last_update, HostUpdateResult.no_update
         while not self._host_messages.empty():
@@ -197,10 +199,13 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Set all attributes of this elastic state to rank 0's values and save them. Collective over all ranks; blocks.
+        """Set all attributes of this elastic state to rank 0's values, and save them on every rank.
+
+        Collective over all ranks: broadcasts the values from rank 0; blocks.
 
         Raises:
             ValueError: on rank 0, an attribute of a type that cannot be sent; the error names it.
+            HorovodInternalError: the broadcast failed.
         """
         for name, value in self._bcast_object(self._values()).items():
             setattr(self, name, value)
@@ -224,9 +229,9 @@ def reset_limit() -> int | None:
 def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable[[State], None]) -> Callable[..., T]:
     """Wrap a training function so that it is called again after each failed collective and each change of hosts.
 
-    After a failed collective the state is set back to the last commit. Before each call of ``func`` rank 0's state is
-    given to all ranks, unless hosts were merely removed; the call of the returned function is therefore collective over
-    all ranks.
+    After a failed collective the state is set back to the last commit; after a change of hosts it stays as it is.
+    Before each call of ``func`` rank 0's state is broadcast to all ranks (``State.sync``), unless hosts were merely
+    removed; the call of the returned function is therefore collective over all ranks.
 
     Args:
         func: the training function; its first argument is a ``State``.
@@ -237,7 +242,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable
             ``state.on_hosts_updated`` is called when hosts change.
 
     Returns:
-        A function with the arguments and result of ``func``.
+        A function with the arguments and result of ``func``, whose exceptions, other than the two that reset the job,
+        propagate.
 
     Raises:
         HorovodInternalError: from the returned function: the resets are more than ``HOROVOD_RESET_LIMIT``; or ranks'

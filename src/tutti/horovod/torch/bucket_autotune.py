@@ -33,8 +33,8 @@ class BucketAutotune:
         process_set: ranks that take part.
         steps: number of optimizer steps with each size, at least 2; the first step is not timed.
         warmup: number of rounds of ``steps`` steps each, with the first size, before this size is timed.
-        path: CSV file that rank 0 writes, with columns ``tensor_fusion_threshold`` (bytes) and ``seconds_per_step``;
-            None: no file.
+        path: CSV file that rank 0 creates here, and to which it adds a line for each size: columns
+            ``tensor_fusion_threshold`` (bytes) and ``seconds_per_step``. None: no file.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, steps: int, warmup: int, path: Path | None) -> None:
@@ -49,8 +49,9 @@ class BucketAutotune:
     def after_step(self) -> int | None:
         """Count an optimizer step, and decide whether the gradient buckets get another size.
 
-        To be called after every step on every rank. Collective over the process set at the last timed step of each
-        size: an all-reduce adds up the ranks' times.
+        To be called after every step on every rank of the process set. Collective over the process set at the last
+        timed step of each size: an all-reduce of one number adds up the ranks' times; blocks. Other calls, and all
+        after the last candidate, send nothing.
 
         Returns:
             The new bucket size in bytes: the next candidate or, after the last one, the candidate with the least mean

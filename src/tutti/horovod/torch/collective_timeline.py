@@ -12,10 +12,10 @@ from typing import Any
 class CollectiveTimeline:
     """Trace of a rank's collectives in Chrome's trace format, with the activities of Horovod's timeline.
 
-    Each event is written at once; the file is complete JSON after ``close``.
+    Each event is written at once; the file is complete JSON after ``close``. All methods may be called in any thread.
 
     Args:
-        path: file to write.
+        path: file to write, which the constructor opens; an older file of this name is overwritten.
         mark_cycles: whether to write an event ``CYCLE_START`` at the start of each activity that is not a negotiation.
     """
 
