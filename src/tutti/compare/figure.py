@@ -28,14 +28,18 @@ def draw_curves(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, 
     """Draw each training configuration's held-out metric by epoch, and write it as SVG. Needs matplotlib.
 
     A thin line shows each seed, a thick line the mean over the seeds at the epochs at which all of them were evaluated.
-    Equal data give equal bytes.
+    Equal data give equal bytes. Changes matplotlib's settings in this process: the backend becomes ``svg``.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name; rungs without finished runs are left out.
         metric: the metric that is drawn.
         caption: text below the figure.
-        path: file to write.
+        path: file to write; an older one is replaced.
+
+    Raises:
+        ImportError: matplotlib is not installed (see ``available``).
+        OSError: the file cannot be written.
     """
     import matplotlib as mpl
 

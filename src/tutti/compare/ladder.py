@@ -87,8 +87,9 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
 
     Args:
         text: name of a shipped ladder, or path of a TOML file.
-        variables: numbers that replace the placeholders ``{workers}``, ``{batch_size}`` and ``{epochs}`` in the file;
-            a fourth placeholder, ``{worker_batch}``, is computed as batch size ÷ workers.
+        variables: numbers ``workers``, ``batch_size`` and ``epochs`` (all three needed), which replace the placeholders
+            ``{workers}``, ``{batch_size}`` and ``{epochs}`` in the file; a fourth placeholder, ``{worker_batch}``, is
+            computed as batch size ÷ workers.
         options: fields of ``TrainConfig`` for all rungs. They take precedence over the file's ``[base]``, but not over
             the options that a rung states.
 
@@ -98,8 +99,8 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
 
     Raises:
         UsageError: there is no such ladder, the file is not TOML, a key or placeholder is unknown, there are fewer than
-            two rungs, ``naive`` names no rung, or a rung has no unique name, changes nothing or names as its origin
-            (``from``) a rung that does not precede it.
+            two rungs, ``naive`` names no rung, or a rung has no unique name, changes nothing, names as its origin
+            (``from``) a rung that does not precede it, or has options that ``TrainConfig`` refuses.
     """
     path = _SHIPPED / f"{text}.toml" if text in shipped() else Path(text)
     if not path.is_file():

@@ -24,7 +24,8 @@ _QUIET_SECONDS = 30.0
 class Board:
     """Display of a comparison's current run and of the results of its finished runs, as a context manager.
 
-    In a terminal a table is redrawn while the ``with`` block runs; elsewhere lines are printed.
+    In a terminal a table is redrawn while the ``with`` block runs; elsewhere, with ``NO_COLOR`` and in a terminal that
+    cannot redraw (``TERM=dumb``), lines are printed. With ``-q`` (``TUTTI_VERBOSITY=quiet``) nothing is shown.
 
     Args:
         stream: stream to write to.

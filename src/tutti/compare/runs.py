@@ -69,7 +69,7 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         task: name of the task.
-        seeds: number of seeds of each rung.
+        seeds: number of seeds of each rung: the seed of its configuration and the numbers after it.
         pool: folder of the run directories.
 
     Returns:
@@ -95,6 +95,10 @@ def finished(trial: Trial) -> bool:
 
 def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
     """Train one run in a process of its own, and block until it ends; resume it from its last checkpoint if it has one.
+
+    To be called in the main thread: until the run ends, this process passes SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 on to
+    it. The process's output goes to a file beside the run directory, with its name and the ending ``.log``. A run
+    directory without a checkpoint is overwritten. An exception of ``watch`` kills the run and propagates.
 
     Args:
         trial: the run, one rung (configuration) with one seed.

@@ -88,7 +88,8 @@ def tuned_batches(
         task: name of the task.
         base: configuration of the runs, with a target, and with an optimizer whose learning rate fits its batch size.
         batches: global batch sizes.
-        seeds: number of runs with the best rate.
+        seeds: number of runs with the best rate, with the seed of ``base`` and the numbers after it. The runs of the
+            grid have another seed: that of ``base`` + 1000.
         pool: folder of the run directories.
         watch: called with a run and its progress while the run is trained.
 
@@ -100,7 +101,7 @@ def tuned_batches(
     Raises:
         TargetError: no rate reaches the target at a batch size.
         Preempted: a signal asked to stop; the same call continues.
-        TuttiError: a run failed.
+        TuttiError: a run failed otherwise than by diverging, which counts as missing the target.
     """
     first = base.optimizer_choice.options.lr
     for batch in sorted(set(batches)):

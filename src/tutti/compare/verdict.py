@@ -64,7 +64,7 @@ class RungResult:
         name: name of the rung.
         cause: the cause that the rung's change of options isolates, in words.
         parent: name of the rung whose configuration it changes; None for the first.
-        outcomes: results of the finished runs, one for each seed.
+        outcomes: results of the finished runs, one for each seed; at least one, which the properties need.
     """
 
     name: str
@@ -387,7 +387,9 @@ def _without_numbers(ladder: Ladder, rows: Mapping[str, RungResult]) -> tuple[li
 
 
 def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> dict[str, Any]:
-    """Return the content of ``compare.json``, in which non-finite values become null.
+    """Return the results of a ladder and the verdict as a dict, the content of ``compare.json``.
+
+    Non-finite values stay floats in the dict; the file has null for them.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).

@@ -164,8 +164,8 @@ class Spec:
             The instance; fields without a key have their defaults.
 
         Raises:
-            UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass
-                refuses.
+            UsageError: unknown key (naming the nearest), a value of the wrong type, a required field without a key, or
+                values that the dataclass refuses (its ValueError or TypeError becomes a UsageError).
         """
         return build_options(config, self.options, f"{option} {self.name}")
 
@@ -279,14 +279,15 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
 
     Args:
         config: the dataclass.
-        options: field values; text is converted to the field's type.
+        options: field values; text is converted to the field's type, other values are passed on unchecked.
         where: text that says in error messages where the options were given, such as ``--slow``.
 
     Returns:
         The instance; fields that ``options`` does not name have their defaults.
 
     Raises:
-        UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass refuses.
+        UsageError: unknown key (naming the nearest), a value of the wrong type, a required field that is not given, or
+            values that the dataclass refuses (its ValueError or TypeError becomes a UsageError).
     """
     hints = _hints(cast(Any, config))
     fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]

@@ -23,6 +23,10 @@ class AllReduceConfig(StrategyOptions):
         wire: dtype in which gradients are communicated.
         bucket_mb: megabytes of gradients in a bucket (default 25), not for ``shared_memory``; the first bucket is
             smaller, so that its all-reduce starts early.
+
+    Raises:
+        ValueError: ``bucket_mb`` is not above 0, or ``shared_memory`` is combined with ``bucket_mb`` or with a ``wire``
+            other than ``fp32``.
     """
 
     algorithm: Literal["auto", "native", "shared_memory", "ring", "tree", "halving", "hierarchical", "central"] = "auto"
@@ -58,6 +62,9 @@ class RowsConfig(StrategyOptions):
             the optimizer state alone. For accelerators.
         units: FSDP wrap policy: ``auto``, or names and classes of the modules to wrap, ``Block+head``.
         param_dtype: dtype in which parameters are gathered and used in forward and backward; default: their own.
+
+    Raises:
+        ValueError: ``stage`` is not 1, 2 or 3; or in stage 1 ``offload=true``, ``units`` or ``param_dtype`` is given.
     """
 
     stage: int = 1
@@ -136,6 +143,11 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
     Attributes:
         shards: number of replicas that shard one copy of the state; divides the number of replicas.
+
+    Raises:
+        ValueError: as ``AllReduceConfig`` and ``RowsConfig`` raise it; ``shards`` is below 1; with ``shards=1`` ZeRO
+            options (``stage`` above 1, ``offload``) are given, or with more shards options of the all-reduce
+            (``algorithm``, ``wire``, ``bucket_mb``).
     """
 
     shards: int = 1
@@ -210,6 +222,10 @@ class LocalSGDConfig(StrategyOptions):
         period: number of steps between two averages (H).
         post: length of the initial phase with one synchronous update in each step, as ``2ep``, ``500st`` or a number of
             steps; default: no such phase.
+
+    Raises:
+        ValueError: ``period`` is below 1.
+        UsageError: ``post`` is malformed.
     """
 
     period: int = 8
@@ -251,6 +267,10 @@ class DiLoCoConfig(LocalSGDConfig):
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: momentum of the outer optimizer.
         nesterov: whether the outer momentum is Nesterov's.
+
+    Raises:
+        ValueError: ``period`` is below 1, ``outer_lr`` not above 0, or ``outer_momentum`` not at least 0 and below 1.
+        UsageError: ``post`` is malformed.
     """
 
     period: int = 50
@@ -275,7 +295,7 @@ class ParameterServerConfig(StrategyOptions):
             ``async``: one update from each worker's gradient as it arrives; ``bounded``: asynchronous with bounded
             staleness.
         servers: number of servers that the parameters are sharded over.
-        staleness: steps that a worker may be ahead of the slowest, for ``bounded`` only.
+        staleness: steps that a worker may be ahead of the slowest; must be given for ``bounded``, and for it only.
         backup: number of stragglers that a step does not wait for, for ``sync`` only.
         fetch, push: steps between two fetches of the parameters, and between two pushes of the gradients accumulated
             meanwhile, for ``async`` only.
@@ -288,6 +308,10 @@ class ParameterServerConfig(StrategyOptions):
         lease: seconds of silence after which a worker is no longer waited for, for ``bounded`` only; default: the run's
             timeout.
         transport: ``shared_memory`` on one node, ``tcp`` anywhere; ``auto``: shared memory if it is available.
+
+    Raises:
+        ValueError: a number is too small, ``bounded`` has no ``staleness``, or an option is given for a mode that does
+            not have it.
     """
 
     mode: Literal["sync", "async", "bounded"] = "sync"
@@ -364,6 +388,9 @@ class ShardedConfig(RowsConfig):
     Attributes:
         shards: number of devices that shard one copy of the state; default: all. With fewer, each group of so many
             devices holds a replica (HSDP).
+
+    Raises:
+        ValueError: as ``RowsConfig`` raises it, or ``shards`` is below 1.
     """
 
     stage: int = 3

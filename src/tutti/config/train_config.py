@@ -46,6 +46,10 @@ from tutti.errors import UsageError, counted
 class TrainConfig:
     """Options of one training run; each attribute is the option of ``tutti train`` with the same name.
 
+    The constructor raises UsageError for a number out of range and for options that exclude each other. Texts such as
+    ``name:key=value`` are parsed by properties, ``optimizer_choice`` for ``optimizer``: most of them raise UsageError
+    for a malformed text only when they are read.
+
     Attributes:
         data: folder, file or hub name that the task reads.
         model: ``name:key=value``; default: the task's first.
@@ -237,8 +241,8 @@ class TrainConfig:
 
         Returns:
             A ``LocalEngineConfig`` (processes of this node), ``SshEngineConfig``, ``RayEngineConfig`` or
-            ``SlurmEngineConfig``. Without ``--on``: a ``LocalEngineConfig`` for a range of devices, such as ``2:8``,
-            which needs an engine, else None.
+            ``SlurmEngineConfig``. Without ``--on``, or for ``none``: a ``LocalEngineConfig`` for a range of devices,
+            such as ``2:8``, which needs an engine, else None.
         """
         if self.on is None or self.on == "none":
             return None if self.device_range is None else LocalEngineConfig()
@@ -515,7 +519,8 @@ class TrainConfig:
             A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
 
         Raises:
-            UsageError: neither the option, ``declared`` nor the metric's name decides the direction.
+            UsageError: the option is malformed, or neither the option, ``declared`` nor the metric's name decides the
+                direction.
         """
         if self.keep_best is None or self.keep_best == "none":
             return None

@@ -63,7 +63,7 @@ class StandardErrorHandler(logging.Handler):
     """Logging handler that writes to ``sys.stderr``: all records of rank 0, and warnings and errors of all ranks.
 
     With ``-vv`` every rank writes all. The stream is looked up for each record. If a script has configured the root
-    logger, the records go there alone.
+    logger, the records go there alone. An error in writing, such as a closed pipe, is ignored.
 
     Args:
         environ: the environment, whose ``RANK`` is this process's rank, if it is a rank.

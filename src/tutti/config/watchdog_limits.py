@@ -50,6 +50,9 @@ class WatchdogLimits:
         start: until the first step is done, in one batch of an evaluation, and at the end of the run.
         step: in one step's own work, without waiting for other ranks; None: the collectives' timeout.
         save: while a checkpoint or a record is written.
+
+    Raises:
+        UsageError: a limit is neither 0 nor a finite number of at least 1.
     """
 
     start: float = START
