@@ -64,6 +64,9 @@ class Ladder:
 
         A ladder is a series of training configurations to compare.
 
+        Args:
+            name: name of the rung.
+
         Returns:
             The rung with its ``name``, the name of the rung that it changes (``parent``), the changed options
             (``changes``), what they stand for in words (``cause``), and the whole configuration (``config``).

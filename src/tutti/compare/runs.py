@@ -89,6 +89,9 @@ def finished(trial: Trial) -> bool:
 
     True if the exit code in its ``summary.json`` says that the run ended as planned, with or without reaching the
     target of ``--until``. False for a run that failed, is under way or was not started.
+
+    Args:
+        trial: the run, of which the directory is read.
     """
     return read_summary(trial.directory).get("exit_code") in FINISHED
 

@@ -303,7 +303,7 @@ class ConstantSchedule:
 class CosineSchedule(ConstantSchedule):
     """Learning-rate schedule: half a cosine from the initial rate to ``final`` times the initial rate.
 
-    Loshchilov & Hutter 2017, arXiv 1608.03983.
+    The cosine begins after the warm-up and ends with the run. Loshchilov & Hutter 2017, arXiv 1608.03983.
     """
 
     final: float = 0.0
@@ -318,7 +318,16 @@ class LinearSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule(ConstantSchedule):
-    """Learning-rate schedule: multiply the rate by ``gamma`` at each milestone, such as ``milestones=30ep+60ep``."""
+    """Learning-rate schedule: multiply the rate by ``gamma`` at each milestone, such as ``milestones=30ep+60ep``.
+
+    Attributes:
+        milestones: durations from the start of the run; at least one must be given.
+        gamma: factor on the rate.
+
+    Raises:
+        UsageError: a milestone or an option of the warm-up is invalid.
+        ValueError: there are no milestones.
+    """
 
     milestones: tuple[str, ...] = ()
     gamma: float = 0.1
@@ -344,6 +353,9 @@ class PolynomialSchedule(ConstantSchedule):
     """Learning-rate schedule: (1 - progress)^power from the initial rate to ``final`` times the initial rate.
 
     With ``final=0`` as ``torch.optim.lr_scheduler.PolynomialLR``.
+
+    Raises:
+        UsageError: ``power`` or ``final`` is below 0, or an option of the warm-up is invalid.
     """
 
     power: float = 2.0
@@ -359,6 +371,10 @@ class ExponentialSchedule(ConstantSchedule):
     """Learning-rate schedule: multiply the rate by ``gamma`` after each duration ``every``, such as ``1ep``.
 
     Durations count from the start of the run.
+
+    Raises:
+        UsageError: ``gamma`` is below 0, ``every`` is malformed, or an option of the warm-up is invalid.
+        ValueError: ``every`` is 0.
     """
 
     gamma: float = 0.95
@@ -390,6 +406,10 @@ class WSDSchedule(ConstantSchedule):
         decay: fraction of the run in which the rate falls.
         shape: ``linear``, or ``sqrt`` for 1 - √progress.
         final: rate at the end, as a fraction of the initial rate.
+
+    Raises:
+        UsageError: ``final`` is below 0, or an option of the warm-up is invalid.
+        ValueError: ``decay`` is not above 0 and at most 1.
     """
 
     decay: float = 0.2
@@ -414,6 +434,10 @@ class OneCycleSchedule(ConstantSchedule):
         rise: fraction of the run in which the rate rises.
         start: rate of the first step, as a fraction of the optimizer's.
         final: rate of the last step, as a fraction of the optimizer's.
+
+    Raises:
+        UsageError: ``start`` or ``final`` is below 0, or an option of the warm-up is invalid.
+        ValueError: a ``warmup`` is given, or ``rise`` is not between 0 and 1.
     """
 
     rise: float = 0.3

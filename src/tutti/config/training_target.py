@@ -70,7 +70,11 @@ class TrainingTarget:
         return cls(Metric(name, asked), value)
 
     def reached(self, value: float) -> bool:
-        """Return whether a held-out ``value`` of the metric is as good as the target or better; NaN and ±∞ are not."""
+        """Return whether a held-out value of the metric is as good as the target's or better.
+
+        Args:
+            value: the held-out value; NaN and ±∞ never reach the target.
+        """
         return math.isfinite(value) and (value >= self.value if self.metric.higher else value <= self.value)
 
     def __str__(self) -> str:

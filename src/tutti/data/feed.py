@@ -72,7 +72,7 @@ class Feed:
         """Record the batch sizes of the epochs before a resume with another batch size or data set.
 
         Steps and samples of those epochs are then counted with their own batch size. Called when a run is resumed,
-        before the first step. Not collective.
+        before the first step; no communication.
 
         Args:
             earlier: the epochs before the resume in spans of one batch size, in order. Each has ``end`` (number of the
@@ -295,7 +295,8 @@ def evaluation(
     """Yield the blocks of held-out samples that this data rank evaluates, each as one batch on the device.
 
     Blocks are divided over the data ranks, so that every sample is evaluated once. They do not depend on the number of
-    ranks, and neither does the sum of their losses, added in order. Not collective, no samples are compared.
+    ranks, and neither does the sum of their losses, added in order. No collective is performed: no samples are
+    compared.
 
     Args:
         held_out: the held-out samples, divided into blocks.

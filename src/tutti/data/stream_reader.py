@@ -215,7 +215,8 @@ class ShardedStream:
     def follow(self, epochs: Epochs) -> None:
         """Do nothing: after a resume with another batch size, data that shard themselves are read with the present one.
 
-        ``epochs``, the batch size of each epoch, has no effect.
+        Args:
+            epochs: batch size of each epoch; has no effect.
         """
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:

@@ -229,7 +229,11 @@ def extras() -> Iterator[Finding]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed distribution by its name on PyPI; None if it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed.
+
+    Args:
+        package: name of the distribution, as on PyPI.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -44,10 +44,13 @@ def run(
 
     Raises:
         UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; ``settings`` ask for an
-            elastic job; or this process is a rank or has used autograd itself.
+            elastic job; this process is a rank itself, already trains, or has used the accelerator or autograd; or the
+            call is made outside the main thread.
         PeerError: a rank was killed, or ended without a result.
         Preempted: a rank ended with exit code 75.
-        Exception: the first error of a rank, with the rank and its traceback as a note.
+        KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
+        Exception: the first error of a rank, with the rank and its traceback as a note; a RuntimeError with its type
+            and text if it cannot be pickled.
     """
     elastic = [name for name in _ELASTIC if settings.get(name) is not None]
     if elastic:
