@@ -597,7 +597,9 @@ def use_deterministic_kernels(device: torch.device) -> None:
 
     Does nothing on the CPU, whose kernels do so for a fixed number of threads. Sets PyTorch's deterministic algorithms,
     with which an operator that has no such kernel raises RuntimeError; on CUDA also ``CUBLAS_WORKSPACE_CONFIG`` where
-    it is unset, and turns off cuDNN's choice of kernels by timing.
+    it is unset, and turns off cuDNN's choice of kernels by timing. These settings hold for the whole process and are
+    not undone; call this function before the first matrix product on the device, after which the variable may have no
+    effect.
 
     Args:
         device: device of the run.

@@ -194,15 +194,15 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Return capabilities of a strategy with such replicas that depend on its options, by name.
+        """Return the capabilities that depend on options, of a strategy whose replicas span several devices each.
 
         Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``parallel/registry.py``, whose values
         for the strategy are replaced by these.
 
         Returns:
-            With ``shards`` > 1: ``exchange``, module and name of the class that synchronises gradients,
-            ``ShardedSync``, as text; and ``worker_gradients`` False, because no rank has the gradient of one logical
-            worker (a fixed share of the global batch). Otherwise an empty dict.
+            A dict by name of the capability. With ``shards`` > 1: ``exchange``, module and name of the class that
+            synchronises gradients, ``ShardedSync``, as text; and ``worker_gradients`` False, because no rank has the
+            gradient of one logical worker (a fixed share of the global batch). Otherwise an empty dict.
         """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 

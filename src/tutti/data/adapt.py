@@ -129,7 +129,8 @@ class TensorSource:
     """Map-style data set of tensors in memory, whose first dimension is the sample; a ``tutti.data.Source``.
 
     Args:
-        tensors: a tensor, or a tuple of tensors with equally many samples; a batch has the same structure.
+        tensors: a tensor, or a tuple of tensors with equally many samples; kept, not copied. A batch has the same
+            structure.
 
     Raises:
         DataError: the tensors have different numbers of samples.

@@ -24,6 +24,8 @@ from tutti.types import Batch
 class CollatedBatch:
     """One rank's samples of a global batch, where the script's ``collate_fn`` has made a batch of each micro-batch.
 
+    It is no tensor and no sequence: an index or an iteration raises UsageError.
+
     Attributes:
         parts: what ``collate_fn`` returned for each micro-batch, sorted by logical worker (fixed share of the global
             batch).

@@ -311,6 +311,10 @@ def evaluation(
         (index of the block, its micro-batch), in order. A dummy micro-batch has the samples and the index of block 0,
         but ``samples`` is 0, so that the caller leaves its loss out; ``weight`` is 1 / number of held-out samples in
         all.
+
+    Raises:
+        DataError: a sample cannot be read or collated.
+        LoaderError: a loader process ended, or gave no batch within the timeout.
     """
     blocks, total = held_out.blocks, held_out.samples
     mine = list(even_share(len(blocks), ranks, rank))

@@ -135,7 +135,11 @@ class Loader:
         rank: this rank, for error messages.
         timeout: seconds to wait for the next batch, before a ``LoaderError``.
         begin: called as ``begin(number)`` in each loader process before it reads, with the number of the process from
-            0, as a DataLoader's ``worker_init_fn``; None for no call.
+            0, as a DataLoader's ``worker_init_fn``; None for no call. ``torch.utils.data.get_worker_info()`` then
+            returns the process's number, with or without ``begin``.
+
+    Raises:
+        OSError: no process can be forked.
     """
 
     def __init__(

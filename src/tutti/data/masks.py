@@ -57,7 +57,7 @@ class MaskSource:
 
     Args:
         pairs: uint8 (samples, 2, height, width): grey levels in channel 0, the mask (0 or 1) in channel 1, as
-            ``read_masks`` returns it.
+            ``read_masks`` returns it. Kept, not copied, and never changed: a fetch copies its samples.
         augment: whether to flip and transpose each image with its mask by one of the eight symmetries of the square
             (four for other rectangles), drawn for each sample and epoch.
     """

@@ -43,7 +43,8 @@ class RankBatch:
         batch: this rank's samples, sorted by logical worker.
         samples: number of samples in the global batch, over all ranks.
         after: the data position (epoch and global batch) once this batch is consumed.
-        dummy: if this rank has no sample, samples for a dummy micro-batch of a custom training loop; else None.
+        dummy: if this rank has no sample, other samples of the data set for a dummy micro-batch, with which the rank
+            takes part in the collectives of a forward and backward; else None.
     """
 
     batch: Batch

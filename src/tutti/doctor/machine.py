@@ -71,7 +71,8 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 
     Yields:
         One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
-        if less than ``LITTLE_MEMORY`` (1 GiB) is free, where the cgroup's limit counts as free if it is smaller.
+        if the machine's free memory or the cgroup's limit is below ``LITTLE_MEMORY`` (1 GiB). What the cgroup already
+        uses is reported, and not subtracted from its limit.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -99,7 +100,8 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
 
     Yields:
         One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a note if
-        several processes would pin to the same cores, or have more threads than cores.
+        a variable pins threads, so that all processes of a node would share the same cores, or sets more threads a
+        process than there are usable cores.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *PINNING)
     given = {name: environ[name] for name in names if name in environ}

@@ -119,9 +119,12 @@ def install(replace: bool = False) -> bool:
 
 
 def export_rank(environ: MutableMapping[str, str]) -> None:
-    """Set ``HOROVOD_RANK``, ``HOROVOD_SIZE`` and so on, as ``horovodrun`` does, for scripts that read these variables.
+    """Set the variables by which ``horovodrun`` tells a script its rank, for scripts that read them.
 
-    Does nothing if the launcher is not tutti's or torchrun, or a rank of an elastic job has no place yet.
+    The variables are ``HOROVOD_RANK`` and ``HOROVOD_SIZE`` (of the job), ``HOROVOD_LOCAL_RANK`` and
+    ``HOROVOD_LOCAL_SIZE`` (on this node), ``HOROVOD_CROSS_RANK`` and ``HOROVOD_CROSS_SIZE`` (index of this node and
+    number of nodes). Without ``RANK`` and ``WORLD_SIZE``, which tutti's launcher and torchrun set, nothing happens; so
+    it is for a rank of an elastic job that has no place yet.
 
     Args:
         environ: environment variables of this rank; the variables are added to it.
