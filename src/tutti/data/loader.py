@@ -55,10 +55,10 @@ class Fetches(Protocol):
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """Function that makes and returns one batch, called by loader processes.
+        """Function that makes and returns one batch; called in loader processes, or without them in the rank's process.
 
         The function's arguments describe the batch, such as the indices of samples and a key of random augmentation.
-        Loader processes pass the batch's tensors on in shared memory.
+        Loader processes copy the batch's tensors, on the CPU, to shared memory, and pickle the rest of the batch.
         """
 
 

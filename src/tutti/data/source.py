@@ -43,8 +43,9 @@ class Source(Protocol):
         """Return the samples ``indices`` of the data set, in that order, as one collated batch.
 
         Called in the rank's process or in loader processes forked from it, for the samples of one or more micro-batches
-        at a time. The caller owns the batch: its tensors must not be views of data that later calls return or change.
-        They lie on the CPU, or on an accelerator if the data set does and there are no loader processes.
+        at a time. The script that gets the batch may change its tensors, which therefore should be copies, not views of
+        the data set's own. They lie on the CPU, or on an accelerator if the data set does and there are no loader
+        processes.
 
         Args:
             indices: int64 (samples,), numbers from 0 to the length of the data set, exclusive.
