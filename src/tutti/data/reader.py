@@ -76,7 +76,8 @@ class BatchReader(Protocol):
 
         Yields:
             For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
-            batch over all ranks (``samples``), and the data position (epoch, global batch) after it (``after``).
+            batch over all ranks (``samples``), the data position (epoch, global batch) after it (``after``), and, if
+            this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
             MismatchError: on every rank, if ranks have read different samples or drawn different orders.

@@ -171,7 +171,7 @@ def given_sampling(
     Raises:
         UsageError: with a ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is given, ``batch_size`` or
             ``data_workers`` differs from the loader's, or the loader has a feature that cannot be reproduced on several
-            ranks, such as an ``__iter__`` of its own or a ``DistributedSampler``.
+            ranks, such as an ``__iter__`` of its own or a ``DistributedSampler`` (see ``of_loader``).
     """
     if not isinstance(dataset, DataLoader):
         return Sampling(

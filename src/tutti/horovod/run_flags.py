@@ -83,8 +83,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
         The words of the new command line; ``words`` itself where nothing is translated.
 
     Raises:
-        UsageError: a flag that would matter, such as ``--ssh-port``, is not served; a flag lacks its value; a host file
-            cannot be read; or the value of ``--fusion-threshold-mb`` is not a whole number.
+        UsageError: a flag that would matter, such as ``--ssh-port``, is not served; a flag lacks its value; or that of
+            ``--fusion-threshold-mb`` is not a whole number.
 
     >>> words = ["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"]
     >>> translate_flags(words, {}, {"-np": 1, "--timeout": 1})
