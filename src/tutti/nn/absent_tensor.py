@@ -61,16 +61,18 @@ class _Absent:
 
 
 class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]
-    """Placeholder of a parameter whose values are on other ranks: shape, dtype and ``requires_grad``, without memory.
+    """Placeholder of a parameter whose values are on other ranks, with its shape, dtype and ``requires_grad``.
 
-    Operations that read or write its values raise UsageError.
+    It takes the memory of one element. Operations that read or write its values raise UsageError; its metadata can be
+    read, and ``detach`` returns an ``AbsentBuffer``.
     """
 
 
 class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
-    """Placeholder of a buffer whose values are on other ranks: shape and dtype, without memory.
+    """Placeholder of a buffer whose values are on other ranks, with its shape and dtype.
 
-    Operations that read or write its values raise UsageError.
+    It takes the memory of one element. Operations that read or write its values raise UsageError; its metadata can be
+    read.
     """
 
 
@@ -85,7 +87,8 @@ def put_away(
 
     For a model that is cut into pipeline stages, on a rank that computes some of them. A placeholder has the tensor's
     shape and dtype; an operation that reads or writes its values raises UsageError, which says where the values are. A
-    parameter stays the same object, so that the script's optimizer still holds it; a buffer is replaced in its module.
+    parameter stays the same object, so that the script's optimizer still holds it, but its class becomes
+    ``AbsentParameter`` and its ``grad`` None; a buffer is replaced in its module. No communication.
 
     Args:
         plain: the whole model, changed in place.

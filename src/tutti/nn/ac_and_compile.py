@@ -54,7 +54,7 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
     """Apply activation checkpointing and ``torch.compile`` to the modules on this rank, in place.
 
     A module's class becomes a subclass with another forward; ``restore_forwards`` undoes it. Without either option
-    nothing is done.
+    nothing is done. Nothing is compiled yet: ``torch.compile`` compiles in the first forward. No communication.
 
     Args:
         part: the modules on this rank.
@@ -62,8 +62,9 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
         run_context: holds the options ``activation_checkpointing`` and ``compile``.
 
     Raises:
-        UsageError: the options exclude each other, the backend cannot compile for the device, or the mode records CUDA
-            graphs and buffers of the model would move between steps.
+        UsageError: selective activation checkpointing is combined with ``compile``; the backend is inductor, which
+            cannot compile for the device; or the mode records CUDA graphs and the model's buffers have other addresses
+            in each step (``SyncBatchNorm``, or buffers with another number of logical workers than of data ranks).
     """
     units = find_units(part, run_context.activation_checkpointing)
     compiler = None

@@ -68,7 +68,8 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
     By a rule (``Blocks``) the units are blocks: submodules with parameters and children of their own, such as the
     members of a ``ModuleList``, or larger modules that hold at most half of the model's parameters. A sequence of 8
-    plain layers or more is cut into runs of √n layers (Chen et al. 2016, arXiv 1604.06174), each a unit.
+    plain layers or more is cut into runs of √n layers (Chen et al. 2016, arXiv 1604.06174), each a unit. Where this
+    finds nothing, and ``part`` itself is a sequence of several layers, ``part`` is cut into such runs.
 
     Args:
         part: the modules on this rank; their names are those of the whole model.

@@ -56,7 +56,7 @@ class KeptGraphs:
         A hook that keeps a tensor with its autograd graph, such as features for the loss, expects a graph that goes on
         outside of the forward's results. In later forwards with gradients each wrapped hook gets views of the module's
         inputs and outputs in place of these; after such a forward ``kept`` tells whether a view is still alive. Hooks
-        that are registered later are not watched.
+        that are registered later are not watched. The hooks stay wrapped, in their modules' own hook tables.
         """
         for name, module in self._model.named_modules():
             if forward_hooks(module):
@@ -70,7 +70,7 @@ class KeptGraphs:
         """Return the first forward hook that has kept a tensor with its autograd graph since the last call of ``kept``.
 
         Called after a forward; the hooks are those that ``begin`` has wrapped. A tensor that is part of the graph of
-        ``results`` does not count.
+        ``results`` does not count, nor does a hook that has returned a value.
 
         Args:
             results: results of the forward, whose graphs may stay alive; values that are no tensors are ignored.

@@ -82,8 +82,8 @@ class GhostBatchNorm(TakenOver):
             statistics; for an input of one ghost batch it is plain batch norm's result, too.
 
         Raises:
-            ValueError: ``input`` has fewer than two dimensions, or in training the whole
-                batch has a single number a channel.
+            ValueError: ``input`` has fewer than two dimensions, or in training the whole batch has a single number a
+                channel.
             UsageError: in training every ghost batch has a single number a channel, which has no variance.
         """
         self._check_input_dim(input)

@@ -68,7 +68,7 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
 
 
 class ScriptHook:
-    """A hook on a gradient that calls a hook of the script, as code of the script, but for dummy micro-batches.
+    """A hook on a gradient that calls a hook of the script, except in the backward of a dummy micro-batch.
 
     A rank without samples of a global batch computes a dummy micro-batch, whose gradients are zero, only to keep
     collectives aligned.
@@ -76,7 +76,8 @@ class ScriptHook:
     Args:
         hook: the script's hook.
         is_dummy: whether the present backward is that of a dummy micro-batch.
-        script_code: context manager in which the script's reads of parameters are checked.
+        script_code: returns the context manager within which the script's hook is called, and its reads of parameters
+            are checked.
     """
 
     def __init__(
@@ -102,14 +103,16 @@ class ScriptHook:
 def wrap_hooks(
     named: Iterable[tuple[str, Tensor]], wrap: Callable[[Callable[[Tensor], Tensor | None]], ScriptHook]
 ) -> list[str]:
-    """Wrap the script's ``register_hook`` hooks of parameters, in their own tables, so that handles still remove them.
+    """Replace the script's ``register_hook`` hooks of parameters by wrapped ones, in place in PyTorch's hook tables.
+
+    The handles that ``register_hook`` returned still remove them. Hooks that are wrapped already stay.
 
     Args:
         named: the parameters, by name.
         wrap: makes the hook that is called in place of one of the script's.
 
     Returns:
-        Names of the parameters with hooks that were not wrapped before.
+        Name of the parameter of each hook that was wrapped by this call; a parameter with several occurs several times.
     """
     found = []
     for name, parameter in named:
