@@ -31,8 +31,11 @@ class Native:
     The methods implement the protocol ``Passes``, as the class ``Foreach`` does by PyTorch's operators. Each tensor is
     read as one vector in the memory format of its parameter: contiguous, ``channels_last`` or ``channels_last_3d``.
 
+    The loops get addresses, and check nothing: all lists of a call must have equal length and order, and tensors at one
+    index equal shape, strides and dtype.
+
     Args:
-        library: the shared library of ``kernels.cpp``.
+        library: the shared library of ``kernels.cpp``, as ``load_kernels`` returns it.
         dtype: dtype of all tensors, float32 or float64.
     """
 
@@ -136,7 +139,8 @@ _PASSES = ("squares", "decayed_squares", "momentum", "adam_squares", "adam_step"
 def passes(parameter: Tensor) -> Native | None:
     """Return the compiled loops for norms and optimizer updates of tensors such as ``parameter``; None without them.
 
-    The first call compiles the loops, or loads them from the user's cache.
+    The first call for such a tensor loads the loops from the user's cache, or compiles them in about a second; later
+    calls return the same object. A failed build gives a RuntimeWarning, and is not tried again by this function.
 
     Args:
         parameter: tensor whose type, device, dtype and memory format decide.
@@ -144,7 +148,7 @@ def passes(parameter: Tensor) -> Native | None:
     Returns:
         An object whose methods (``squares``, ``momentum``, ``adam_step`` and so on) work on lists of tensors of this
         dtype. None unless ``parameter`` is a plain tensor or parameter on a CPU, of float32 or float64, in dense
-        memory, and the loops can be compiled.
+        memory, and the loops can be compiled and are not switched off (``TUTTI_KERNELS=off``).
     """
     plain = type(parameter) in (Tensor, nn.Parameter) and parameter.device.type == "cpu"
     if plain and parameter.dtype in _NAMES and dense_format(parameter) is not None:
@@ -162,7 +166,8 @@ def load_kernels() -> ctypes.CDLL | None:
     """Load the compiled loops of optimizer updates, ``kernels.cpp``; build them first if the user's cache has none.
 
     Returns:
-        The shared library; None if it cannot be compiled, or compiled loops are switched off (``TUTTI_KERNELS=off``).
+        The shared library; None if there is no C++ compiler, if the build fails, which also gives a RuntimeWarning, or
+        if compiled loops are switched off (``TUTTI_KERNELS=off``).
     """
     library = compiled(_SOURCE)
     if library is not None:

@@ -38,10 +38,12 @@ _failed: dict[str, str] = {}
 
 
 def kernels() -> str:
-    """Return a text that says whether tutti's C++ loops are compiled here or PyTorch's operations run, and why.
+    """Return a text that says whether tutti's C++ loops can be used here or PyTorch's operations replace them, and why.
 
-    The loops are those of layer-wise optimizers and ghost batch norm. The text is ``compiled (COMPILER)`` or
-    ``PyTorch's own operations (REASON)``; after a failed build the reason names the C++ files that cannot be compiled.
+    The loops are those of layer-wise optimizers and ghost batch norm. The function compiles and loads nothing. The text
+    is ``compiled (COMPILER)``, where a C++ compiler is found and no build has failed in this process so far, whether or
+    not one was tried; else ``PyTorch's own operations (REASON)``, where the reason is ``TUTTI_KERNELS=off``, a missing
+    compiler, or the C++ files whose build has failed in this process.
     """
     if _off():
         return "PyTorch's own operations (TUTTI_KERNELS=off)"

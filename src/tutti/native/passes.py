@@ -195,7 +195,8 @@ class Passes(Protocol):
 class Foreach:
     """Norms and optimizer updates of lists of tensors by PyTorch's foreach operators, for any device, dtype and layout.
 
-    The methods implement the protocol ``Passes``.
+    The methods implement the protocol ``Passes``. Lists must not be empty, and all tensors of a call are on a CPU or
+    all on accelerators.
 
     On an accelerator the norms of a whole list take one host sync. On a CPU the operations run over pieces of memory
     that fit into its cache, and give bitwise the results of ``kernels.cpp``: the same operations in the same order,
