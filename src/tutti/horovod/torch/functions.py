@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
 
     Raises:
         ValueError: the optimizer is L-BFGS, whose state depends on its line search; its state holds objects other than
-            tensors and plain values; or ``init`` was not called.
+            tensors and plain values; ``init`` was not called; or ``root_rank`` is no member of the process set.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -23,10 +23,10 @@ from tutti.horovod.torch import mpi_ops
 def average_metrics(
     metrics: Mapping[str, float | Tensor], process_set: ProcessSet = global_process_set
 ) -> dict[str, float]:
-    """Average each metric over the ranks. Collective: one all-reduce of float64 numbers over the ranks; blocks.
+    """Return the mean of each metric over the ranks of ``process_set``.
 
-    Every rank has the same weight, whatever its number of samples; for a mean over samples, all-reduce the sum and the
-    count instead.
+    Collective over ``process_set``: one all-reduce of all metrics as float64 numbers; blocks. Every rank has the same
+    weight, whatever its number of samples; for a mean over samples, all-reduce the sum and the count instead.
 
     Args:
         metrics: name → number or tensor of one element; the same names on all ranks.
@@ -36,7 +36,8 @@ def average_metrics(
         Name → mean, in the order of ``metrics``.
 
     Raises:
-        HorovodInternalError: the ranks' metrics have different names, which the message lists.
+        ValueError: ``init`` was not called.
+        HorovodInternalError: the ranks' metrics have different names, which the message lists, or a rank is lost.
     """
     names = sorted(metrics)
     values = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
@@ -55,9 +56,9 @@ def learning_rate_schedule(
 ) -> LambdaLR:
     """Return a learning-rate scheduler with linear warm-up for large-batch training; step it after each optimizer step.
 
-    With n = ``hvd.size()`` ranks and e the steps so far / ``steps_per_epoch``, the optimizer's learning rate is
-    multiplied by (1 + (n - 1) · e / ``warmup_epochs``) / n in the warm-up, which grows from 1/n to 1, and by
-    ``multiplier(e)`` afterwards. Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    With n = ``hvd.size()`` ranks, read at each step, and e the steps so far / ``steps_per_epoch``, the optimizer's
+    learning rate is multiplied by (1 + (n - 1) · e / ``warmup_epochs``) / n in the warm-up, which grows from 1/n to 1,
+    and by ``multiplier(e)`` afterwards. Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
 
     Args:
         optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not. Its learning rate must be that of one rank
@@ -68,7 +69,8 @@ def learning_rate_schedule(
         staircase: True calls ``multiplier`` with whole epochs, False with fractions, such as 1.5 in mid-epoch.
 
     Raises:
-        ValueError: ``steps_per_epoch`` is not positive, or ``warmup_epochs`` negative.
+        ValueError: ``steps_per_epoch`` is not positive, ``warmup_epochs`` is negative, or there is a warm-up and
+            ``init`` was not called.
     """
     if steps_per_epoch < 1 or warmup_epochs < 0:
         raise ValueError(

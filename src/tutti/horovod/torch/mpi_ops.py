@@ -104,7 +104,8 @@ def _options() -> SessionOptions:
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the job that the environment describes and start the collectives, as ``hvd.init``.
 
-    Collective over all ranks; blocks until all have called it. A second call does nothing.
+    Collective over all ranks; blocks until all have called it. A second call does nothing. In an elastic job it calls
+    ``rejoin``, and raises what that raises.
 
     Args:
         comm: None, an empty list, or the list of all ranks. Lists of some ranks and MPI communicators are refused.
@@ -129,13 +130,15 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Leave the present set of ranks of an elastic job, and join the set that replaces it.
 
-    Blocks until the next set is complete; tries again if ranks are lost meanwhile. To be called in elastic jobs only.
+    Collective over the ranks of the next set; blocks until it is complete. Tries again if ranks are lost meanwhile. To
+    be called in elastic jobs only, where the launcher's elastic driver decides which ranks the next set has.
 
     Args:
         failed: whether a collective of the present set failed, so that its other ranks must be interrupted.
         process_sets: process sets to add at once, as objects or lists of global ranks; texts and None add none.
 
     Raises:
+        ValueError: two process sets have the same ranks, or a set names a rank that does not exist.
         HorovodInternalError: the ranks could not join each other in 21 attempts.
         SystemExit: there is no place for this rank, because its slot was removed.
     """
@@ -960,7 +963,7 @@ def broadcast(
     gradients, elsewhere zero.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent.
         root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
@@ -984,7 +987,7 @@ def broadcast_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent.
         root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
@@ -1009,7 +1012,8 @@ def broadcast_(
     Collective over ``process_set``; blocks. Not differentiable.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent, and overwrite those
+            of the other ranks.
         root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
@@ -1033,8 +1037,8 @@ def broadcast_async_(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; those of ``root_rank`` are sent. Not to be used before
-            ``synchronize``.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent, and overwrite those
+            of the other ranks. Not to be used before ``synchronize``.
         root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
@@ -1060,7 +1064,7 @@ def start_broadcasts(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: of one device type, each of equal shape and dtype on all ranks; those of ``root_rank`` are sent.
+        tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` are sent.
         root_rank: global rank of the source, a member of the process set.
         name: matches the ranks' calls; None: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
@@ -1175,12 +1179,12 @@ def reducescatter(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Tensor of shape (rows of this rank, …); earlier ranks have one row more if the number of ranks does not divide
-        the rows.
+        Tensor of shape (rows of this rank, …); the first (rows mod ranks) ranks have one row
+        more than the others.
 
     Raises:
         ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or a tensor is a scalar.
+            or ``tensor`` is a scalar.
         HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -1214,12 +1218,12 @@ def reducescatter_async(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns this rank's rows of the reduction; earlier ranks have
-        one row more if the number of ranks does not divide the rows.
+        Handle for ``poll`` and for ``synchronize``, which returns this rank's rows of the reduction; the first (rows
+        mod ranks) ranks have one row more than the others.
 
     Raises:
         ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or a tensor is a scalar.
+            or ``tensor`` is a scalar.
         HorovodInternalError: ``op`` is another operation.
     """
     check_initialized()
@@ -1252,8 +1256,8 @@ def grouped_reducescatter(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Tensor of shape (rows of this rank, …) for each of ``tensors``; earlier ranks have one row more if the number of
-        ranks does not divide the rows.
+        Tensor of shape (rows of this rank, …) for each of ``tensors``; the first (rows mod ranks) ranks have one row
+        more than the others.
 
     Raises:
         ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;

@@ -255,7 +255,8 @@ class _Distributed:
         """Wait until the gradients of all parameters are all-reduced over the ranks; ``.grad`` then has the result.
 
         Starts the all-reduces that backward has not started; a missing gradient counts as zeros. Collective over the
-        optimizer's process set; blocks.
+        optimizer's process set: one all-reduce for each bucket of parameters; blocks. A process set of one rank and
+        ranks outside of the process set reduce nothing.
 
         Raises:
             HorovodInternalError: ranks' gradients differ in shape or dtype, or a rank is lost.
@@ -318,7 +319,8 @@ class _Distributed:
             closure: computes the gradients and returns the loss of this rank; the gradients are reduced after it.
 
         Returns:
-            What the user's optimizer returns.
+            What the ``step`` of the user's optimizer returns; None, without a step, where a ``GradScaler`` has found
+            infinite gradients.
 
         Raises:
             ValueError: the user's optimizer calls ``closure`` several times, as L-BFGS does.
@@ -410,7 +412,8 @@ class _Distributed:
         """Add parameters with options of their own, and reduce their gradients, too; call it on every rank.
 
         Args:
-            param_group: ``params`` and options, as the user's optimizer takes them. Names go by position.
+            param_group: ``params`` and options, as the user's optimizer takes them. The ranks' gradients of these
+            parameters are matched by position, unless ``named_parameters`` has named them.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
         self._adopt([])
@@ -549,9 +552,10 @@ def DistributedOptimizer(
         New optimizer of a subclass of the class of ``optimizer``, which shares its options and state.
 
     Raises:
-        ValueError: ``init`` was not called; ``named_parameters`` lacks a parameter of the optimizer or names two alike;
-            ``op`` is another operation; ``backward_passes_per_step`` is not positive; ``gradient_predivide_factor`` is
-            given with another ``op`` than ``Average``; or ``groups`` is not positive or has a parameter twice.
+        ValueError: ``init`` was not called; ``named_parameters`` lacks a parameter of the optimizer, names two alike,
+            or does not consist of tuples; ``op`` is another operation; ``backward_passes_per_step`` is not positive;
+            ``gradient_predivide_factor`` is given with another ``op`` than ``Average``; or ``groups`` is not positive,
+            has a parameter twice, or holds something other than tensors.
     """
     mpi_ops.check_initialized()
     if gradient_predivide_factor != 1.0 and op != Average:

@@ -47,7 +47,8 @@ class SyncBatchNorm(BatchNormBase):
         """Normalise ``input``, in training by the statistics of all ranks' samples, else by the running statistics.
 
         Without running statistics the samples' statistics serve in evaluation too. Collective over all ranks wherever
-        the samples' statistics serve: all-reduces their sums, then their squared deviations; blocks.
+        the samples' statistics serve: all-reduces their sums, then their squared deviations; blocks. In training the
+        running statistics are updated. With one rank it is plain batch norm, without communication.
 
         Args:
             input: tensor of shape (N, C, …), with any N on each rank.
@@ -56,7 +57,8 @@ class SyncBatchNorm(BatchNormBase):
             Tensor of the shape and dtype of ``input``.
 
         Raises:
-            ValueError: ``input`` has fewer than two dimensions.
+            ValueError: ``input`` has fewer than two dimensions, or statistics of the samples serve and ``init`` was not
+                called.
             HorovodInternalError: ranks' calls differ, such as by another number of channels C, or a rank is lost.
         """
         self._check_input_dim(input)

@@ -58,8 +58,8 @@ class ElasticSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: forget the processed samples, and divide all samples over the ranks.
 
-        To be called on every rank at the start of an epoch. Does nothing if this epoch is the present one, so that a
-        restored epoch continues.
+        To be called on every rank at the start of an epoch; performs no communication. Does nothing if this epoch is
+        the present one, so that a restored epoch continues.
 
         Args:
             epoch: number of the epoch, which seeds the order of the samples.
@@ -108,7 +108,8 @@ class ElasticSampler(Sampler[int]):
     def unshared(self) -> list[int]:
         """Return the dataset indices of the samples that this rank has processed, but other ranks do not know of yet.
 
-        These are the samples recorded since the ranks exchanged their records last.
+        These are the samples recorded since the ranks last exchanged their records; a sample that was recorded twice
+        occurs twice. The list is the sampler's own, to which later records are appended.
         """
         return self._unshared
 

@@ -226,6 +226,8 @@ class TorchState(ObjectState):
 
         Raises:
             ValueError: on rank 0, a value of a type that cannot be sent; the error names it.
+            HorovodInternalError: the ranks' calls differ, or a rank is lost; the saved state is then still that of the
+                last commit.
         """
         # The copies are made at the end: a collective that fails here leaves those of the last commit.
         for handler in self._handlers.values():
@@ -253,7 +255,8 @@ class TorchState(ObjectState):
         Raises:
             ValueError: the call comes between a backward and its ``optimizer.step``; gradients are no part of the
                 state.
-            HostsUpdatedInterrupt: hosts have changed; on all ranks.
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
+            HostsUpdatedInterrupt: hosts have changed; on all ranks, after the state was saved.
         """
         self._check_between_steps()
         self._gather()
@@ -270,6 +273,7 @@ class TorchState(ObjectState):
 
         Raises:
             HostsUpdatedInterrupt: hosts have changed; on all ranks.
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
             ValueError: the call comes between a backward and its ``optimizer.step``.
         """
         self._check_between_steps()
