@@ -18,6 +18,9 @@ class TensorBoard:
         folder: folder of the event files.
         done: step from which the run resumes; earlier events of later steps are hidden, because these steps are
             repeated.
+
+    Raises:
+        ImportError: the package ``tensorboard`` is not installed.
     """
 
     def __init__(self, folder: str | Path, done: int = 0) -> None:

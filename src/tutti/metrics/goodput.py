@@ -233,7 +233,8 @@ def run_goodput(path: Path) -> Goodput:
         what the records do not tell).
 
     Raises:
-        UsageError: ``path`` is no run directory, or its records lack steps, times or the start.
+        UsageError: ``env.json`` or ``metrics.jsonl`` is missing or unreadable, ``env.json`` lacks the run's start, or
+            the records have no step or no times.
     """
     try:
         environment = json.loads((path / "env.json").read_text(encoding="utf-8"))

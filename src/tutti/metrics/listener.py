@@ -165,6 +165,8 @@ class EarlyWarnings:
     def pass_to(self, warned: Callable[[str], None]) -> None:
         """Pass all warnings that this object has collected, in order, and from now on every later one, to ``warned``.
 
+        To be called once: a second call passes the collected warnings again.
+
         Args:
             warned: function that is called with the text of one warning.
         """
@@ -175,6 +177,8 @@ class EarlyWarnings:
 
 class Listeners:
     """Listener of a run's events (header, steps, evaluations, warnings) that passes each on to several listeners.
+
+    An error of one listener is raised at once, and the later ones do not get the event; ``close`` closes all.
 
     Args:
         members: the listeners, called in this order.

@@ -35,8 +35,8 @@ def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
         config: the run's configuration, whose ``log_every`` is the number of steps between plain lines.
 
     Returns:
-        A ``LiveDisplay`` if ``stream`` is a terminal that can redraw lines (``TERM`` is not ``dumb``), else a
-        ``PlainLines``; with ``-q`` a listener without effect.
+        A ``LiveDisplay`` if ``stream`` is a terminal that can redraw lines (``TERM`` is set, and neither ``dumb`` nor
+        ``unknown``) and ``NO_COLOR`` is unset, else a ``PlainLines``; with ``-q`` a listener without effect.
     """
     if is_quiet(os.environ):
         return Listeners(())
@@ -273,7 +273,9 @@ def _width(name: str) -> int:
 
 
 def format_number(value: float) -> str:
-    """Format a number with four decimals, or in scientific notation below 0.001 and from 100,000 on.
+    """Format a number with four decimals; if its absolute value is below 0.001 or from 100,000 on, with an exponent.
+
+    0, infinities and NaN have no exponent.
 
     >>> format_number(0.43211), format_number(2e-7), format_number(3e6), format_number(0.0), format_number(float("nan"))
     ('0.4321', '2.000e-07', '3.000e+06', '0.0000', 'nan')

@@ -188,7 +188,8 @@ def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = (
 class RunDirectory:
     """Listener of a run's events that writes the run directory.
 
-    The constructor writes ``config.toml`` and ``env.json``. Lines of ``metrics.jsonl`` are written at once, so that
+    The constructor creates the folder if necessary and writes ``config.toml``, ``env.json`` and the initial
+    ``metrics.jsonl``, which is empty for a new run. Later lines of ``metrics.jsonl`` are written at once, so that
     they outlive the process, and whole: a full disk leaves no partial line. While the disk is full, lines are buffered.
     Every line has ``time``, its Unix time, and ``seconds`` of training until then. A resumed run keeps the lines up to
     its checkpoint's step, and adds a line of group ``resume`` with the number of lost steps.
@@ -445,8 +446,8 @@ def environment() -> dict[str, Any]:
 
     Returns:
         A dict with ``versions`` (of tutti, torch, numpy and Python, by name), ``platform``, ``machine`` (processor
-        type), ``host``, ``cpu_count`` (usable cores), ``torch_threads``, ``kernels`` (whether loops are compiled),
-        ``cuda`` (version, or None) and ``devices`` (names of the accelerators).
+        type), ``host``, ``cpu_count`` (usable cores), ``torch_threads``, ``kernels`` (text that says whether tutti's
+        C++ loops can be compiled here), ``cuda`` (version, or None) and ``devices`` (names of the accelerators).
     """
     import torch
 

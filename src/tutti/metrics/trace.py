@@ -94,7 +94,8 @@ class TraceRecorder:
         """Write the trace of all ranks to ``folder``, on rank 0: ``timeline.svg``, ``trace.json`` and ``shares.txt``.
 
         ``trace.json`` is for ui.perfetto.dev or chrome://tracing, ``shares.txt`` has each device's time by phase.
-        Called by all ranks after the last traced step. Collective over all ranks: one broadcast from each of them.
+        Called by all ranks after the last traced step. Collective over all ranks that are alive: one broadcast of the
+        recorded segments from each of them; blocks.
 
         Args:
             folder: folder of the files, created if it does not exist.
@@ -102,6 +103,7 @@ class TraceRecorder:
 
         Raises:
             DiskError: rank 0 cannot write; raised there alone.
+            ValueError: on rank 0, no rank has recorded a segment.
         """
         alive = self._comm.alive_ranks
         rows = _gathered(self._comm, alive, self._segments, self._start)
