@@ -87,8 +87,8 @@ def sky_task(config: SkyPilotConfig, name: str, devices: int, words: Sequence[st
         name: name of the task, of which at most 40 characters are kept, in lower case; other characters than letters
             and digits become dashes.
         devices: number of devices of all nodes together, one rank each.
-        words: the command line, without the leading ``tutti``. With several nodes, torchrun's flags for the number of
-            this node and the address of node 0 are inserted after its first word.
+        words: the command line, at least one word, without the leading ``tutti``. With several nodes, torchrun's flags
+            for the number of this node and the address of node 0 are inserted after the first word.
 
     Returns:
         The task as YAML text.

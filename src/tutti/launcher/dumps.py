@@ -33,7 +33,7 @@ class Dumps:
 
     The rank creates this object before it forks its watchdog process, so that both processes share its descriptors:
     an unnamed file for the stacks, and a pipe for requests. ``faulthandler`` writes the stacks; it needs neither the
-    GIL nor a lock of its own.
+    GIL nor a lock of its own. The constructor registers it for the signal SIGRTMAX - 2 of this process.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,9 @@ class Dumps:
     def answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
         """Start a thread in the rank that writes the rank's recorded collectives to a file on the watchdog's request.
 
-        Called in the rank, after the watchdog process was forked. The file is written at most once, atomically; an
-        ``OSError`` or ``RuntimeError`` is ignored, and the file is then not written.
+        Called once in the rank, after the watchdog process was forked. The thread answers a single request of the
+        watchdog (``flight``) and ends: the file is written at most once, atomically. An ``OSError`` or ``RuntimeError``
+        of ``record`` or of the writing is ignored, and the file is then not written.
 
         Args:
             record: returns the recording, as the bytes of the file.
@@ -78,6 +79,9 @@ class Dumps:
 
         Args:
             pid: process id of the rank.
+
+        Raises:
+            ProcessLookupError: there is no such process.
         """
         start = os.fstat(self._stacks).st_size
         os.kill(pid, _SIGNAL)
@@ -95,11 +99,16 @@ class Dumps:
     def flight(self, path: Path) -> bool:
         """Make the rank write its recorded collectives to a file; return whether the file appeared within five seconds.
 
-        Called in the watchdog process. False, for example, if the rank never releases the GIL, without which its thread
-        cannot write.
+        Called in the watchdog process, at most once, because the rank answers a single request. The rank must have
+        called ``answer`` before; otherwise, or if the rank never releases the GIL, without which the thread of
+        ``answer`` cannot write, the result is False. Blocks for up to five seconds.
 
         Args:
-            path: the file that the rank writes, the same as ``target`` of ``answer`` returns; deleted first.
+            path: the path that the function ``target``, which the rank has given to ``answer``, returns in the rank; a
+                file there is deleted first.
+
+        Raises:
+            OSError: the old file cannot be deleted, or the rank has ended (BrokenPipeError).
         """
         path.unlink(missing_ok=True)
         os.write(self._ask, b"?")

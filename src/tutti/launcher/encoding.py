@@ -54,8 +54,9 @@ def replace_unencodable(*streams: TextIO) -> None:
 def write_utf8(*streams: TextIO) -> None:
     """Switch text streams to the encoding UTF-8, whatever the locale.
 
-    For standard streams that are redirected into log files. Characters that UTF-8 cannot encode, which are lone
-    surrogates, are replaced. Streams that are no ``io.TextIOWrapper``, such as a notebook's, stay as they are.
+    For standard streams that are redirected into log files. UTF-8 cannot encode lone surrogates: those that stand for
+    undecodable bytes of file names (``os.fsdecode``) are written as these bytes, others as ``?``. Streams that are no
+    ``io.TextIOWrapper``, such as a notebook's, stay as they are.
 
     Args:
         streams: the streams, such as ``sys.stdout``; changed.

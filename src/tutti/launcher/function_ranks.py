@@ -42,7 +42,7 @@ def launch_function(
         devices: number of ranks, one for each device.
         timeout: seconds that ranks may wait for each other in a collective.
         show_all: show the other ranks' output, too.
-        named: keyword arguments of ``function``.
+        named: keyword arguments of ``function``, which cannot be named like the three above.
 
     Returns:
         List of length ``devices``: what ``function`` returned in each rank, in rank order. The values must be possible
@@ -57,6 +57,8 @@ def launch_function(
         PeerError: a rank was killed, or ended without a result.
         Preempted: a rank ended with exit code 75.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
+        SystemExit: a signal came before the ranks were started; the code is 128 + its number.
+        DiskError: there is no space to start the ranks or to write their logs.
 
     >>> import tutti
     >>> def square_of_rank(base):

@@ -11,17 +11,19 @@ from types import FrameType
 
 @contextmanager
 def held_signals(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[list[int]]:
-    """Within the block, the first signal waits for the block's end, and the next one is handled at once.
+    """Return a context manager that delays the first signal that arrives within its block until the block's end.
 
-    For code that would drop the exception of a signal's handler: the native modules of torch while they are imported,
-    and functions of ``os.register_at_fork``. Outside the main thread, which handles all signals, and for handlers that
-    Python has not installed, nothing is held.
+    A further signal within the block is handled at once by its own handler. For code that would drop the exception of
+    a signal's handler: the native modules of torch while they are imported, and functions of ``os.register_at_fork``.
+    Only signals whose handler is a Python function are delayed: those with the default action, or ignored, keep it.
+    Outside the main thread, which handles all signals, nothing is delayed.
 
     Args:
-        numbers: the signals; ignored ones stay ignored.
+        numbers: the signals to delay.
 
     Yields:
-        A list, to which the number of a signal that has come is added; if it is empty at the end, none is handled.
+        A list that gets the number of the delayed signal. At the block's end the signal is raised; a caller that
+        empties the list before drops it.
     """
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in numbers}

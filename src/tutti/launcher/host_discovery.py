@@ -127,7 +127,7 @@ class SlotTable:
         self._taken.setdefault(host, []).append(now + seconds)
 
     def slots(self, now: float) -> dict[str, int]:
-        """Return the slots of each host of an elastic job at a time, without those that failures have taken away.
+        """Return the slots of each host of an elastic job, without those that failures have taken away at present.
 
         A slot is room for one rank; slots that running ranks occupy count. This method does not call the host discovery
         script: ``poll`` does.

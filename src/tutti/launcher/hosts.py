@@ -245,6 +245,7 @@ class TetheredRanks:
 
         Raises:
             DiskError: a log cannot be written.
+            OSError: a process cannot be started, for example because there is no ``ssh``.
         """
         self.started = []
         for place, (host, words) in enumerate(ranks):
@@ -339,6 +340,7 @@ class HostsEngine:
         Raises:
             SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
+            OSError: a process cannot be started, for example because there is no ``ssh``.
         """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):

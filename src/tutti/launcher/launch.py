@@ -82,7 +82,8 @@ def launch(
         the signal that stopped the run.
 
     Raises:
-        UsageError: fewer than one process, or called outside the main thread.
+        UsageError: fewer than one process, called outside the main thread, or the host discovery script of ``elastic``
+            fails or prints a malformed line.
         DiskError: the log or store directory cannot be made, or there is no space to start processes.
         SystemExit: a signal came before the ranks were started; the code is 128 + its number.
     """

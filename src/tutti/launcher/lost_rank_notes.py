@@ -93,7 +93,9 @@ def lost_rank_notes() -> LostRankNotes | None:
 def write_whole(path: Path, raw: bytes) -> None:
     """Write the bytes ``raw`` to the file ``path`` atomically.
 
-    A reader finds the new content as a whole, the former content, or no file, and never a part of the new content.
+    A reader finds the new content as a whole, the former content, or no file, and never a part of the new content. The
+    new content is first written to the file of this name with the suffix ``.tmp``, so that only one process may write a
+    path at a time.
     """
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(raw)

@@ -80,8 +80,9 @@ class RayEngine:
         logs: folder for the output of all ranks but rank 0.
 
     Raises:
-        UsageError: Ray refuses the working directory or the options.
+        UsageError: Ray refuses the working directory or the options, or the address is an HTTP address.
         PeerError: there is no cluster at the address, or Ray's own processes do not start.
+        AuthenticationError: the cluster refuses this process.
     """
 
     def __init__(self, config: RayEngineConfig, logs: Path) -> None:

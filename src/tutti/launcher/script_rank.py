@@ -16,7 +16,10 @@ _HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<fro
 
 
 def show_crashes() -> None:
-    """Let a crash in native code leave its stack in this process's standard error, unless a program has replaced it."""
+    """Make ``faulthandler`` write the Python stack to this process's standard error when native code crashes.
+
+    Does nothing where ``sys.stderr`` has no file descriptor.
+    """
     with suppress(OSError, ValueError):
         faulthandler.enable()
 

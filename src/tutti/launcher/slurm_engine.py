@@ -90,7 +90,7 @@ class SlurmEngine:
         Raises:
             SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
-            PeerError: ``scontrol`` does not say the names of the job's nodes.
+            OSError: ``srun`` cannot be started.
         """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):
@@ -112,14 +112,12 @@ class SlurmEngine:
         """Return how the process of each rank in this Slurm allocation has ended; does not wait for an end.
 
         A rank whose node Slurm has taken from the job counts as killed, with its slot (place for a rank) lost. Asks
-        Slurm for the nodes of the job every five seconds and when a rank has ended.
+        Slurm for the nodes of the job, which may take seconds, every five seconds and when a rank has ended; while
+        Slurm does not answer, the nodes of its last answer count.
 
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
             signal N killed the process), ``node`` and ``lost`` (that the node was lost, in words; else empty).
-
-        Raises:
-            PeerError: ``scontrol`` does not say the names of the job's nodes.
         """
         if time.monotonic() - self._looked > _LOOK:
             self._look()

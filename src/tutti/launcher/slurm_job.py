@@ -109,6 +109,7 @@ def follow_job(job: str, output: Path) -> int:
 
     Raises:
         PeerError: Slurm does not answer for two minutes.
+        FileNotFoundError: there is no ``scontrol`` on this machine.
     """
     read, shown, since = 0, "", time.monotonic()
     try:

@@ -19,9 +19,10 @@ def control_by_stdin(environ: MutableMapping[str, str]) -> None:
     """Take signals for this process from its standard input if ``TUTTI_TETHER`` is set; otherwise do nothing.
 
     A launcher, perhaps on another node, so controls this process: it writes the number of a signal as a line, which a
-    thread reads. The end of the input means that the launcher is gone: with the value ``stdin`` this process then gets
-    SIGTERM, and SIGKILL after 30 seconds; with ``stdin-kill`` its process group gets SIGKILL at once, because a
-    launcher may start the job's ranks again. For all other readers standard input is empty from now on.
+    thread reads. SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGKILL are taken, other lines are ignored. The end of the input
+    means that the launcher is gone: with the value ``stdin`` this process then gets SIGTERM, and SIGKILL after 30
+    seconds; with ``stdin-kill`` its process group gets SIGKILL at once, because a launcher may start the job's ranks
+    again. For all other readers standard input is empty from now on.
 
     Args:
         environ: environment variables; ``TUTTI_TETHER`` is removed.

@@ -233,8 +233,8 @@ def stop_watchdog() -> None:
 def keep_flights(rank: int, recorder: Callable[[], bytes]) -> None:
     """Let this rank's watchdog save the rank's last collectives (a flight recording) before killing the rank.
 
-    Starts a thread, which writes the recording to ``flight-rankN.json`` beside the logs on request. Without a watchdog,
-    and in a second call, it does nothing.
+    Starts a thread, which writes the recording to ``flight-rankN.json`` beside the logs when the watchdog requests it.
+    To be called after ``start_watchdog``: without a watchdog, and in a second call, it does nothing.
 
     Args:
         rank: this process's rank.
