@@ -69,13 +69,14 @@ _before_shutdown: list[Callable[[], object]] = []
 def init(device: str = "auto", timeout: float | None = None) -> World:
     """Join the job that the environment describes and create its process group, or make a world of size 1.
 
-    Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. Adopts an
-    existing default process group. Collective over all ranks of the job; blocks until they have arrived. Gloo moves CPU
-    tensors, the vendor's backend an accelerator's. In a job of several processes, each process that has no watchdog yet
-    gets one: a process that kills the rank when it makes no progress. On several nodes Gloo takes the network interface
-    that leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once.
-    docs/environment.md lists all effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off. A second call
-    does nothing and returns the result of the first.
+    Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. A default
+    process group that exists already is adopted, without communication; otherwise the call is collective over all ranks
+    of the job, and blocks until they have arrived. Gloo moves CPU tensors, the vendor's backend an accelerator's. In a
+    job of several processes, each process that has no watchdog yet gets one: a process that kills the rank when it
+    makes no progress. On several nodes Gloo takes the network interface that leads to rank 0, unless
+    ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once. docs/environment.md lists all
+    effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off. A second call does nothing and returns the
+    result of the first.
 
     Args:
         device: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type, such as ``cuda``.

@@ -21,6 +21,9 @@ def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
     Args:
         choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type; all but ``cpu`` give the same count.
         environ: environment variables, some of which limit the visible devices.
+
+    Raises:
+        subprocess.TimeoutExpired: the subprocess has not counted the devices within two minutes.
     """
     if choice == "cpu":
         return 0

@@ -82,6 +82,10 @@ class ElasticDriver:
         job: entry point, arguments and folders of every rank.
         options: limits of the job, such as the fewest and the most ranks.
         grace: seconds between a signal and SIGKILL.
+
+    Raises:
+        UsageError: the first call of the host discovery script fails, lasts longer than a minute, or prints a malformed
+            line.
     """
 
     def __init__(self, job: child.Job, options: ElasticOptions, grace: float) -> None:

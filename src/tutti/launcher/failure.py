@@ -107,7 +107,8 @@ def flight_path(directory: Path, rank: int) -> Path:
 def failure_exit_code(exception: BaseException) -> int:
     """Return the exit code (a member of ``tutti.errors.ExitCode``) with which a rank's process ends after an exception.
 
-    A ``TuttiError`` has its own code, and ``SystemExit`` keeps its code (0 for None, ``UNEXPECTED`` for a text).
+    A ``TuttiError`` has its own code, and ``SystemExit`` keeps its code modulo 256 (0 for None, ``UNEXPECTED`` for a
+    text).
     ``KeyboardInterrupt`` gives ``INTERRUPTED``; errors of PyTorch about a lost peer, some of them recognised by their
     text, give ``PEER``; a full disk gives ``DISK``; all others give ``UNEXPECTED``.
     """

@@ -71,8 +71,8 @@ def launch(
             the newest checkpoint; None: nothing is ever saved.
         limits: how long a rank may make no progress before its watchdog kills it; None: the default limits.
         grace: seconds between a signal and SIGKILL.
-        preload: modules that every rank imports. Not imported early if torch has an accelerator, which must not be
-            touched before a fork.
+        preload: modules that every rank imports, imported here before the fork. Not imported here if torch is built for
+            an accelerator, which must not be touched before a fork.
         elastic: limits of an elastic job, whose number of ranks changes while it runs, and which ``processes`` and
             ``restarts`` do not limit; None: all ranks start and end together.
 

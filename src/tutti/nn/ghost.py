@@ -155,9 +155,9 @@ def normalise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise each ghost batch, a run of consecutive samples, by its own mean and biased variance.
 
-    Gradients flow to input, weight and bias. On a CPU the function runs compiled loops, or the same operations by
-    PyTorch where there is no C++ compiler; elsewhere, and under ``torch.compile``, one PyTorch batch norm for each
-    ghost batch.
+    Gradients flow to input, weight and bias. For a contiguous or channels-last input on a CPU, of float32, float64 or
+    bfloat16, the function runs compiled loops, or the same operations by PyTorch where there is no C++ compiler; for
+    other inputs, and under ``torch.compile``, one PyTorch batch norm for each ghost batch.
 
     Args:
         input: (samples, channels, …).

@@ -147,8 +147,8 @@ def broadcast_object(
         A copy of the object, on ``root_rank`` too.
 
     Raises:
-        ValueError: the object has a part of another type, which the message names; ``init`` was not called; or
-            ``root_rank`` is no member of the process set.
+        ValueError: the object has a part of another type, which the message names; ``init`` was not called;
+            ``root_rank`` is no member of the process set; or a broadcast named ``name`` is still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()
@@ -169,7 +169,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: the object has a part of another type, which the message names, or ``init`` was not called.
+        ValueError: the object has a part of another type, which the message names; ``init`` was not called; or an
+            all-gather named ``name`` is still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()

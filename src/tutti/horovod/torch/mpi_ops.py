@@ -509,10 +509,10 @@ def allreduce(
     """All-reduce a tensor over the ranks: return postscale_factor · op(prescale_factor · tensor).
 
     Collective over ``process_set``; blocks. Differentiable for sums and averages: the gradient is all-reduced by the
-    same operation and factors.
+    same operation and factors. Sparse COO tensors are summed or averaged by an all-gather of their indices and values.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks.
+        tensor: tensor of equal shape and dtype on all ranks; not changed.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
@@ -522,10 +522,14 @@ def allreduce(
         postscale_factor: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
 
+    Returns:
+        A new tensor of the shape and dtype of ``tensor``, equal on all ranks.
+
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this dtype; the process set
+            is not registered, or does not have this rank as a member; or ``Adasum`` is used with a number of ranks that
+            is no power of two, or with integers.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -553,7 +557,7 @@ def allreduce_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks.
+        tensor: tensor of equal shape and dtype on all ranks. Not to be changed before ``synchronize`` returns.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
@@ -567,9 +571,11 @@ def allreduce_async(
         the ranks.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this
+            dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum`` is used with
+            a number of ranks that is no power of two, or with integers.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -601,10 +607,10 @@ def allreduce_(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers; or an expanded tensor is to be
-            overwritten.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this
+            dtype; the process set is not registered, or does not have this rank as a member; ``Adasum`` is used with a
+            number of ranks that is no power of two, or with integers; or an expanded tensor is to be overwritten.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -643,10 +649,11 @@ def allreduce_async_(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensor``.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers; or an expanded tensor is to be
-            overwritten.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this
+            dtype; the process set is not registered, or does not have this rank as a member; ``Adasum`` is used with a
+            number of ranks that is no power of two, or with integers; or an expanded tensor is to be overwritten.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -665,7 +672,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """All-reduce several tensors over the ranks as one call, and return the list of results.
+    """All-reduce several tensors over the ranks as one call, and return the list of results, new tensors.
 
     Each result is postscale_factor · op(prescale_factor · tensor) over the ranks. Collective over ``process_set``;
     blocks. Differentiable for sums and averages: the gradient is all-reduced by the same operation and factors.
@@ -682,10 +689,10 @@ def grouped_allreduce(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
-            different types.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this dtype; the
+            process set is not registered, or does not have this rank as a member; ``Adasum`` is used with a number of
+            ranks that is no power of two, or with integers; or the tensors are on devices of different types.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -712,7 +719,8 @@ def grouped_allreduce_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: as many on all ranks, each of equal shape and dtype on all ranks.
+        tensors: as many on all ranks, each of equal shape and dtype on all ranks. Not to be changed before
+            ``synchronize`` returns.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; averages of integers are
@@ -725,10 +733,11 @@ def grouped_allreduce_async(
         Handle for ``poll`` and for ``synchronize``, which returns the list of reductions.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
-            different types.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this dtype; the
+            process set is not registered, or does not have this rank as a member; ``Adasum`` is used with a number of
+            ranks that is no power of two, or with integers; or the tensors are on devices of different types.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -763,10 +772,11 @@ def grouped_allreduce_(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
-            different types; or an expanded tensor is to be overwritten.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this dtype; the
+            process set is not registered, or does not have this rank as a member; ``Adasum`` is used with a number of
+            ranks that is no power of two, or with integers; the tensors are on devices of different types; or an
+            expanded tensor is to be overwritten.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -806,10 +816,12 @@ def grouped_allreduce_async_(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensors``.
 
     Raises:
-        ValueError: ``init`` was not called; ``average`` and ``op`` are both given, or ``op`` is unknown or does not
-            reduce this dtype; the process set is not registered, or does not have this rank as a member; or ``Adasum``
-            is used with a number of ranks that is no power of two, or with integers; or the tensors are on devices of
-            different types; or an expanded tensor is to be overwritten.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; ``average`` and ``op`` are both given, or ``op`` is unknown or does not reduce this dtype; the
+            process set is not registered, or does not have this rank as a member; ``Adasum`` is used with a number of
+            ranks that is no power of two, or with integers; the tensors are on devices of different types; or an
+            expanded tensor is to be overwritten.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -829,7 +841,8 @@ def sparse_allreduce_async(
     values, before which shapes, dtypes and operations of the ranks are compared.
 
     Args:
-        tensor: sparse COO tensor, of equal shape and dtype on all ranks.
+        tensor: sparse COO tensor, of equal shape and dtype on all ranks. Not to be changed before the returned function
+            has returned.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``, the same on all ranks.
         process_set: ranks that take part; default: all ranks.
@@ -840,8 +853,10 @@ def sparse_allreduce_async(
         ``op``, or a rank is lost.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``op`` is another operation.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; the
+            process set is not registered or does not have this rank as a member; or ``op`` is another operation.
+        RuntimeError: ``tensor`` is dense.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     wait = collectives.sparse_allreduce_async(
@@ -869,8 +884,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         Tensor of shape (sum of the ranks' rows, …): the ranks' tensors in rank order.
 
     Raises:
-        ValueError: ``init`` was not called, or the process set is not registered or does not have this rank as a
-            member.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; or the process set is not registered or does not have this rank as a member.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -885,7 +900,8 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row. Not
+            to be changed before ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -894,8 +910,9 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
         dimension in rank order.
 
     Raises:
-        ValueError: ``init`` was not called, or the process set is not registered or does not have this rank as a
-            member.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; or the process set is not registered or does not have this rank as a member.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     return _handle(collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
@@ -919,8 +936,9 @@ def grouped_allgather(
         For each of ``tensors`` the ranks' tensors in rank order, of shape (sum of the ranks' rows, …).
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or the tensors are on devices of different types.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; the process set is not registered or does not have this rank as a member; or the tensors are on
+            devices of different types.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -938,6 +956,7 @@ def grouped_allgather_async(
 
     Args:
         tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
+            Not to be changed before ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -946,8 +965,10 @@ def grouped_allgather_async(
         concatenated along the first dimension in rank order.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or the tensors are on devices of different types.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; the process set is not registered or does not have this rank as a member; or the tensors are on
+            devices of different types.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     return _handle(collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set))
@@ -969,8 +990,9 @@ def broadcast(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``root_rank`` is no member of it.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
+            ``root_rank`` is no member of it.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -987,7 +1009,8 @@ def broadcast_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent.
+        tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent. Not to be changed
+            before ``synchronize`` returns.
         root_rank: global rank of the source, a member of the process set.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
@@ -996,8 +1019,10 @@ def broadcast_async(
         Handle for ``poll`` and for ``synchronize``, which returns a new tensor with the values of ``root_rank``.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``root_rank`` is no member of it.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
+            ``root_rank`` is no member of it.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     return _handle(collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set))
@@ -1019,8 +1044,9 @@ def broadcast_(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``root_rank`` is no member of it.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
+            ``root_rank`` is no member of it.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
@@ -1047,8 +1073,10 @@ def broadcast_async_(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensor``.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``root_rank`` is no member of it.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
+            ``root_rank`` is no member of it.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     named = _named("broadcast", name)
@@ -1073,8 +1101,10 @@ def start_broadcasts(
         Handle for ``poll`` and for ``synchronize``, which returns ``tensors``.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``root_rank`` is no member of it; or the tensors are on devices of different types.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; the process set is not registered or does not have this rank as a member; ``root_rank`` is no
+            member of it; or the tensors are on devices of different types.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     start = translated(collectives.grouped_broadcast_async)
@@ -1105,9 +1135,10 @@ def alltoall(
         tensor with the number of rows from each member.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            ``tensor`` is a scalar; or ``splits`` are not int32, not one number of at least 0 for each rank, or in sum
-            more than the rows; or they are None and the number of ranks does not divide the rows.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; ``tensor``
+            is a scalar; ``splits`` are not int32, not one number of at least 0 for each rank, or in sum more than the
+            rows; or ``splits`` is None and the number of ranks does not divide the rows.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -1128,7 +1159,8 @@ def alltoall_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks.
+        tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. Not to be changed before
+            ``synchronize`` returns.
         splits: int32 tensor, number of rows for each member of the process set, in rank order; rows beyond their sum
             are not sent. None: equally many rows for each.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
@@ -1139,9 +1171,11 @@ def alltoall_async(
         rows, in the order of the ranks that sent them, and an int32 tensor with the number of rows from each member.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            ``tensor`` is a scalar; or ``splits`` are not int32, not one number of at least 0 for each rank, or in sum
-            more than the rows; or they are None and the number of ranks does not divide the rows.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; ``tensor``
+            is a scalar; ``splits`` are not int32, not one number of at least 0 for each rank, or in sum more than the
+            rows; or ``splits`` is None and the number of ranks does not divide the rows.
+        HorovodInternalError: a rank is lost already.
     """
     check_initialized()
     return _handle(collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set))
@@ -1210,7 +1244,8 @@ def reducescatter_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensor: shape (rows, …), of equal shape and dtype on all ranks.
+        tensor: shape (rows, …), of equal shape and dtype on all ranks. Not to be changed before ``synchronize``
+            returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
@@ -1222,9 +1257,10 @@ def reducescatter_async(
         mod ranks) ranks have one row more than the others.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``tensor`` is a scalar.
-        HorovodInternalError: ``op`` is another operation.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
+            ``tensor`` is a scalar.
+        HorovodInternalError: ``op`` is another operation, or a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -1260,8 +1296,9 @@ def grouped_reducescatter(
         more than the others.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or a tensor is a scalar; or the tensors are on devices of different types.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; the process set is not registered or does not have this rank as a member; a tensor is a scalar;
+            or the tensors are on devices of different types.
         HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
     """
     check_initialized()
@@ -1287,7 +1324,8 @@ def grouped_reducescatter_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: each of shape (rows, …), of equal shape and dtype on all ranks.
+        tensors: each of shape (rows, …), of equal shape and dtype on all ranks. Not to be changed before
+            ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
@@ -1299,9 +1337,10 @@ def grouped_reducescatter_async(
         dimension.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or a tensor is a scalar; or the tensors are on devices of different types.
-        HorovodInternalError: ``op`` is another operation.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
+            is sparse; the process set is not registered or does not have this rank as a member; a tensor is a scalar;
+            or the tensors are on devices of different types.
+        HorovodInternalError: ``op`` is another operation, or a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)

@@ -255,8 +255,8 @@ class _Distributed:
         """Wait until the gradients of all parameters are all-reduced over the ranks; ``.grad`` then has the result.
 
         Starts the all-reduces that backward has not started; a missing gradient counts as zeros. Collective over the
-        optimizer's process set: one all-reduce for each bucket of parameters; blocks. A process set of one rank and
-        ranks outside of the process set reduce nothing.
+        optimizer's process set: one all-reduce for each bucket of parameters; blocks. Nothing is reduced on ranks
+        outside of the process set, nor in a process set of one rank, unless the job is elastic.
 
         Raises:
             HorovodInternalError: ranks' gradients differ in shape or dtype, or a rank is lost.

@@ -78,10 +78,13 @@ class StateHandler:
 
 
 class ModelStateHandler(StateHandler):
-    """Saves, restores and synchronises the parameters and buffers of a model in the state of an elastic job."""
+    """Saves, restores and synchronises a model's parameters and persistent buffers in the state of an elastic job."""
 
     def sync(self) -> None:
-        """Broadcast parameters and buffers of this handler's model from rank 0. Collective over all ranks; blocks."""
+        """Broadcast the parameters and persistent buffers of this handler's model, in place, from rank 0.
+
+        Collective over all ranks: one broadcast for each device type; blocks.
+        """
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -100,7 +103,11 @@ class OptimizerStateHandler(StateHandler):
         self.value.zero_grad()
 
     def sync(self) -> None:
-        """Broadcast state and options of this handler's optimizer from rank 0. Collective over all ranks; blocks."""
+        """Load rank 0's state and options into this handler's optimizer on every rank.
+
+        Collective over all ranks: broadcasts the ``state_dict`` of rank 0; blocks. If the optimizer has no state yet,
+        gradients that are None become zeros, as in Horovod.
+        """
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
