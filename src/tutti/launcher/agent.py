@@ -198,7 +198,10 @@ class Agent:
         return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
 
     def kill(self) -> None:
-        """Kill every rank of this node and its child processes by SIGKILL; wait a few seconds at most for their end."""
+        """Kill every rank of this node that still runs, and its child processes, by SIGKILL, and wait for their end.
+
+        Waits at most ten seconds for each rank.
+        """
         self._end(None, 0)
 
     def _start(self, fork: Callable[[], dict[int, Any]]) -> dict[int, Any]:

@@ -66,7 +66,8 @@ class NodeEngine:
         """Return the free slots of this node; a slot is room for one rank.
 
         Returns:
-            ``{"nodeK": N}``: the number of this node, and that of its ranks, minus the ranks that still run.
+            ``{"nodeK": N}``: K is the number of this node, from 0; N is the number of ranks that the node takes, minus
+            the number of those that still run.
         """
         return {self._name: self._part.processes - self._ranks.held().total()}
 

@@ -156,7 +156,10 @@ def first_line(error: Exception) -> str:
 
 
 def all_lines(error: Exception) -> str:
-    """Return the text of an exception in one line, without colours, of at most 500 characters."""
+    """Return the text of an exception in one line, without colours, of at most 500 characters.
+
+    Line ends and other white space become single spaces. If there is no text, the name of the class is returned.
+    """
     return " ".join(_plain(error).split())[:_MOST] or type(error).__name__
 
 

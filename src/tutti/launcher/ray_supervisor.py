@@ -25,7 +25,10 @@ _MOST = 16 << 20
 
 
 def head_answers() -> bool:
-    """Return whether the head of this actor's Ray cluster answers within 15 seconds."""
+    """Return whether the head of this process's Ray cluster answers within 15 seconds; blocks until it does.
+
+    To be called in a process that Ray has connected to a cluster, such as an actor.
+    """
     import ray
 
     answers: list[object] = []

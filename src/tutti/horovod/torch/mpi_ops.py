@@ -437,7 +437,7 @@ def _handle(handle: CollectiveHandle) -> int:
 
 
 def poll(handle: int) -> bool:
-    """Return whether a collective has ended, so that ``synchronize`` would return at once. Does not block.
+    """Return whether a collective has ended or failed, so that ``synchronize`` would not block. Does not block.
 
     Args:
         handle: result of an asynchronous collective for which ``synchronize`` was not called yet.

@@ -17,9 +17,10 @@ class ElasticSampler(Sampler[int]):
     """Sampler of an elastic job: divides the samples of an epoch that are not processed yet over the ranks.
 
     As Horovod's ``ElasticSampler``. The script records which samples it has processed, and gives the sampler to
-    ``TorchState``, whose ``commit`` and ``sync`` merge the records of all ranks; ``sync`` then divides the remaining
-    samples anew. Every sample is given once in an epoch. If the remaining samples are not a multiple of the ranks, up
-    to ``size() - 1`` samples are given twice at the end of a division, so that all ranks have equally many.
+    ``TorchState``, whose ``commit``, ``check_host_updates`` and ``sync`` merge the records of all ranks; ``sync`` then
+    divides the remaining samples anew. Every sample is given once in an epoch. If the remaining samples are not a
+    multiple of the ranks, up to ``size() - 1`` samples are given twice at the end of a division, so that all ranks have
+    equally many.
 
     Args:
         dataset: any object with a length; only its length is used.
@@ -41,8 +42,8 @@ class ElasticSampler(Sampler[int]):
     def processed_indices(self) -> set[int]:
         """Dataset indices of the samples of this epoch that have been processed, as a new set.
 
-        They are the samples that this rank has recorded, and those that other ranks had recorded at the last commit or
-        ``sync``.
+        They are the samples that this rank has recorded, and those that other ranks had recorded when the ranks last
+        exchanged their records: at a ``commit``, ``check_host_updates`` or ``sync`` of the ``TorchState``.
         """
         return set(self._processed)
 
@@ -51,7 +52,7 @@ class ElasticSampler(Sampler[int]):
         """Number of the epoch's samples that have been processed, as far as this rank knows.
 
         It is the number of entries of ``processed_indices``: samples that this rank has recorded, and those that other
-        ranks had recorded at the last commit or ``sync``.
+        ranks had recorded when the ranks last exchanged their records (``commit``, ``check_host_updates``, ``sync``).
         """
         return len(self._processed)
 
@@ -73,7 +74,8 @@ class ElasticSampler(Sampler[int]):
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record the samples of a batch of this rank as processed, on this rank only.
 
-        Other ranks learn of the samples at the next ``commit`` or ``sync`` of the ``TorchState`` with this sampler.
+        Other ranks learn of the samples at the next ``commit``, ``check_host_updates`` or ``sync`` of the
+        ``TorchState`` with this sampler.
 
         Args:
             batch_idx: number of the batch on this rank, from 0 since the last reset or ``set_epoch``.
@@ -96,7 +98,8 @@ class ElasticSampler(Sampler[int]):
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record samples as processed, on this rank only.
 
-        Other ranks learn of the samples at the next ``commit`` or ``sync`` of the ``TorchState`` with this sampler.
+        Other ranks learn of the samples at the next ``commit``, ``check_host_updates`` or ``sync`` of the
+        ``TorchState`` with this sampler.
 
         Args:
             indices: indices into the dataset.

@@ -64,7 +64,11 @@ class StateHandler:
     def sync(self) -> None:
         """Load rank 0's ``state_dict`` into this handler's object, such as a scheduler, on every rank.
 
-        Collective: a broadcast over all ranks; blocks.
+        Collective over all ranks: a broadcast of the ``state_dict``; blocks.
+
+        Raises:
+            ValueError: on rank 0, the ``state_dict`` has a part that cannot be sent; the error names its type.
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
@@ -84,6 +88,9 @@ class ModelStateHandler(StateHandler):
         """Broadcast the parameters and persistent buffers of this handler's model, in place, from rank 0.
 
         Collective over all ranks: one broadcast for each device type; blocks.
+
+        Raises:
+            HorovodInternalError: names, shapes or dtypes differ between ranks, or a rank is lost.
         """
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
@@ -107,6 +114,10 @@ class OptimizerStateHandler(StateHandler):
 
         Collective over all ranks: broadcasts the ``state_dict`` of rank 0; blocks. If the optimizer has no state yet,
         gradients that are None become zeros, as in Horovod.
+
+        Raises:
+            ValueError: the optimizer is L-BFGS, or on rank 0 its state holds objects that cannot be sent.
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         broadcast_optimizer_state(self.value, root_rank=0)
 
@@ -132,8 +143,11 @@ class SamplerStateHandler(StateHandler):
     def gather(self) -> None:
         """All-gather the ranks' new records of processed samples, so that each rank has the records of all ranks.
 
-        If a rank is lost later, its records are then not lost with it. Ranks in another epoch are left out. Collective
-        over all ranks; blocks.
+        If a rank is lost later, its records are then not lost with it. Records of ranks in another epoch than this rank
+        are left out. Collective over all ranks: one all-gather; blocks.
+
+        Raises:
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, sampler.unshared()])
@@ -145,6 +159,9 @@ class SamplerStateHandler(StateHandler):
         Collective over all ranks: all-gathers the records; blocks. Ranks in another epoch than rank 0 add no records.
         If rank 0 has restored a copy of the last commit, only its records count, because the commit has merged the
         records of all ranks.
+
+        Raises:
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, self._restored and self._whole])
@@ -182,7 +199,8 @@ class TorchState(ObjectState):
     """State of a PyTorch script in an elastic job, as Horovod's: models, optimizers, samplers and plain values.
 
     ``commit`` keeps a copy in the memory of every rank, ``restore`` returns to it, and ``sync`` gives all ranks the
-    state of rank 0. Each value is an attribute of this object.
+    state of rank 0. Each value is an attribute of this object. The constructor saves a copy of all values, without
+    communication.
 
     Args:
         model: model, which becomes the attribute ``model``; it may be None.
@@ -214,13 +232,19 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep a copy of this elastic state's models, optimizers, samplers and other values in memory, on this rank."""
+        """Keep a copy of this elastic state's models, optimizers, samplers and other values in memory, on this rank.
+
+        No communication: only ``commit`` makes the copies of all ranks belong together.
+        """
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Set this elastic state's models, optimizers, samplers and other values back to this rank's last ``save``."""
+        """Set this elastic state's models, optimizers, samplers and other values back to this rank's last saved copy.
+
+        The copy is the last one that ``save``, ``commit`` or ``sync`` made, or the constructor. No communication.
+        """
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
