@@ -86,7 +86,7 @@ class Logs(LogsSpecs):
 
     Args:
         directory: folder of the ranks' log files.
-        shown: the agent also follows the log files of ranks above 0 and prints their lines on the terminal.
+        shown: whether the agent follows the log files of ranks above 0 and prints their lines on the terminal.
     """
 
     def __init__(self, directory: Path, shown: bool) -> None:
@@ -118,8 +118,8 @@ class Logs(LogsSpecs):
 class Agent:
     """Starts the ranks of one node, restarts them all after a failure, and ends them together.
 
-    If a rank is killed by a signal, no restart is left, and the ranks have recorded that the run can go on without this
-    rank, the others keep running.
+    If a rank is killed by a signal, no restart is left, and the rank has recorded that the run can go on without it
+    (``LostRankNotes.mark_expendable``), the others keep running.
 
     Args:
         job: entry point, arguments and folders of every rank.
@@ -175,7 +175,7 @@ class Agent:
         self._elastic.run()
 
     def failures(self) -> list[Failure]:
-        """Return the failures of the ranks of this node that ended by themselves with a non-zero exit code.
+        """Return the failures of this node's ranks that had a non-zero exit code before the agent ended the others.
 
         Only the ranks of the last start count. Ranks that were killed while the run went on without them are left out.
 

@@ -41,7 +41,7 @@ class Budget:
     Args:
         restarts: restarts allowed in a row without progress.
         progress: function without arguments that returns a number which grows with saved progress, such as the step of
-            the newest checkpoint; None: nothing is ever saved.
+            the newest checkpoint; called by the constructor and at each ``spend``. None: nothing is ever saved.
 
     >>> saved = iter([0, 10, 10, 10, 20, 20])
     >>> budget = Budget(2, lambda: next(saved))

@@ -89,7 +89,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     Raises:
         UsageError: the environment contradicts itself, has an unknown ``TUTTI_*`` variable or one with a value that is
             not permitted; ``timeout`` is not a finite number above 0; an accelerator is requested and not available, or
-            a node has fewer than processes; or the ranks count different numbers of nodes.
+            a node has fewer accelerators than processes; or the ranks count different numbers of nodes.
         PeerError: the other ranks did not arrive in time, or rank 0 cannot be reached.
     """
     global _world

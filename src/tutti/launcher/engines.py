@@ -30,6 +30,7 @@ def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
             with options, which only ``sbatch`` takes; the package ``ray`` is missing; or Ray refuses the working
             directory or the options.
         PeerError: there is no Ray cluster at the given address, or Slurm does not say which nodes its job has.
+        AuthenticationError: the Ray cluster refuses this process.
     """
     if isinstance(config, LocalEngineConfig):
         return HostsEngine([Host("localhost", devices)], logs)

@@ -108,9 +108,8 @@ def failure_exit_code(exception: BaseException) -> int:
     """Return the exit code (a member of ``tutti.errors.ExitCode``) with which a rank's process ends after an exception.
 
     A ``TuttiError`` has its own code, and ``SystemExit`` keeps its code modulo 256 (0 for None, ``UNEXPECTED`` for a
-    text).
-    ``KeyboardInterrupt`` gives ``INTERRUPTED``; errors of PyTorch about a lost peer, some of them recognised by their
-    text, give ``PEER``; a full disk gives ``DISK``; all others give ``UNEXPECTED``.
+    text). ``KeyboardInterrupt`` gives ``INTERRUPTED``; errors of PyTorch about a lost peer, some of them recognised by
+    their text, give ``PEER``; a full disk gives ``DISK``; all others give ``UNEXPECTED``.
     """
     if isinstance(exception, TuttiError):
         return int(exception.exit_code)

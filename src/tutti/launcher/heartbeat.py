@@ -109,10 +109,10 @@ class Lane(_Block):
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Record for the rank's watchdog, within a ``with`` block, that this thread is in a phase of training.
+        """Return a context manager that records for the rank's watchdog that this thread is in a phase of training.
 
-        After the block the former phase is recorded again. Blocks for ever, at the beginning or end, if the watchdog
-        has already decided to kill this rank. The context manager gives no value.
+        After its block the former phase is recorded again. Entering and leaving the block blocks for ever if the
+        watchdog has already decided to kill this rank. The context manager gives no value.
 
         Args:
             phase: an integer of ``Phase``, such as ``Phase.SAVE``.

@@ -17,7 +17,8 @@ _SIOCGIFADDR = 0x8915
 def way_to(address: str) -> str:
     """Return the own IP address of this node from which the kernel would send packets to another node; sends nothing.
 
-    Empty if there is no route, the name does not resolve, or the own address would be the loopback.
+    Empty if there is no route, the name does not resolve, or the own address would be the loopback. Blocks while a name
+    is resolved.
 
     Args:
         address: host name or IP address of the other node.

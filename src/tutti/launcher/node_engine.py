@@ -78,7 +78,7 @@ class NodeEngine:
         each rank, such as ``RANK`` and ``WORLD_SIZE``.
 
         Args:
-            size: number of this node's ranks, the same number that the engine was made for.
+            size: number of this node's ranks, equal to ``processes`` of the ``NodePart`` of this engine.
             words: arguments of the Python interpreter, the same for every rank.
             environment: additional environment variables of every rank, which override those of the engine.
 

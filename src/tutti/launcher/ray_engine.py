@@ -205,8 +205,8 @@ class RayEngine:
         """Send a signal to every rank that still runs on the Ray cluster; a silent rank gets it within two seconds.
 
         Args:
-            number: number of the signal. For SIGKILL the actors are ended too, and the call blocks until Ray reports
-                their resources as free, at most about half a minute.
+            number: number of the signal. For SIGKILL the actors are ended too, and the call then waits, for at most
+                half a minute, until Ray reports their resources as free. A cluster that does not answer raises nothing.
         """
         running = [rank for rank in self._ranks if rank.end is None]
         with suppress(Exception):

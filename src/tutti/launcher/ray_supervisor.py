@@ -46,7 +46,8 @@ class RankSupervisor:
     too, Ray ends no actor: the process is then killed after ``lease`` seconds in which the launcher called no method.
 
     Args:
-        lease: seconds.
+        lease: seconds without a call of a method after which ``covered`` is asked, and the process killed if the
+            answer is False.
         covered: called when the launcher has been silent for ``lease`` seconds; returns whether Ray would end this
             actor if the launcher were gone.
     """
@@ -116,8 +117,9 @@ class RankSupervisor:
             seconds: how long to wait while there is nothing to tell.
 
         Returns:
-            Exit code (negative: number of the signal that ended the process; None while the process runs), and the
-            bytes that the process has written to standard output and to standard error since the last call.
+            Exit code (negative: number of the signal that ended the process; None while the process runs or before
+            ``start``), and the bytes that the process has written to standard output and to standard error since the
+            last call.
         """
         self._heard = time.monotonic()
         with self._room:

@@ -71,7 +71,8 @@ class EngineJob:
         wait: seconds to wait for another slot when a slot is lost.
         grace: seconds between a signal and SIGKILL.
         environment: additional environment variables of every rank.
-        attempted: called with the record of each attempt when the attempt has ended; None: not called.
+        attempted: called with the record of each attempt when the attempt has ended, but not for an attempt whose ranks
+            could not be started; None: not called.
         first_attempt: number of the first attempt; above 0 the run continues from its newest checkpoint.
         first_rank: number within the whole job of the engine's first rank, where other nodes start the other ranks.
     """
@@ -126,6 +127,7 @@ def supervise(engine: Engine, job: EngineJob) -> int:
         UsageError: the engine has fewer slots than the smallest size.
         PeerError: the engine does not answer any more, or has failed to start the ranks six times in a row.
         SystemExit: a second signal came; the code is 128 + its number.
+        Exception: what the engine's methods raise, such as DiskError for a log that cannot be written.
     """
     for old in job.logs.glob("rank*.log"):
         old.unlink()

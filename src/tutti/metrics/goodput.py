@@ -152,7 +152,8 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
     Args:
         lines: the records of ``metrics.jsonl``, in order.
         launched: Unix time at which the run was first started.
-        ended: Unix time at which the run ended; None for that of its last record.
+        ended: Unix time at which the run ended; None, or an earlier time than that of the last step or evaluation in
+            ``lines``, for the latter.
 
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),

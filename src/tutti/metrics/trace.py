@@ -98,7 +98,7 @@ class TraceRecorder:
         recorded segments from each of them; blocks.
 
         Args:
-            folder: folder of the files, created if it does not exist.
+            folder: folder of the files, used on rank 0 alone, and created if it does not exist.
             step: number of the last traced step, for the title of picture and table.
 
         Raises:

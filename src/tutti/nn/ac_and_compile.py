@@ -85,7 +85,8 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
 def recompute(part: nn.Module, choice: Checkpointing) -> None:
     """Apply activation checkpointing to a model in place, to estimate memory without training it.
 
-    ``restore_forwards`` undoes it. Random numbers are replayed from the CPU's generator.
+    The chosen modules then run their forward again in backward. ``restore_forwards`` undoes it. Random numbers are
+    replayed from the CPU's generator.
 
     Args:
         part: the model, or a part of it.

@@ -79,7 +79,8 @@ class GhostBatchNorm(TakenOver):
 
         Returns:
             The normalised input, in the same shape. In evaluation it is plain batch norm's result, by the running
-            statistics; for an input of one ghost batch it is plain batch norm's result, too.
+            statistics or, without these, by those of the whole batch; for an input of one ghost batch it is plain batch
+            norm's result, too.
 
         Raises:
             ValueError: ``input`` has fewer than two dimensions, or in training the whole batch has a single number a

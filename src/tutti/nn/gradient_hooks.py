@@ -127,8 +127,8 @@ def wrap_hooks(
 def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
     """Let ``other`` run the ``register_hook`` hooks of ``parameter`` in backward, by sharing their table.
 
-    Hooks that are added to or removed from either tensor later, by a handle's ``remove()``, change for both. Nothing is
-    done if ``parameter`` has no hook.
+    A hook that is later added to either tensor, or removed by its handle, is added or removed for both. Nothing is done
+    if ``parameter`` has no hook.
 
     Args:
         parameter: the tensor on which the hooks were registered.

@@ -25,8 +25,9 @@ def average_metrics(
 ) -> dict[str, float]:
     """Return the mean of each metric over the ranks of ``process_set``.
 
-    Collective over ``process_set``: one all-reduce of all metrics as float64 numbers; blocks. Every rank has the same
-    weight, whatever its number of samples; for a mean over samples, all-reduce the sum and the count instead.
+    Collective over ``process_set``: one all-reduce of all metrics as float64 numbers, none without metrics; blocks.
+    Every rank has the same weight, whatever its number of samples; for a mean over samples, all-reduce the sum and the
+    count instead.
 
     Args:
         metrics: name → number or tensor of one element; the same names on all ranks.

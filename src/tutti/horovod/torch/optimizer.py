@@ -456,7 +456,7 @@ class _Distributed:
 
 
 def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a backward has computed gradients that ``optimizer.step`` has not used yet.
+    """Raise ValueError if a backward or ``optimizer.synchronize`` has made gradients that no ``step`` has used yet.
 
     Called before the state of an elastic job is saved, of which gradients are no part.
 
@@ -542,14 +542,16 @@ def DistributedOptimizer(
         op: ``Average``, ``Sum`` or ``Adasum``.
         gradient_predivide_factor: with ``Average``, factor f: gradients are divided by f before the sum over the ranks,
             and by the number of ranks / f after it.
-        num_groups: deprecated form of ``groups``; 0: buckets by size.
+        num_groups: deprecated form of a number as ``groups``; 0: none.
         groups: number of collectives into which the parameters are divided evenly, or lists of parameters whose
-            gradients are reduced by one collective; None: buckets by size.
+            gradients are reduced by one collective; parameters in no list, and all for None, are divided into
+            collectives of limited size in bytes.
         sparse_as_dense: whether sparse gradients are converted and reduced as dense gradients.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        New optimizer of a subclass of the class of ``optimizer``, which shares its options and state.
+        New optimizer of a subclass of the class of ``optimizer``, which shares its options and state. The script steps
+        it in place of ``optimizer``, whose own ``step`` would reduce no gradients.
 
     Raises:
         ValueError: ``init`` was not called; ``named_parameters`` lacks a parameter of the optimizer, names two alike,

@@ -280,8 +280,8 @@ class TorchState(ObjectState):
         """Save an elastic job's whole state in memory on all ranks, or on none, then check for changed hosts.
 
         After a later failed collective the ranks restore this state. Collective over all ranks: an all-gather of each
-        sampler's records of processed samples, then broadcasts from rank 0 that keep the ranks together and spread its
-        records of changed hosts; blocks.
+        sampler's records of processed samples; a broadcast from rank 0, for which each rank waits before it saves; then
+        a broadcast of rank 0's records of changed hosts. Blocks.
 
         Raises:
             ValueError: the call comes between a backward and its ``optimizer.step``; gradients are no part of the
