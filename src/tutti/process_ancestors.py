@@ -16,10 +16,10 @@ def job_of(environ: Mapping[str, str]) -> str | None:
     ancestor of this process that is named as a proxy, or whose environment lacks the rank's variable ``PMI_RANK``.
 
     Args:
-        environ: the rank's environment, with ``PMI_RANK``.
+        environ: the rank's environment; without ``PMI_RANK`` the parent process counts as the proxy.
 
     Returns:
-        The text; None without psutil, or if the processes may not be inspected.
+        The text; None without psutil, if the processes may not be inspected, or if no ancestor is such a process.
     """
     try:
         import psutil  # type: ignore[import-untyped]

@@ -181,9 +181,10 @@ def joined(environ: Mapping[str, str]) -> bool:
 def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int]:
     """Return where this job's key-value store is, which rank 0 hosts and all ranks connect to.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is the loopback address for a job on
-    one node, or the first node of a Slurm step, and the port is derived from the job's id; for Hydra, which has no job
-    id, from the process id of its proxy. A single process gets port 0: any free port.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence, each by itself. Without them the address is the loopback
+    address for a job on one node, or the first node of a Slurm step, and the port is derived from the job's id; for
+    Hydra, which has no job id, from the process id of its proxy. A single process without ``MASTER_PORT`` gets port 0:
+    any free port. Nothing is connected or bound here.
 
     Args:
         environ: environment variables.
@@ -193,7 +194,8 @@ def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int
         Host name or IP address of rank 0's node, and TCP port.
 
     Raises:
-        UsageError: neither the variables nor the launcher give an address and a port.
+        UsageError: neither the variables nor the launcher give an address and a port, ``MASTER_PORT`` is no whole
+            number from 1 to 65535, or a Slurm variable is malformed.
     """
     derived = _derived(environ, identity)
     address = environ.get("MASTER_ADDR") or (derived[0] if derived else None)

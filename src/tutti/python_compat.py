@@ -41,9 +41,10 @@ def forget_exit_handlers() -> None:
 
 
 def run_exit_handlers() -> None:
-    """Call and remove the functions registered with ``atexit``.
+    """Call and remove the functions registered with ``atexit``, the one registered last first.
 
-    For use before a process ends by ``os._exit``, which skips these functions.
+    An exception of a function is printed to stderr and not raised, and the other functions are still called. For use
+    before a process ends by ``os._exit``, which skips these functions.
     """
     atexit._run_exitfuncs()
 
@@ -51,7 +52,14 @@ def run_exit_handlers() -> None:
 def import_uncollected(names: Iterable[str]) -> None:
     """Import modules with Python's garbage collector suspended.
 
-    The objects of a module stay for good, and each full collection during the import of torch visits all of them.
+    The objects of a module stay for good, and each full collection during the import of torch visits all of them. The
+    collector is on again afterwards, also after an error, if it was on before.
+
+    Args:
+        names: full names of the modules, imported in this order.
+
+    Raises:
+        ImportError: a module cannot be imported. Other errors of a module's code pass through.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -64,10 +72,11 @@ def import_uncollected(names: Iterable[str]) -> None:
 
 
 def join_threads() -> None:
-    """Join all threads, idle threads of executors included, as Python does at the end of a program.
+    """Wait until all threads but daemons and the calling one have ended, as Python does at the end of a program.
 
-    ``multiprocessing`` calls the same function in its children. ``Thread.join`` would wait forever for the threads of
-    an executor that has not been shut down.
+    Executors of ``concurrent.futures`` are shut down first, so that their idle threads end, too; ``Thread.join`` would
+    wait forever for these. ``multiprocessing`` calls the same function in its children. To be called in the main
+    thread, once, before the process ends.
     """
     threading._shutdown()  # type: ignore[attr-defined]
 
@@ -80,6 +89,9 @@ def live_objects(kind: type[_T]) -> list[_T]:
 
     Args:
         kind: the class; objects of its subclasses are included.
+
+    Returns:
+        The objects themselves, which the list keeps alive.
     """
     objects = gc.get_objects()
     kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}

@@ -245,7 +245,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 def sparse_indices(tensor: Tensor) -> Tensor:
     """Return the indices of a sparse COO tensor, int64 (sparse dimensions, entries), without coalescing it.
 
-    The public ``indices()`` raises for an uncoalesced tensor.
+    They share memory with the tensor. The public ``indices()`` raises for an uncoalesced tensor.
 
     Args:
         tensor: the sparse tensor, coalesced or not.
@@ -912,6 +912,9 @@ def default_store() -> torch.distributed.Store:
 def set_group_timeout(group: Any, limit: timedelta) -> None:
     """Set the timeout of a process group's later collectives. PyTorch names no public function for it.
 
+    It sets this rank's timeout alone and sends nothing; collectives that have begun keep theirs. Only Gloo and NCCL
+    have a timeout: for other backends PyTorch warns. ValueError where this rank is not in the group.
+
     Args:
         group: the ``torch.distributed.ProcessGroup``.
         limit: the timeout.
@@ -921,6 +924,8 @@ def set_group_timeout(group: Any, limit: timedelta) -> None:
 
 def forget_process_groups() -> None:
     """Destroy the default process group if there is one, and restart PyTorch's count of process groups at 0.
+
+    All groups of this process are destroyed with it; a RuntimeError of this is ignored.
 
     The number of a process group is part of the group's keys in the key-value store. ``destroy_process_group`` restarts
     the count too, but not after a group that failed to connect: this process would then look for the next job's groups
@@ -1127,7 +1132,7 @@ def write_event(writer: Any, summary: Any, step: int) -> None:
 
 
 def enter_loader_process(number: int, processes: int, dataset: Any) -> None:
-    """Set the id, number and data set that ``torch.utils.data.get_worker_info()`` returns in this process.
+    """Set what ``torch.utils.data.get_worker_info()`` returns here: id (as seed, too), number of processes, data set.
 
     The public function reads ``torch.utils.data._utils.worker._worker_info``, which has no setter.
 

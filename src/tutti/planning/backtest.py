@@ -164,7 +164,7 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
         of table, group of its rows and protocol, and the fraction of measurements inside the 90 % bands), ``cells``
         (that fraction by class of prediction), ``residuals`` (the scores behind the bands), ``refused`` (why a table is
         not used, or a group and protocol has no predictions) and ``notes`` (which rows are left out, and what
-        predictions guess). A table that cannot be used raises nothing.
+        predictions guess). A folder without tables, or a table that cannot be used, raises nothing.
     """
     result = BacktestResult()
     tables = read_tables(folder)

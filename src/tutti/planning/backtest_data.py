@@ -39,8 +39,8 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     Yields:
         For each benchmark and protocol (zero-shot: from no row of the table; anchored; extrapolated at least 2 × and at
         least 8 ×) one record with ``group`` (the benchmark), ``protocol``, ``predictions`` (a list of
-        ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why the list is empty, as always for
-        zero-shot, or how many rows were left out of it.
+        ``CheckedPrediction``, with ``predicted`` and ``measured`` in the unit of ``last_eval``) and ``reason``: why the
+        list is empty, as always for zero-shot, or how many rows were left out of it, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)

@@ -178,10 +178,12 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
             nodes and local batch, as tables of the kind ``small cluster`` have them.
 
     Yields:
-        For each workload on its hardware and each protocol (zero-shot: from no row of the table; the two anchored ones;
-        extrapolated to at most 4 × and further) one record with ``group``, ``protocol``, ``predictions`` (in seconds, a
-        list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why that list is empty, as
-        always for zero-shot, or what the predictions guess because the table does not state it.
+        For each workload on its hardware and each protocol (zero-shot: from no row of the table; anchored; extrapolated
+        to at most 4 × and, where there are such predictions, further; and anchored with other workloads' network, where
+        another workload was measured on three or more numbers of nodes) one record with ``group``, ``protocol``,
+        ``predictions`` (in seconds, a list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and
+        ``reason``: why that list is empty, as always for zero-shot, or what the predictions guess because the table
+        does not state it.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -599,8 +601,8 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
     Returns:
         One ``HardwareAnchor`` for each (chip, memory, precision, source), in the order of first appearance: ``chip``,
         ``memory_gb`` (0 if not stated), ``precision``, median ``utilisation``, ``spread`` (that standard deviation),
-        ``rows`` (number of jobs) and ``set_name`` (the column ``set``). Its ``source``, where the set was published, is
-        an empty text.
+        ``rows`` (number of jobs), ``set_name`` (the column ``set``) and ``width`` (median hidden size of the models, 0
+        if not stated). Its ``source``, where the set was published, is an empty text.
     """
     jobs = [job for job in map(_Job, rows) if math.isfinite(job.flops_per_second())]
     found = []

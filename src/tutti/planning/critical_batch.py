@@ -92,8 +92,9 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         where it was not).
 
     Raises:
-        UsageError: ``summary.json`` or ``metrics.jsonl`` cannot be read, as before the end of a run; the run has made
-            no step; or the run diverged (its last step has no finite loss or was skipped).
+        UsageError: ``summary.json`` or ``metrics.jsonl`` cannot be read, as before the end of a run, or the summary has
+            no ``global_batch_size``; the run has made no step; or the run diverged (its last step has no finite loss or
+            was skipped).
     """
     summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
     try:
@@ -147,8 +148,9 @@ def critical_batch(
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a
-            target is all that is known; noise or branches bound the critical batch on neither side; the runs have
-            different targets; a run missed its target; or ``optimizer_noise`` is set and no run has that noise scale.
+            target is all that is known; no run had a target, and the noise scale is not finite and above 0, or noise or
+            branches bound the critical batch on neither side; the runs have different targets; a run missed its target;
+            or ``optimizer_noise`` is set and no run has that noise scale.
     """
     noise = _band([estimate for run in runs for estimate in run.estimates])
     scaled = _band([estimate for run in runs for estimate in run.scaled])

@@ -51,7 +51,7 @@ class DataDemand:
 
     Attributes:
         samples: number of samples, in the median.
-        draws: (draws,) Monte Carlo draws of this number.
+        draws: (256,) Monte Carlo draws of this number.
         band: low and high end of its 90 % band; None where such predictions were not tested.
         text: what the number rests on, and where the band comes from or why there is none.
     """
@@ -128,7 +128,7 @@ class TargetData:
 
         Returns:
             A ``DataDemand``: ``samples``, the number of samples to the target (median); ``draws``, an array of shape
-            (draws,) with Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
+            (256,) with Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
             unknown); and ``text``, what the number rests on, in words.
 
         Raises:
@@ -181,7 +181,7 @@ class PlannedStep:
         devices, batch, strategy: the choice; ``batch`` in samples, ``strategy`` as text of ``--strategy``.
         options: further options of ``tutti train`` that belong to the choice, as pairs of name and value.
         seconds: median seconds of the step.
-        draws: (draws,) Monte Carlo draws of the seconds.
+        draws: (256,) Monte Carlo draws of the seconds.
         terms: the step's seconds by cause (compute, communication, bubble, idling); empty for a measured step.
         basis: what the seconds rest on, in words.
         measured: whether the seconds were measured; otherwise they are predicted.
@@ -241,7 +241,7 @@ class DevicePlan:
         data: training samples to the target at the choice's batch size.
         steps: whole number of training steps to the target.
         seconds: training time to the target, without start, evaluations, saves and failures.
-        draws: (draws,) Monte Carlo draws of the seconds.
+        draws: (256,) Monte Carlo draws of the seconds.
         band: low and high end of a 90 % band of the seconds; None where such bands were not tested.
         cost: devices · hours · price of a device for an hour; None without a price.
     """

@@ -31,14 +31,16 @@ _REST = ("gradients", "messages", "average", "activations")
 def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence[str]) -> int:
     """Print the predicted memory of a device; if the run fits, train two steps and print the measured memory too.
 
-    The steps run on all devices of the configuration, in processes of this host; printed is the memory of the device
-    that takes most. No step runs where this host has too little free memory, which a printed line says. For a pipeline
-    the stage partition is printed too.
+    The steps run on all devices of the configuration: this function starts one process for each on this host, and waits
+    for them; printed is the memory of the device that takes most. On CPUs no step runs where this host has too little
+    free memory, which a printed line says. For a pipeline, modules are timed in a process of their own before, unless
+    the run would not time them, and the stage partition is printed too.
 
     Args:
         task: name of the task.
         config: configuration of the run, with a number of devices.
-        memory: memory of a device, such as ``16GB``; None takes the memory of this machine's devices.
+        memory: memory of a device, such as ``16GB``; None: that of this host's smallest accelerator, or without
+            accelerators a process's share of the host's memory.
         preload: names of modules that every rank's process imports at its start.
 
     Returns:
@@ -46,7 +48,8 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
         of the failed launch.
 
     Raises:
-        UsageError: the run does not fit; the message names the nearest plan that does.
+        UsageError: the run does not fit (the message names the nearest plan that does), ``memory`` cannot be parsed, or
+            the model of a pipeline cannot be cut.
     """
     from tutti.planning import memory_plan as planned
 

@@ -97,8 +97,8 @@ def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector
         steps: number of steps.
 
     Returns:
-        The matrix as two vectors: its diagonal, shape (m,), and its off-diagonal, shape (m − 1,). m = ``steps``, or
-        less if the vectors made so far span every product of the operator with them.
+        The matrix as two vectors: its diagonal, shape (m,), and its off-diagonal, shape (m − 1,). m = min(``steps``,
+        n), or less if the vectors made so far span every product of the operator with them.
     """
     basis = [start / np.linalg.norm(start)]
     diagonal, beside = [], []

@@ -52,7 +52,7 @@ class HostPrices:
             size: bytes to copy.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws, all equal.
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws, all equal.
         """
         return np.full(DRAWS, _DEVICE_HOP + size / _DEVICE_LINK if self._apart and size else 0.0)
 
@@ -61,11 +61,11 @@ class HostPrices:
 
         Args:
             size: bytes that are copied, or read and written, by all operators together.
-            calls: number of operators.
-            kind: ``copy``, or ``other`` for elementwise operators.
+            calls: number of operators; without effect where the devices have memory of their own (``apart``).
+            kind: ``copy``, or ``other`` for elementwise operators; likewise.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
         if self._apart:
@@ -81,7 +81,7 @@ class HostPrices:
             elements: number of parameters that the step updates.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
         if not self._apart:

@@ -50,9 +50,11 @@ def landscape_rank(
 ) -> None:
     """Measure the loss around a checkpoint, as one of the launched ranks: lines, plane, sharpness, Hessian spectrum.
 
-    Collective: it is the main function of every rank of the launch; it initialises and ends the process group. Rank 0
-    directs the measurement and writes ``landscape.json`` into ``folder``. Its keys are ``parameters``, ``samples`` (by
-    data set), ``training`` and ``held-out`` (loss and metrics at the checkpoint), ``gradient_norm``, ``devices``,
+    Collective over all ranks of the launch: each calls it as its main function. It initialises the process group, loads
+    task and checkpoints, and ends the process group after the measurement (not where it raises). For each pass rank 0
+    broadcasts a point or direction, and the results are all-reduced over all ranks (``LossSurface``). Rank 0 directs
+    the measurement and writes ``landscape.json`` into ``folder``. Its keys are ``parameters``, ``samples`` (by data
+    set), ``training`` and ``held-out`` (loss and metrics at the checkpoint), ``gradient_norm``, ``devices``,
     ``weights_sha256``, ``passes`` (number of passes by kind), and for the measured parts ``eigenvalues``, ``trace``,
     ``density``, ``sharpness``, ``line``, ``plane`` and ``between`` (the line to a second checkpoint).
 
@@ -65,10 +67,12 @@ def landscape_rank(
         arguments: command-line arguments of a script.
 
     Raises:
-        UsageError: the data are a stream, no parameter is trained, an operator has no second derivative, or a script
-            does not give its loss to ``tutti.prepare``.
+        UsageError: the data are a stream, there are fewer blocks of samples than ranks, no parameter is trained, an
+            operator has no second derivative, the device cannot compute in float64 and the precision is ``fp64``, or a
+            script does not give its loss to ``tutti.prepare``.
         CheckpointError: a checkpoint is of another model.
-        NonFiniteError: the loss at the checkpoint is NaN or infinite.
+        NonFiniteError: the loss at the checkpoint is NaN or infinite; raised on rank 0 alone.
+        DiskError: rank 0 cannot write the file.
     """
     world = context.init(config.device)
     prepare_process(config, world)

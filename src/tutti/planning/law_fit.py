@@ -63,8 +63,8 @@ class FittedLaw:
         """Return the constants of the scaling law of time, as fitted to measurements.
 
         Returns:
-            Name of the constant, such as ``latency_s``, → its value at the optimum of the fit, a Python float in SI
-            units (seconds, bytes a second, FLOP a second).
+            Name of the constant, such as ``latency_s``, → its value at the optimum of the fit, a Python float. A name
+            that ends in a unit, such as ``_s`` or ``_bytes_per_s``, states it in SI units; others have none.
         """
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 
@@ -98,7 +98,8 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
 
     Returns:
         A ``FittedLaw``: ``log_constants`` (natural logarithms at the optimum), ``covariance`` of them, (JᵀJ)⁻¹ at the
-        optimum with the prior included, and ``rows`` = n; ``predict`` gives the seconds of further measurements.
+        optimum with the prior included, ``rows`` = n, and ``misfit``, the standard deviation of the errors of log
+        seconds that are left; ``predict`` gives the seconds of further measurements.
     """
     from scipy.optimize import least_squares
 

@@ -66,13 +66,13 @@ def sample_blocks(
     """Draw samples without replacement, cut them into blocks and fetch this rank's blocks without augmentation.
 
     A block is a batch that is computed at once. Each rank gets consecutive blocks; where ranks do not divide the number
-    of blocks, the first ranks get one more. Not collective: the random choice is the same on all ranks.
+    of blocks, the first ranks get one more. Sends nothing: equal arguments give all ranks the same random choice.
 
     Args:
         source: the data set.
         samples: number of samples to draw; all where the source has fewer, or None.
         block: number of samples in a block.
-        comm: communicator of the data ranks.
+        comm: communicator of the data ranks, of which only size and rank are read.
         place: moves a batch to the device.
         seed: seed of the random choice.
 
@@ -98,8 +98,9 @@ def sample_blocks(
 class LossSurface:
     """Computes the loss of a model on fixed samples, its gradient and Hessian products at points in parameter space.
 
-    The samples are divided over all data ranks. Rank 0 calls the methods, and the other ranks take part in ``serve``
-    until rank 0 calls ``close``. A point is a vector of ``size`` trained parameters, in the order of
+    The samples are divided over all data ranks. Rank 0 calls ``value``, ``gradient`` and ``hessian_product``; all other
+    ranks call ``serve`` and take part in these until rank 0 calls ``close``. Creating the object sends nothing. A
+    point is a vector of ``size`` trained parameters, in the order of
     ``named_parameters``, followed by the model's other floating-point tensors (running statistics of batch norm, frozen
     parameters), which have no derivatives. The model is in the mode that ``for_landscape`` sets.
 
@@ -109,7 +110,12 @@ class LossSurface:
         sets: samples by name of the set; derivatives are those of the first.
         comm: communicator of the data ranks.
         seed: seed of random draws in the loss function, keyed by block.
-        counted: called with the kind of each pass, such as ``gradient``.
+        counted: called with the kind of each pass, such as ``gradient``, on the rank that calls a method.
+
+    Attributes:
+        size: number of elements of the trained parameters.
+        length: number of elements of a point.
+        dtype, device: those of the first trained parameter, and so of points and gradients.
     """
 
     def __init__(
@@ -154,7 +160,7 @@ class LossSurface:
     def point(self) -> Tensor:
         """Return the model's current values as one vector: trainable parameters, then other floating-point tensors.
 
-        Other tensors are frozen parameters and buffers. Not collective.
+        Other tensors are frozen parameters and buffers. Sends nothing; the result is a copy.
 
         Returns:
             A new vector with an element for each number of all these tensors, in the dtype and on the device of the
@@ -165,11 +171,12 @@ class LossSurface:
     def value(self, point: Tensor, of: str | None = None) -> SurfaceValue:
         """Set the model to a point in parameter space, and return mean loss and metrics over a set of samples there.
 
-        Collective: call it on rank 0, while the other data ranks compute their shares in ``serve``. The model stays at
-        the point.
+        Collective over the data ranks: call it on rank 0, while the other data ranks compute their shares in ``serve``.
+        Rank 0 broadcasts the kind of the pass and the point, and the loss sums are all-reduced. The point is copied
+        into the model's tensors, which keep it.
 
         Args:
-            point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
+            point: flat vector of all parameters and floating-point buffers, in the layout of ``point()``.
             of: name of the set of samples; None for the first.
 
         Returns:
@@ -185,15 +192,21 @@ class LossSurface:
     def gradient(self, point: Tensor) -> tuple[SurfaceValue, Tensor]:
         """Set the model to a point in parameter space, and return mean loss, metrics and the loss's gradient there.
 
-        The means are over the first set of samples, such as ``training``, of all data ranks. Collective: call it on
-        rank 0, while the other data ranks compute their shares in ``serve``. The model stays at the point.
+        The means are over the first set of samples, such as ``training``, of all data ranks. Collective over the data
+        ranks: call it on rank 0, while the other data ranks compute their shares in ``serve``. Rank 0 broadcasts the
+        kind of the pass and the point; loss sums and gradients are all-reduced (``TreeSum``). The point is copied into
+        the model's tensors, which keep it; ``grad`` of the parameters is not written.
 
         Args:
-            point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
+            point: flat vector of all parameters and floating-point buffers, in the layout of ``point()``.
 
         Returns:
-            A pair: the means over all samples (``loss``, and ``metrics`` by name), and the gradient of the mean loss,
-            a flat vector over the trainable parameters in the order of ``named_parameters``, complete on rank 0.
+            A pair: a ``SurfaceValue`` of the means over all samples (``loss``, and ``metrics`` by name), and the
+            gradient of the mean loss over the samples of all ranks: a new flat vector (``size``,) over the trainable
+            parameters in the order of ``named_parameters``, zero for parameters that the loss does not use.
+
+        Raises:
+            UsageError: the loss does not depend on any trainable parameter.
         """
         self._ask(_GRADIENT, 0, point)
         self._move(point)
@@ -203,18 +216,20 @@ class LossSurface:
     def hessian_product(self, vector: Tensor) -> Tensor:
         """Return H·v for the Hessian H of the mean loss over the first set of samples, at the model's current point.
 
-        The point is that of the last ``value`` or ``gradient``. Reverse mode twice (Pearlmutter 1994): the gradient of
-        g·v, where g is the gradient. Collective: call it on rank 0, while the other data ranks compute their shares in
-        ``serve``.
+        The current point is the one to which the most recent ``value`` or ``gradient`` has set the model. Reverse mode
+        twice (Pearlmutter 1994): the gradient of g·v, where g is the gradient. Collective over the data ranks: call it
+        on rank 0, while the other data ranks compute their shares in ``serve``. Rank 0 broadcasts the kind of the pass
+        and v; loss sums and products are all-reduced (``TreeSum``).
 
         Args:
-            vector: v, a flat vector over the trainable parameters.
+            vector: v, a flat vector (``size``,) over the trainable parameters, in the dtype of ``point()``.
 
         Returns:
-            H·v, of the shape of v, complete on rank 0.
+            H·v over the samples of all ranks, a new vector of the shape of v.
 
         Raises:
-            UsageError: an operator of the model or the loss has no second derivative.
+            UsageError: an operator of the model or the loss has no second derivative, or the loss does not depend on
+                any trainable parameter.
         """
         self._ask(_PRODUCT, 0, vector)
         self._counted("Hessian-vector product")
@@ -224,8 +239,9 @@ class LossSurface:
         """Compute this rank's share of every loss, gradient and Hessian product of the model that rank 0 asks for.
 
         Call it on all data ranks but rank 0, while rank 0 calls ``value``, ``gradient`` or ``hessian_product``. Each
-        pass starts with broadcasts from rank 0 (kind of the pass; point or direction), and the results are summed over
-        the data ranks. Blocks until rank 0 calls ``close``.
+        pass starts with broadcasts from rank 0 (kind of the pass; point or direction), and the results are all-reduced
+        over the data ranks. Blocks until rank 0 calls ``close``. Errors of a pass, such as UsageError of
+        ``hessian_product``, are raised here too.
         """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)
@@ -244,7 +260,8 @@ class LossSurface:
     def close(self) -> None:
         """End the measurement of a model's loss on rank 0: make ``serve`` return on all other data ranks.
 
-        Collective: a broadcast from rank 0, which the other ranks receive in ``serve``.
+        Collective over the data ranks: a broadcast from rank 0, which the other ranks receive in ``serve``. Call it on
+        rank 0 alone.
         """
         self._ask(_END, 0, None)
 
@@ -329,7 +346,8 @@ class LossSurface:
 def for_landscape(model: nn.Module, batch_statistics: bool) -> nn.Module:
     """Set a model to evaluation mode, in place, for measuring its loss landscape: without dropout.
 
-    Batch norms take their running statistics, or those of each block of samples; running statistics do not change.
+    Batch norms take their running statistics, or those of each block of samples; running statistics do not change. The
+    change is not undone: with ``batch_statistics``, batch norms no longer track running statistics.
 
     Args:
         model: the model, which is returned.

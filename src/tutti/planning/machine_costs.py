@@ -97,9 +97,9 @@ class Network:
 class StepCosts(Protocol):
     """Predicts how long computing, messages and optimizer updates take on a machine.
 
-    Most methods return seconds, an array of shape (draws,): one value for each of the Monte Carlo draws of the
-    machine's uncertain constants. Implemented by ``MeasuredCosts``, from ``machine.json`` of ``tutti bench``, and
-    ``PublishedCosts``, from published jobs.
+    Most methods return seconds, an array of shape (256,): one value for each of the ``DRAWS`` Monte Carlo draws of the
+    machine's uncertain constants. Nothing is computed or sent on a device. Implemented by ``MeasuredCosts``, from
+    ``machine.json`` of ``tutti bench``, and ``PublishedCosts``, from published jobs.
 
     Attributes:
         name: name of the machine.
@@ -120,7 +120,8 @@ class StepCosts(Protocol):
     def note(self, text: str) -> None:
         """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
 
-        Called wherever a prediction rests on a number that was not measured; reports show the list.
+        Builders of simulated steps call it wherever a prediction rests on a number that was not measured; reports show
+        the list.
 
         Args:
             text: the line, which names a guessed number.
@@ -145,7 +146,7 @@ class StepCosts(Protocol):
             samples: number of samples in the micro-batch.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -157,7 +158,7 @@ class StepCosts(Protocol):
             parameters: number of parameters that the step updates.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -172,7 +173,7 @@ class StepCosts(Protocol):
             together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -201,7 +202,7 @@ class StepCosts(Protocol):
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -213,7 +214,7 @@ class StepCosts(Protocol):
             seconds: seconds of computing in a step on a typical rank.
 
         Returns:
-            Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws of the
+            Ratios of seconds, array of shape (256,), at least 1: one for each of the Monte Carlo draws of the
             machine's uncertain constants.
         """
 
@@ -315,7 +316,7 @@ class MeasuredCosts:
             samples: number of samples in the micro-batch.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of a class of operators with FLOP in the run's precision, no curve
@@ -350,7 +351,7 @@ class MeasuredCosts:
             parameters: number of parameters that the step updates.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this optimizer.
@@ -379,7 +380,7 @@ class MeasuredCosts:
             together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors.
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this collective, or no cost of a message between nodes.
@@ -438,7 +439,8 @@ class MeasuredCosts:
         Args:
             size: bytes of the message.
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
-            together: devices of a node that send such a message at the same time, over the node's link.
+            together: devices of a node that send such a message at the same time, over the node's link; without effect
+                on one node.
 
         Raises:
             UsageError: links were not measured, or the cost of a link between nodes is not stated.
@@ -458,7 +460,7 @@ class MeasuredCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the measurement errors; all
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors; all
             equal between nodes.
 
         Raises:
@@ -480,7 +482,7 @@ class MeasuredCosts:
                 computing.
 
         Returns:
-            Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws; all 1 for one
+            Ratios of seconds, array of shape (256,), at least 1: one for each of the Monte Carlo draws; all 1 for one
             rank.
         """
         if ranks < 2:
@@ -678,7 +680,7 @@ class PublishedCosts:
             samples: number of samples in the micro-batch.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the uncertain rate.
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the uncertain rate.
         """
         kernels = [each for work in works for each in work.values()]
         flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
@@ -694,7 +696,7 @@ class PublishedCosts:
             parameters: ignored.
 
         Returns:
-            Zeros, array of shape (draws,), one value for each of the Monte Carlo draws.
+            Zeros, array of shape (256,), one value for each of the Monte Carlo draws.
 
         Raises:
             UsageError: there is no such optimizer, or it has no such option.
@@ -714,7 +716,7 @@ class PublishedCosts:
             together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
         Returns:
-            Seconds, array of shape (draws,), one value for each of the Monte Carlo draws; all are equal.
+            Seconds, array of shape (256,), one value for each of the Monte Carlo draws; all are equal.
         """
         if ranks < 2:
             return np.zeros(DRAWS)
@@ -759,7 +761,7 @@ class PublishedCosts:
             ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
 
         Returns:
-            Seconds, array of shape (draws,), one value for each of the Monte Carlo draws; all are equal.
+            Seconds, array of shape (256,), one value for each of the Monte Carlo draws; all are equal.
         """
         return np.full(DRAWS, self.transfer(size, ranks))
 
@@ -774,7 +776,7 @@ class PublishedCosts:
             seconds: ignored, because the deviation is relative.
 
         Returns:
-            Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws; all 1 for one
+            Ratios of seconds, array of shape (256,), at least 1: one for each of the Monte Carlo draws; all 1 for one
             rank.
         """
         if ranks < 2:
@@ -918,16 +920,18 @@ def curve_seconds(curve: Curve, size: float) -> float:
 
 
 def slowest_factor(ranks: int, sigma: float) -> Array:
-    """Return random draws of the ratio by which the slowest of N ranks takes longer than the typical one.
+    """Return 256 random draws of the ratio by which the slowest of N ranks takes longer than the typical one.
 
-    The ratio is 1 + σ · (largest of N standard normal draws), by the distribution Φ(z)^N; at least 1.
+    A draw is 1 + σ·z, but at least 1, where z is the largest of N standard normal numbers, with the distribution
+    function Φ(z)^N. All calls transform the same 256 uniform numbers (``DRAWS`` of them, from a fixed seed), so that
+    equal arguments give equal ratios, and draw i of every call belongs to the same chance.
 
     Args:
-        ranks: N.
-        sigma: σ, standard deviation of one rank's seconds over their mean.
+        ranks: N, at least 1.
+        sigma: σ, standard deviation of one rank's seconds over their mean; 0 or more.
 
     Returns:
-        Ratios of seconds, array of shape (draws,): one for each of the Monte Carlo draws.
+        Ratios of seconds, a new array of shape (256,), each at least 1.
 
     >>> bool(slowest_factor(2, 0.1).mean() < slowest_factor(1024, 0.1).mean() < 1.4)
     True
@@ -987,7 +991,7 @@ def costs_json(costs: StepCosts) -> dict[str, Any]:
         costs: the object that predicts the durations, from ``open_machine``.
 
     Returns:
-        The keys ``machine`` (name), ``basis`` (``measured`` or ``published``), and the lists of lines ``rests_on`` and
-        ``guesses``.
+        A new dict with the keys ``machine`` (name), ``basis`` (``measured`` or ``published``), and the lists of lines
+        ``rests_on`` and ``guesses``, which are those of ``costs`` itself and not copies: later guesses appear in them.
     """
     return {"machine": costs.name, "basis": costs.basis, "rests_on": costs.rests, "guesses": costs.guesses}

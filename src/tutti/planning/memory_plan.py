@@ -300,9 +300,10 @@ def backward_of_loss(model: Any, task: Task, config: PlannedRun, batch: Any) -> 
 def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
 
-    Optimizers make their state in the first step. Rank 0 writes a list with the bytes of ``parameters``, ``buffers``,
-    ``optimizer`` and ``total`` (the peak) of each rank as JSON into ``directory``. Collective: every rank of the launch
-    calls this function, which initialises and ends the process group.
+    Optimizers make their state in the first step. Collective over all ranks of the launch: each calls this function,
+    which initialises the process group, trains, all-gathers four numbers of each rank, and ends the process group.
+    Rank 0 writes a list by rank with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak)
+    as JSON into ``directory``.
 
     Args:
         name: name of the task.

@@ -18,6 +18,9 @@ class PassCounter:
 
     Args:
         stream: text stream to write to, such as ``sys.stderr``.
+
+    Attributes:
+        passes: number of passes so far, by kind.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -46,7 +46,7 @@ class PassPrices:
             checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
 
@@ -65,7 +65,7 @@ class PassPrices:
             checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
         Returns:
-            Seconds on a device of typical speed, array of shape (draws,): one value for each of the Monte Carlo draws
+            Seconds on a device of typical speed, array of shape (256,): one value for each of the Monte Carlo draws
             of the machine's uncertain constants.
         """
 

@@ -55,7 +55,7 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
         checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
     Returns:
-        Seconds on a typical device, array of shape (virtual stages, draws): a row for each virtual stage, a column for
+        Seconds on a typical device, array of shape (virtual stages, 256): a row for each virtual stage, a column for
         each of the Monte Carlo draws of the machine's uncertain constants.
     """
 

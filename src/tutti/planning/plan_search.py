@@ -166,7 +166,8 @@ class StepPricer:
     def floor(self, step: PlannedStep) -> PlannedStep:
         """Compute a lower bound of the seconds of a planned training step, which is much cheaper than a simulation.
 
-        A strategy without such a bound gets its simulated seconds, as from ``evaluate``.
+        A strategy without such a bound gets its simulated seconds, as from ``evaluate``. The bound is multiplied by
+        measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.

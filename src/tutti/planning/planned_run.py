@@ -91,7 +91,7 @@ _OPTIONS = tuple(field.name for field in fields(PlannedRun))
 
 
 def mesh_extents(strategy: str, devices: int) -> dict[str, int]:
-    """Return the number of ranks along each axis of a strategy's device mesh, as ``Choice.shape`` does, for many plans.
+    """Return the number of ranks along each axis of a strategy's device mesh, as ``Choice.shape`` does, from a cache.
 
     Args:
         strategy: text of ``--strategy``.

@@ -48,7 +48,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
 
     Returns:
-        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     if exchange.schedule is None:
@@ -78,7 +78,7 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
         apart: stride in devices from one of these ranks to the next.
 
     Returns:
-        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     if each.kind == "shared_memory":
@@ -101,7 +101,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
         kind: ``copy``, or ``other`` for elementwise operators.
 
     Returns:
-        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
@@ -141,7 +141,7 @@ def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = 
         squares: number of squared norms in the message; None: one for each device.
 
     Returns:
-        Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+        Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
     """
     return costs.collective("all_reduce", devices, _norm_bytes(devices, squares))
@@ -160,7 +160,7 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
         ranks: number of tensor ranks.
 
     Returns:
-        Seconds of all of them together, array of shape (draws,): one value for each of the Monte Carlo draws of the
+        Seconds of all of them together, array of shape (256,): one value for each of the Monte Carlo draws of the
         machine's uncertain constants.
     """
     total, cpu, shared = np.zeros(DRAWS), not prices.costs.overlaps, prices.costs.network.nodes(ranks) == 1
@@ -188,7 +188,7 @@ class ReplicaBuilder:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
         config: configuration of the run, with a number of devices.
         costs: predicts the seconds of computing and communication on the machine.
-        slow: (draws,) ratios by which the slowest device computes longer than a typical one.
+        slow: (256,) ratios by which the slowest device computes longer than a typical one.
         prices: seconds of the passes of the model's module groups on a typical device.
         shape: extents of the device mesh, by axis.
     """
@@ -373,7 +373,7 @@ class ReplicaBuilder:
             program: the simulated step, to which actions (computations and messages) are added.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
-            delays: for each list of ``parts`` the seconds by which ``--slow`` delays that worker, shape (draws,) (Monte
+            delays: for each list of ``parts`` the seconds by which ``--slow`` delays that worker, shape (256,) (Monte
                 Carlo draws); None: the delays of the data rank that ``--slow`` delays most.
 
         Returns:
@@ -419,7 +419,7 @@ class ReplicaBuilder:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers.
 
         Returns:
-            One array for each list of ``parts``, in their order: the delay in seconds, shape (draws,), one value for
+            One array for each list of ``parts``, in their order: the delay in seconds, shape (256,), one value for
             each of the Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
         """
         choice = self.config.activation_checkpointing
@@ -438,7 +438,7 @@ class ReplicaBuilder:
 
         Args:
             program: the simulated step.
-            delays: seconds of each delay, shape (draws,) each (Monte Carlo draws); the action lasts their sum.
+            delays: seconds of each delay, shape (256,) each (Monte Carlo draws); the action lasts their sum.
             device: index of the device in the program.
             needs: indices in ``program.actions`` of the actions that have to end before the delay begins; None: the
                 last action of the step.
@@ -556,7 +556,7 @@ class ReplicaBuilder:
             squares: number of squared norms in the message; None: one for each device of the replica.
 
         Returns:
-            Seconds, array of shape (draws,): one value for each of the Monte Carlo draws of the machine's uncertain
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
         """
         return gradient_norm_seconds(self.costs, self.apart, squares)
@@ -685,7 +685,7 @@ class ReplicaBuilder:
 
         Args:
             program: the step, to which the message is added.
-            seconds: duration in seconds, shape (draws,): one value for each of the Monte Carlo draws of the machine's
+            seconds: duration in seconds, shape (256,): one value for each of the Monte Carlo draws of the machine's
                 constants.
             needs: indices in ``program.actions`` of the actions that have to end before the message begins.
             text: name of the message in timelines.

@@ -38,9 +38,10 @@ class RunEvidence:
         task: name of the run's task.
         config: configuration of the run.
         target: entry ``target`` of the run's ``summary.json``; None without ``--until``.
-        step_seconds: seconds of a step of a whole global batch; None where fewer than ten steps were recorded.
-        step_spread: standard error of the logarithm of ``step_seconds``.
-        host: name of the host, and the type of its device (cpu, or an accelerator).
+        step_seconds: mean seconds of a step of a whole global batch, after the first fifth of the steps; None where
+            fewer than ten steps are left, or their seconds or samples do not advance.
+        step_spread: standard error of the natural logarithm of ``step_seconds``; 0 where that is None.
+        host: ``NAME cpu`` or ``NAME accelerator``, by the name of the host in ``env.json``; empty without that file.
         held_out: names of the held-out values that the run reported.
     """
 
@@ -88,16 +89,20 @@ def read_evidence(path: Path) -> RunEvidence:
     Without a readable ``summary.json``, as before the end of a run, the target is None and a warning is logged.
 
     Args:
-        path: the run directory, with ``config.toml``, ``metrics.jsonl`` and ``summary.json``.
+        path: the run directory. ``config.toml`` and ``metrics.jsonl`` are needed; ``summary.json`` gives the target,
+            and ``env.json`` the host.
 
     Returns:
-        A ``RunEvidence``: ``task`` and ``config``; ``target``, the object ``target`` of the summary (None without
-        ``--until``); ``step_seconds``, the mean seconds of a step after the first fifth of the steps (None where fewer
-        than ten are left), with the standard error of its logarithm (``step_spread``); ``host``, name of the host and
-        type of its device; and ``held_out``, names of the held-out values.
+        A ``RunEvidence``: ``path`` as given; ``task`` and ``config``; ``target``, the object ``target`` of the summary
+        (None without ``--until``); ``step_seconds``, the mean seconds of a step after the first fifth of the steps,
+        scaled to a whole global batch (None where fewer than ten steps are left, or where seconds or samples do not
+        advance from one record to a later one), with the standard error of its natural logarithm (``step_spread``; 0
+        without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty where ``env.json``
+        is missing or no JSON); and ``held_out``, names of the values that evaluations have recorded.
 
     Raises:
-        UsageError: configuration or records cannot be read, or the number of devices is not stated.
+        UsageError: ``config.toml`` or ``metrics.jsonl`` is missing or cannot be read, the configuration has an invalid
+            value, or its number of devices is no whole number, such as ``auto``.
     """
     values = dict(read_file(path / "config.toml"))
     task = str(values.pop("task", ""))
@@ -160,7 +165,7 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
     Runs whose batch size or learning rate adapts during training are left out.
 
     Args:
-        found: the runs; all kept runs must have the model and data options of the first kept one.
+        found: the runs; all kept runs must have the options ``data``, ``model`` and ``augment`` of the first kept one.
         task: name of the task.
 
     Returns:
@@ -168,7 +173,8 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
         differ.
 
     Raises:
-        UsageError: a run is of another task, or of another model or data than the first.
+        UsageError: a run is of another task, or its option ``data``, ``model`` or ``augment`` differs from that of the
+            first kept run.
     """
     notes: list[str] = []
     kept: list[RunEvidence] = []
@@ -215,8 +221,8 @@ def measured_targets(
         that may have been reached earlier because evaluations were far apart.
 
     Raises:
-        UsageError: ``target`` is None, and no run was trained to a target or the runs have different targets; or no run
-            was trained to the given ``target``.
+        UsageError: ``target`` is None, and no run was trained to a target or the runs have different targets; the runs
+            report held-out values, and the metric is none of them; or no run was trained to the given ``target``.
         TargetError: at no batch size the median run reached the target.
     """
     trained = {(str(r.target["metric"]), float(r.target["value"])): r for r in runs if r.target is not None}

@@ -53,7 +53,8 @@ class ScriptTask:
 def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
     """Run a training script up to ``tutti.prepare``, and return what it gives there as a task.
 
-    The model is built for real in this process, and the script's output goes to stderr. Nothing is trained.
+    The script runs in this process as ``__main__`` with its ``sys.argv``: its model is built, and what precedes
+    ``tutti.prepare`` has its effects. Its output goes to stderr. Nothing is trained.
 
     Args:
         script: path of the script.
@@ -169,7 +170,20 @@ class ScriptLoopLoss:
         self._script, self._arguments = script, arguments
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Run the script with ``model`` and ``batch`` up to its first ``run.backward``, and return the loss there."""
+        """Run the script with ``model`` and ``batch`` up to its first ``run.backward``, and return the loss there.
+
+        The script builds a model of its own, whose modules then take the tensors and hooks of those of ``model``.
+
+        Args:
+            model: a model of the script's architecture, also with fake tensors or split layers.
+            batch: the only micro-batch that the script's loop gets.
+
+        Returns:
+            What the script gives to ``run.backward``: a tensor or a tuple.
+
+        Raises:
+            UsageError: the script raises or ends before, or gives something else.
+        """
         with ExitStack() as outside:
             # Building the script's model and data is no part of the step that is traced.
             outside.enter_context(without_dispatch_modes())

@@ -122,7 +122,7 @@ def build_step(
         slowest, or of one pipeline of such devices: each of ``actions`` has a device, a phase, a duration (seconds, one
         value for each of the Monte Carlo draws of the machine's uncertain constants) and the indices in ``actions`` of
         the actions that have to end before this action begins. Second the ratios of the computing seconds of the
-        slowest device to those of a typical device, array of shape (draws,): one ratio for each draw.
+        slowest device to those of a typical device, array of shape (256,): one ratio for each draw.
 
     Raises:
         UsageError: the strategy or one of its options cannot be simulated (``check_buildable``), the number of devices
@@ -164,11 +164,11 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
     Args:
         config: configuration of the run, with a number of devices.
         costs: predicts the seconds of computing and communication on the machine.
-        computing: seconds of all forwards and backwards of a data rank on a typical device, shape (draws,) (Monte Carlo
+        computing: seconds of all forwards and backwards of a data rank on a typical device, shape (256,) (Monte Carlo
             draws); jitter averages out over longer computing.
 
     Returns:
-        Ratios of seconds, array of shape (draws,), at least 1: one for each of the Monte Carlo draws.
+        Ratios of seconds, array of shape (256,), at least 1: one for each of the Monte Carlo draws.
     """
     exchange = config.choice.exchange
     if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
@@ -235,7 +235,7 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
         prices: predicts the seconds of the model's forwards and backwards over a micro-batch, and caches them.
 
     Returns:
-        Seconds, array of shape (draws,), as if the device held the whole model: one value for each of the Monte Carlo
+        Seconds, array of shape (256,), as if the device held the whole model: one value for each of the Monte Carlo
         draws of the machine's uncertain constants.
     """
     choice = config.activation_checkpointing

@@ -47,11 +47,11 @@ def worker_delays(config: PlannedRun, computing: Sequence[Array], stage: int = 0
     Args:
         config: configuration of the run, with a number of devices.
         computing: for each logical worker of a data rank the seconds of its forwards and backwards on the device, shape
-            (draws,) (Monte Carlo draws).
+            (256,) (Monte Carlo draws).
         stage: pipeline stage of the device.
 
     Returns:
-        One array for each element of ``computing``, in their order: the delay in seconds, shape (draws,), one value for
+        One array for each element of ``computing``, in their order: the delay in seconds, shape (256,), one value for
         each of the Monte Carlo draws; zeros where nothing is delayed.
     """
     nothing = [np.zeros(DRAWS) for _ in computing]

@@ -47,7 +47,7 @@ class StepFloor:
     """A lower bound of a training step's seconds.
 
     Attributes:
-        seconds: (draws,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants; the
+        seconds: (256,) lower bounds, one for each Monte Carlo draw of the machine's uncertain constants; the
             simulated step takes as long or longer in each.
         terms: seconds of the median bound by cause: compute, communication, bubble, idling.
     """
@@ -69,7 +69,7 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         prices: predicts the seconds of the model's forwards and backwards over a micro-batch, and caches them.
 
     Returns:
-        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (draws,), one for each of the Monte Carlo draws
+        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (256,), one for each of the Monte Carlo draws
         of the machine's uncertain constants; and ``terms``, the seconds of the median bound by cause: ``compute``,
         ``communication``, ``idling``, and for a pipeline ``bubble``. None for a strategy without a bound, such as
         parameter servers, whose step must be simulated (``build_step``).

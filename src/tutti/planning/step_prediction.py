@@ -189,8 +189,8 @@ class TaskSizes:
     def memory(self, config: PlannedRun) -> Facts:
         """Return the bytes of the task's parameters, buffers, optimizer state and activations before any split.
 
-        Computed once for each choice of activation checkpointing, and the bytes of FSDP-wrapped modules once for each
-        wrap policy.
+        Computed once for each choice of activation checkpointing, with ``samples`` and ``activations`` of the first
+        ``config`` of that choice; the bytes of FSDP-wrapped modules once for each wrap policy.
 
         Args:
             config: configuration of a run, whose activation checkpointing decides about the activations, and whose
@@ -201,6 +201,9 @@ class TaskSizes:
             trainable parameters, ``whole`` and ``trained``; state elements of the optimizer for each trainable element,
             ``words``; bytes of ``buffers``; of parameters in the largest FSDP-wrapped module and outside of all,
             ``unit`` and ``rest``; number of ``samples`` in the largest forward, and bytes of its ``activations``.
+
+        Raises:
+            UsageError: the strategy's wrap policy does not fit the model.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
@@ -400,10 +403,10 @@ def predict_step(
         quantile over Monte Carlo draws), ``band`` (90 % band, or None), ``shares`` of computing, communication and
         idling, ``samples_per_second``, ``memory`` (bytes on the fullest device, by kind), ``messages`` and others.
         Second a ``StepTimes`` with the arrays ``start`` and ``end``, seconds of every action (computation or message)
-        of the simulated step, shape (actions, draws); its method ``rows`` makes a timeline.
+        of the simulated step, shape (actions, 256); its method ``rows`` makes a timeline.
 
     Raises:
-        UsageError: the strategy, its options or a link cannot be predicted.
+        UsageError: the strategy, its options, a link, or the memory of the model's pipeline stages cannot be predicted.
     """
     devices = config.device_count
     compiled = config.compile_choice
@@ -458,7 +461,7 @@ def step_band(
     machine data (measured or published) to a similar multiple of the devices of a measured node.
 
     Args:
-        seconds: predicted seconds of a step, shape (draws,): one value for each of the Monte Carlo draws of the
+        seconds: predicted seconds of a step, shape (256,): one value for each of the Monte Carlo draws of the
             machine's uncertain constants.
         costs: predicts durations on the machine; read are the kind of its data (``basis``) and the devices of a node.
         devices: number of devices of the run.
@@ -550,7 +553,7 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
 
     Args:
         times: start and end of every action of the simulated step.
-        slow: ratios of the computing seconds of the slowest device to those of a typical device, shape (draws,): one
+        slow: ratios of the computing seconds of the slowest device to those of a typical device, shape (256,): one
             for each of the Monte Carlo draws.
         pipeline: whether idling of devices is the bubble of a pipeline.
 

@@ -73,10 +73,11 @@ class StepAction:
     """One computation or message of one device in a simulated training step.
 
     Attributes:
-        device: index of the simulated device; each stands for all devices with the same work.
+        device: index of the simulated device, from 0; each stands for all devices with the same work.
         phase: ``forward``, ``backward``, ``weight`` (weight gradients), ``update``, ``idle`` or ``communication``.
-        seconds: duration, (draws,) with one element for each Monte Carlo draw.
-        needs: indices of the actions that end before this one begins.
+        seconds: duration, array of shape (draws,): one element for each Monte Carlo draw, ``DRAWS`` = 256 of them in
+            the steps that ``build_step`` makes.
+        needs: indices in ``StepProgram.actions`` of the actions that end before this one begins.
         link: whether the action occupies the device's link, and not its compute units.
         text: what is computed or sent.
     """
@@ -189,7 +190,8 @@ class StepTimes:
 
     Attributes:
         program: the simulated step.
-        start, end: (actions, draws) seconds; each column is a Monte Carlo draw of the machine's uncertain constants.
+        start, end: seconds from the begin of the step, (actions, draws): a row for each of ``program.actions``, a
+            column for each Monte Carlo draw of the machine's uncertain constants.
     """
 
     program: StepProgram
@@ -198,9 +200,10 @@ class StepTimes:
 
     @property
     def seconds(self) -> Array:
-        """Seconds of the simulated step, array of shape (draws,): one value for each of the Monte Carlo draws.
+        """Seconds of the simulated step, a new array of shape (draws,): one value for each column of ``end``.
 
-        The draws are of the machine's uncertain constants.
+        The columns are the Monte Carlo draws of the machine's uncertain constants. ValueError for a step without
+        actions.
         """
         return np.asarray(self.end.max(axis=0))
 

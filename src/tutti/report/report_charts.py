@@ -68,11 +68,11 @@ class ChartSeries:
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     """Thin a curve for drawing, by averaging groups of neighbouring points.
 
-    Groups are equally large but for one point. A curve of at most ``most`` points is returned as it is.
+    The sizes of two groups differ by at most one point. Of a curve of at most ``most`` points a copy is returned.
 
     Args:
         points: (x, y), in order.
-        most: largest number of points.
+        most: largest number of points, at least 1.
 
     Returns:
         At most ``most`` points (x, y), each the mean of its group, in order.
@@ -99,7 +99,8 @@ def line_chart(
     """Draw a line chart as SVG, one line for each run, thinned to a readable number of points. Needs matplotlib.
 
     Args:
-        series: number of each run in the report, from 0, which selects colour and dashes, and its (x, y) points.
+        series: number of each run in the report, from 0, which selects colour and dashes, and its (x, y) points, at
+            least one; for a logarithmic scale at least one series.
         x, y: labels of the axes, with units.
         caption: what the chart shows, in a sentence.
         reference: label and height of a horizontal line; None for none.
@@ -130,6 +131,8 @@ def contour_chart(
 ) -> ReportChart:
     """Draw lines of equal loss, or of another value, over a square plane as SVG, each labelled with its value.
 
+    Needs matplotlib.
+
     Args:
         offsets: coordinates of the grid on both axes, in rising order.
         values: a row for each offset of the vertical axis, with a value for each offset of the horizontal one.
@@ -151,6 +154,8 @@ def contour_chart(
 
 def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: str) -> ReportChart:
     """Draw throughput over the number of devices as SVG, with the line of linear scaling from the fewest devices on.
+
+    Needs matplotlib.
 
     Args:
         points: (number of the run in the report, from 0, which selects its colour; number of devices; throughput of all
@@ -181,6 +186,8 @@ def stack_chart(
     rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, caption: str, *, share: bool = False
 ) -> ReportChart:
     """Draw a horizontal bar for each run as SVG, stacked from named parts, such as seconds of forward and backward.
+
+    Needs matplotlib.
 
     Args:
         rows: (label of the bar, length of each part by name), one a run. Names are those of ``PARTS``, phases

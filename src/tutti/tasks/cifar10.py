@@ -20,12 +20,13 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool) -> Task:
     """Build the task of classifying CIFAR-10 images; they are normalised by CIFAR-10's mean and standard deviation.
 
-    A batch is images (samples, 3, 32, 32) float32 and labels (samples,) int64; the loss is the cross-entropy.
+    A batch is images (samples, 3, 32, 32) float32 and labels (samples,) int64; the loss is the cross-entropy. The call
+    reads and decodes all images into memory.
 
     Args:
         config: options of the model, whose class selects it: a small residual network or a ResNet-18.
         data: a folder of parquet files as on the Hugging Face hub, or of image files ``train/CLASS/*.png``; or
-            ``uoft-cs/cifar10``, the name of the data set on the hub.
+            ``uoft-cs/cifar10``, the name of the data set on the hub, which the package ``datasets`` loads.
         augment: whether to randomly crop (border of 4 pixels) and mirror the training images.
 
     Returns:

@@ -77,6 +77,9 @@ class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + feed-forward(norm(x)).
 
     (samples, positions, width) → the same shape.
+
+    Args:
+        config: options of the model: ``heads``, ``width``, and ``dropout`` of both branches.
     """
 
     def __init__(self, config: GptConfig) -> None:
@@ -110,6 +113,10 @@ class Attention(nn.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, arXiv:1706.03762, §3.2).
 
     (samples, positions, width) → the same shape.
+
+    Args:
+        config: options of the model: ``heads``, ``width`` (a multiple of ``heads``), and ``dropout`` of the attention
+            weights and of the output.
     """
 
     def __init__(self, config: GptConfig) -> None:

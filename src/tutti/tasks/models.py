@@ -136,10 +136,10 @@ class Residual(nn.Module):
         """Return relu(branch(x) + shortcut(x)); the shortcut is the identity, or a projection to the branch's shape.
 
         Args:
-            x: activations (samples, inputs, height, width).
+            x: activations (samples, channels, height, width), as the branch and the shortcut take them.
 
         Returns:
-            Activations (samples, outputs, height / stride, width / stride).
+            Activations of the shape of the branch's output.
         """
         out: Tensor = self.relu(self.branch(x) + self.shortcut(x))
         return out
@@ -156,7 +156,8 @@ def bottleneck(inputs: int, narrow: int, outputs: int, *, stride: int, norm: boo
         norm: whether batch norm follows each convolution.
 
     Returns:
-        A module (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride).
+        A module (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride), the last two
+        rounded up.
     """
     return nn.Sequential(
         _conv_norm(inputs, narrow, 1, stride=stride, norm=norm),

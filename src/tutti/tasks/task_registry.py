@@ -107,6 +107,8 @@ def check_task(
 ) -> None:
     """Check a task and its options without importing torch or user code.
 
+    Of a user's own task only the existence is checked (``user.check_user_task``), not whether it takes the options.
+
     Args:
         text: name of a built-in task, ``path/to/file.py:function`` or ``module:function``.
         data: ``--data``: file, folder or name of a data set on a hub; None if not given.

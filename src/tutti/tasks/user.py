@@ -33,13 +33,17 @@ def is_own(text: str) -> bool:
 
 
 def check_user_task(text: str) -> None:
-    """Check that a user's task exists, without running user code: the module or file, and the function in a file.
+    """Check that a user's task exists, without running user code: the file and a name in it, or the top-level package.
+
+    A file is parsed and must bind the function's name. Of ``module`` only the part before the first dot is looked for,
+    in the working directory and on ``sys.path``; its function is not.
 
     Args:
         text: ``path/to/file.py:function`` or ``module:function``.
 
     Raises:
-        UsageError: the file, module or function does not exist, or the file has a syntax error.
+        UsageError: the text has another form; the file, its function or the top-level package does not exist; or the
+            file cannot be read or has a syntax error.
     """
     place, name = _split(text)
     if place.endswith(".py"):
