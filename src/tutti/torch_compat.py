@@ -779,16 +779,18 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
 
 
 def inductor_lacks(device: torch.device) -> str | None:
-    """Return why the inductor backend of ``torch.compile`` cannot compile for an accelerator; None if it can.
+    """Return a known reason why the inductor backend of ``torch.compile`` cannot compile for an accelerator, or None.
 
-    Inductor itself finds out at the first forward, and raises a KeyError or an error of Triton's. Publicly one can only
-    compile and see.
+    Two reasons are checked for, without compiling: no code generator for the device type, and no package triton on a
+    ``cuda`` or ``xpu`` device. Inductor itself finds these out at the first forward, and raises a KeyError or an error
+    of Triton's. Publicly one can only compile and see.
 
     Args:
         device: the accelerator.
 
     Returns:
-        A text for messages: inductor has no code generator for the device, or needs the package triton.
+        A text for messages: inductor has no code generator for the device, or needs the package triton. None where
+        neither holds, which does not promise that compiling succeeds.
     """
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
     from torch.utils._triton import has_triton_package

@@ -129,7 +129,7 @@ class TargetData:
         Returns:
             A ``DataDemand``: ``samples``, the number of samples to the target (median); ``draws``, an array of shape
             (256,) with Monte Carlo draws of this number; ``band``, low and high end of its 90 % band (None where
-            unknown); and ``text``, what the number rests on, in words.
+            unknown); and ``text``, what the number rests on, in words. Calls for the same batch return one object.
 
         Raises:
             UsageError: no run has reached the target at this batch, and only one other batch was measured, from which
@@ -439,7 +439,7 @@ def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None
         budget: largest cost, in the currency of the plan's price of a device for an hour; None for none.
 
     Raises:
-        UsageError: a budget is given, and the plan has no price.
+        UsageError: the deadline is met or not given, a budget is given, and the plan has no price.
     """
     if deadline is not None and plan.slow_end() > deadline:
         return False

@@ -99,7 +99,8 @@ class StepCosts(Protocol):
 
     Most methods return seconds, an array of shape (256,): one value for each of the ``DRAWS`` Monte Carlo draws of the
     machine's uncertain constants. Nothing is computed or sent on a device. Implemented by ``MeasuredCosts``, from
-    ``machine.json`` of ``tutti bench``, and ``PublishedCosts``, from published jobs.
+    ``machine.json`` of ``tutti bench``, and ``PublishedCosts``, from published jobs. A method raises UsageError where
+    the machine's data lack what the prediction needs, such as the cost of a link between nodes.
 
     Attributes:
         name: name of the machine.
@@ -163,12 +164,12 @@ class StepCosts(Protocol):
         """
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
-        """Return the seconds of a collective of the communication backend on this machine.
+        """Predict the seconds of one collective of the communication backend on this machine; nothing is sent.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone sends nothing, for 0 s.
-            size: bytes of the whole tensor: the vector to sum, or the gathered result.
+            size: bytes of the whole tensor: the vector to sum, to scatter or to broadcast, or the gathered result.
             apart: stride in devices from one of these ranks to the next.
             together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
@@ -375,7 +376,7 @@ class MeasuredCosts:
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone takes 0 s.
-            size: bytes of the whole tensor: the vector to sum, or the gathered result.
+            size: bytes of the whole tensor: the vector to sum, to scatter or to broadcast, or the gathered result.
             apart: stride in devices from one of these ranks to the next.
             together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 
@@ -711,7 +712,7 @@ class PublishedCosts:
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
             ranks: number of ranks that take part; one alone takes 0 s.
-            size: bytes of the whole tensor: the vector to sum, or the gathered result.
+            size: bytes of the whole tensor: the vector to sum, to scatter or to broadcast, or the gathered result.
             apart: stride in devices from one of these ranks to the next.
             together: number of such collectives that run at once and share the links between nodes; None: ``apart``.
 

@@ -74,6 +74,10 @@ def resolve_task(task: str | Task, config: PlannedRun) -> Task:
         A ``Task``, the definition of what is trained. Its attributes are ``model``, a function without arguments that
         returns a new model; ``loss``, the loss function; ``train``, the training samples; ``eval``, the held-out
         samples or None; and further ones, such as ``name``.
+
+    Raises:
+        UsageError: there is no such task, model or option, or the user's function fails.
+        DataError: the data are missing or malformed.
     """
     if isinstance(task, Task):
         return task
@@ -94,8 +98,12 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         A ``Facts``: ``parameters`` (number), ``whole`` and ``trained`` (bytes of all and of trainable parameters),
         ``words`` (state elements of the optimizer for each trainable element), ``buffers`` (bytes), ``unit`` and
         ``rest`` (bytes of the largest FSDP-wrapped module, and of the parameters outside of all FSDP-wrapped modules),
-        ``samples`` of the run's largest forward, and ``activations`` (bytes of that forward; None where the task reads
-        a stream).
+        ``samples`` of the run's largest forward, ``activations`` (bytes of that forward and its backward; None where
+        the task reads a stream), and ``dataset`` (number of training samples; None for a stream).
+
+    Raises:
+        UsageError: the task cannot be loaded, or the strategy's wrap policy does not fit the model.
+        DataError: the task's data are missing or malformed.
     """
     task = resolve_task(name, config)
     data = adapt_training(task.train)
@@ -282,7 +290,8 @@ def batch_of(sample: Any, samples: int, config: PlannedRun) -> Any:
 def backward_of_loss(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
     """Run forward and backward of the task's loss on a micro-batch, under CPU autocast for 16-bit precisions.
 
-    The gradients are left in the parameters' ``grad``.
+    The gradients are added to the parameters' ``grad``. Of a loss that is a tuple, the first element counts; backward
+    starts from the sum of its elements.
 
     Args:
         model: the model, or a callable in its place.

@@ -47,7 +47,10 @@ class PassPrices:
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
-            constants.
+            constants. The array is the cached one, which later calls return too: do not change it.
+
+        Raises:
+            UsageError: ``checkpointing`` finds nothing to recompute in this model; for ``backward`` only.
         """
 
         def price() -> Array:
@@ -66,7 +69,11 @@ class PassPrices:
 
         Returns:
             Seconds on a device of typical speed, array of shape (256,): one value for each of the Monte Carlo draws
-            of the machine's uncertain constants.
+            of the machine's uncertain constants. The array is the cached one, which later calls return too: do not
+            change it.
+
+        Raises:
+            UsageError: ``checkpointing`` finds nothing to recompute in this model; for ``backward`` only.
         """
 
         def add() -> Array:

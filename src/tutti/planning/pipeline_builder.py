@@ -56,7 +56,8 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 
     Returns:
         Seconds on a typical device, array of shape (virtual stages, 256): a row for each virtual stage, a column for
-        each of the Monte Carlo draws of the machine's uncertain constants.
+        each of the Monte Carlo draws of the machine's uncertain constants. The array is cached in ``prices`` and shared
+        by later calls: do not change it.
     """
 
     def add() -> Array:
@@ -103,9 +104,10 @@ class PipelineBuilder(ReplicaBuilder):
         """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.
 
         After the micro-batches of each logical worker, stages that hold copies of a parameter, such as a tied weight,
-        sum its gradients. Before the update each stage all-reduces its gradients over the data-parallel replicas of the
-        pipeline; with more than two replicas, whose sums may round differently on two stages, the gradients of copies
-        are then broadcast from the first of the stages.
+        sum its gradients (two of them by an all-reduce, more by an all-gather), and the last stage broadcasts the loss
+        sums over the stages. Before the update each stage all-reduces its gradients over the data-parallel replicas of
+        the pipeline; with more than two replicas, whose sums may round differently on two stages, the gradients of
+        copies are then broadcast from the first of the stages.
 
         Args:
             layout: options of the stages, with the pipeline schedule.

@@ -146,7 +146,7 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
 
     Args:
         name: the task, or its name.
-        config: configuration of the run.
+        config: configuration of a pipeline run.
         seconds: measured time of each module by its name; empty to partition by parameters.
 
     Returns:
@@ -155,7 +155,8 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
         that was run.
 
     Raises:
-        UsageError: the model cannot be partitioned.
+        UsageError: the model cannot be partitioned, or only by running it when a run starts.
+        TypeError: the run is no pipeline.
     """
     task = resolve_task(name, config)
     samples = MicroBatchSizes.of(config).samples
@@ -200,7 +201,7 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
         ahead: memory of the model's blocks (runs of consecutive calls) and their partition into stages, from
             ``observe_stages``.
-        config: configuration of the run.
+        config: configuration of a pipeline run.
 
     Returns:
         One ``Memory`` for each pipeline rank, in order: bytes on its device, as attributes ``parameters``,
@@ -221,7 +222,7 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
         ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
-        config: configuration of the run.
+        config: configuration of a pipeline run.
         room: bytes of a device.
 
     Returns:
@@ -240,7 +241,7 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
     """Write a partition of the model into pipeline stages into a run's strategy, as its option ``cuts``.
 
     Args:
-        config: configuration of the run.
+        config: configuration of a pipeline run.
         ahead: the model's blocks (runs of consecutive calls) with their memory, and the stages' bounds among them, from
             ``observe_stages``.
 
@@ -267,7 +268,7 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
         ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
-        config: configuration of the run.
+        config: configuration of a pipeline run.
         room: bytes of a device.
 
     Returns:

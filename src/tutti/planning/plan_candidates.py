@@ -87,6 +87,9 @@ def is_single_update(strategy: str) -> bool:
     Only then does E(B), the samples to the target at a global batch of B samples, depend on the batch alone and not on
     the number of workers.
 
+    Args:
+        strategy: text of ``--strategy``; UsageError for an unknown strategy or option.
+
     >>> is_single_update("mirrored"), is_single_update("local_sgd:period=4")
     (True, False)
     """
@@ -96,8 +99,9 @@ def is_single_update(strategy: str) -> bool:
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
     """Return the step times that runs measured, one entry for each combination of devices, batch, strategy and options.
 
-    Runs with fewer than ten recorded steps are left out. For strategies whose workers do not make one common update a
-    step, such as ``local_sgd``, an entry is left out if none of its runs reached its target.
+    Runs without ``step_seconds``, such as those of fewer than ten recorded steps, are left out. Of a run's options only
+    micro-batch and activation checkpointing tell entries apart. For strategies whose workers do not make one common
+    update a step, such as ``local_sgd``, an entry is left out if none of its runs reached its target.
 
     Args:
         runs: finished runs of one task.
@@ -183,6 +187,9 @@ def step_key(step: PlannedStep) -> tuple[object, ...]:
 
     Args:
         step: the planned step, a choice of devices, batch, strategy and options.
+
+    Raises:
+        UsageError: an unknown strategy or option, or the devices do not fit the strategy.
 
     >>> def made(text, **options):
     ...     return PlannedStep(4, 64, text, 1.0, np.ones(1), {}, "", options=tuple(options.items()))

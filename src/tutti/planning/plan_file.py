@@ -100,7 +100,7 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
     """Return the answer of ``tutti plan`` in one sentence: devices, time to the target, band, batch and strategy.
 
     Args:
-        best: the fastest plan for each number of devices, sorted by number of devices.
+        best: the fastest plan for each number of devices, at least one, sorted by number of devices.
         target: metric and value to which the plans train.
         chosen: the plan within deadline and budget. None: of ``best``, the plan with the most devices whose last
             doubling still made training 1.5 × as fast; the first plan of ``best`` if there is none.
@@ -192,7 +192,7 @@ def write_plan_figure(best: Sequence[DevicePlan], title: str, path: Path) -> Non
     """Draw training time to the target, and cost or device-hours, over the number of devices, into an image file.
 
     Args:
-        best: the fastest plan for each number of devices, sorted by number of devices.
+        best: the fastest plan for each number of devices, at least one, sorted by number of devices.
         title: text above the figure.
         path: the file to write, ``.svg`` or ``.png``.
 

@@ -61,6 +61,10 @@ def plan_choices(
     Yields:
         Planned steps with devices, batch, text of the strategy and options. Their seconds are 0 and their draws empty:
         both are to be predicted (``StepPricer``).
+
+    Raises:
+        UsageError: an unknown strategy or option, or a number of devices that does not fit the strategy; raised while
+            the steps are taken.
     """
     for devices in counts:
         # One device alone has nothing to shard or cut.
@@ -98,6 +102,9 @@ def open_options(text: str, devices: int) -> list[str]:
 
     Returns:
         One text for each combination; ``[text]``, with its options in normal form, where nothing is to be searched.
+
+    Raises:
+        UsageError: an unknown strategy or option.
 
     >>> open_options("hybrid:schedule=1f1b", 8)
     ['hybrid:schedule=1f1b,stages=2,tensor=2', 'hybrid:schedule=1f1b,stages=2,tensor=4', \
@@ -345,7 +352,13 @@ def search_plans(
         memory: bytes of a device's memory; None where memory is not to be checked.
         found: receives ``steps`` (those of ``measured`` first, then simulated ones and ones with a lower bound),
             ``refused`` (number of plans by reason), ``lacking`` (plans that do not fit into memory, by strategy), and
-            in the lists ``rests`` and ``guesses`` lines on sources and guesses.
+            in the lists ``rests`` and ``guesses`` lines on sources and guesses; ``searched`` and ``evaluated`` grow by
+            the numbers of plans that were looked at and simulated.
+
+    Raises:
+        UsageError: ``memory`` is given, and ``StepPricer.short`` cannot predict the memory of a plan to simulate; or
+            the data to the target are unknown at the batch of a measured step. A plan that cannot be simulated raises
+            nothing and is counted in ``refused``.
     """
     known = {step_key(step) for step in measured}
     rows: dict[int, list[DevicePlan]] = defaultdict(list)

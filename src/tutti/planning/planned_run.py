@@ -41,7 +41,10 @@ class PlannedRun(TrainConfig):
 
     @cached_property
     def device_count(self) -> int:
-        """Number of devices of the planned run, as an int; the option ``devices`` is a text."""
+        """Number of devices of the planned run, as an int; the option ``devices`` is a text.
+
+        Raises ValueError if the text is no whole number, such as ``auto``.
+        """
         return int(self.devices)
 
     @cached_property
@@ -62,15 +65,18 @@ class PlannedRun(TrainConfig):
         return self.shape["replica"] * self.shape["shard"]
 
     def sized(self, batch_size: int, micro_batch: int | None, activation_checkpointing: str) -> PlannedRun:
-        """Return a copy of this run with other sizes. No option is checked or parsed again, unlike in a new object.
+        """Return a copy of this run with other sizes; the copy shares the parsed strategy with this run.
 
-        A search makes such a copy for each of its thousands of plans. The caller gives valid sizes; the copy shares the
-        parsed strategy with this run.
+        No option is checked or parsed again, unlike in a new object, unless the batch grows in the run: a search makes
+        such a copy for each of its thousands of plans, and the caller gives valid sizes.
 
         Args:
             batch_size: global batch, in samples.
             micro_batch: largest number of samples in a micro-batch; None for a worker's whole share.
             activation_checkpointing: value of ``--activation-checkpointing``, such as ``none`` or ``selective``.
+
+        Raises:
+            UsageError: the number of devices does not fit the strategy, or a growing batch does not fit the sizes.
         """
         changed: dict[str, Any] = {
             "batch_size": batch_size,

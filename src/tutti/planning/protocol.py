@@ -35,7 +35,8 @@ class Asked:
     Attributes:
         group: published source or workload, and hardware.
         protocol: which measurements the predictions may use: ``zero-shot`` none of the group, ``anchored`` the
-            smallest, ``extrapolated`` sizes of at most half the predicted one.
+            smallest, ``extrapolated`` sizes of at most half the predicted one; words behind a comma name a variant,
+            such as ``extrapolated, more than 4 ×``.
         predictions: each with its measurement.
         reason: why some or all could not be predicted, or what the predictions guess; may be empty.
         table: what the table of the measurements is about, such as ``all-reduce``.
@@ -68,8 +69,8 @@ def cuts(sizes: Sequence[float]) -> list[float]:
     """Return the sizes at which a back-test divides measurements by size into a fitted and a predicted part.
 
     Measurements of sizes (such as numbers of devices) up to a cut are fitted, and measurements of at least twice the
-    cut predicted. There is one cut in each doubling: the largest size that is no larger than a power of two, if there
-    is a smaller size and one of at least twice the cut.
+    cut predicted. There is at most one cut in each doubling: the largest size that is no larger than a power of two, if
+    there is a smaller size and one of at least twice the cut.
 
     Args:
         sizes: sizes of the measurements, in any order.

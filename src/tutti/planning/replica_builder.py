@@ -49,7 +49,10 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
 
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
-        constants.
+        constants; all equal for an algorithm other than the backend's own.
+
+    Raises:
+        UsageError: the machine's data lack the collective or the cost of a link.
     """
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
@@ -78,8 +81,11 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
         apart: stride in devices from one of these ranks to the next.
 
     Returns:
-        Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
-        constants.
+        Seconds of one call, whatever its ``calls`` and ``period``, array of shape (256,): one value for each of the
+        Monte Carlo draws of the machine's uncertain constants.
+
+    Raises:
+        UsageError: the machine's data lack the collective or the cost of a link.
     """
     if each.kind == "shared_memory":
         costs.note("small collectives in shared memory take as long as copies; waiting for other ranks takes none")
@@ -135,6 +141,8 @@ def pass_messages(
 def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = None) -> Array:
     """Predict the seconds of the all-reduce by which the devices of one model replica agree on the gradient norm.
 
+    The message has 8 bytes for each squared norm, with one more number and the digests of the step's consistency check.
+
     Args:
         costs: predicts the seconds of computing and communication on the machine.
         devices: pipeline stages × tensor ranks of the replica; one device alone takes 0 s.
@@ -182,7 +190,8 @@ class ReplicaBuilder:
 
     A step is a ``StepProgram``. Its actions (computations and messages) belong to one device, which stands for all
     devices with the same work, or to one device of each pipeline stage. A module group is a module that is sharded as a
-    unit, the rest of the model, or the loss.
+    unit, the rest of the model, or the loss. Nothing is computed or sent on a device. Methods that build or price raise
+    UsageError where ``costs`` lack what the prediction needs, such as the cost of a link between nodes.
 
     Attributes:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.

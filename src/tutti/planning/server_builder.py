@@ -116,6 +116,9 @@ def is_elementwise(optimizer: str) -> bool:
 
     Args:
         optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
+
+    Raises:
+        UsageError: the text names no optimizer.
     """
     return optimizer_mixing(optimizer, (("weight", (4, 4)), ("bias", (4,)))) == Mixing()
 
@@ -129,6 +132,9 @@ def server_hyperparameters(optimizer: str, named: Shapes) -> int:
     Args:
         optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
         named: names and shapes of the parameters.
+
+    Raises:
+        UsageError: there is no parameter, or the text names no optimizer.
     """
     return len(hyperparameters.keys(_small_optimizer(optimizer, named)))
 

@@ -127,6 +127,7 @@ def build_step(
     Raises:
         UsageError: the strategy or one of its options cannot be simulated (``check_buildable``), the number of devices
             does not fit the strategy, or the speed of a link is not known.
+        TypeError: the strategy's gradient synchronisation is of a kind that the simulator does not know.
     """
     check_buildable(config)
     # The number of devices must fit the strategy.
@@ -236,7 +237,7 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
 
     Returns:
         Seconds, array of shape (256,), as if the device held the whole model: one value for each of the Monte Carlo
-        draws of the machine's uncertain constants.
+        draws of the machine's uncertain constants. The array is cached in ``prices`` and shared by later calls.
     """
     choice = config.activation_checkpointing
     counts = Counter(samples for worker in parts for samples in worker)

@@ -334,7 +334,7 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
     Args:
         kind: requested collective: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         ranks: number of ranks.
-        size: bytes of the whole tensor: the vector to sum, or the gathered result.
+        size: bytes of the whole tensor: the vector to sum or to scatter, or the gathered result.
         cpu: whether the ranks compute on CPUs.
         shared: whether the ranks are on one node and may use shared memory.
         axis: copied into the result: axis of the device mesh along which the ranks lie, ``data``, ``shard``,

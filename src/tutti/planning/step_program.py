@@ -27,10 +27,13 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class GradientVector:
-    """A flat vector that ranks add up: a gradient bucket, to the last of which loss sums and flags may be appended.
+    """A flat vector that data ranks all-reduce: a gradient bucket, the last with or without loss sums and flags.
+
+    Loss sums and flags that no bucket holds are a vector of their own.
 
     Attributes:
-        parameters: indices of the bucket's parameters in the model's list of trainable parameters.
+        parameters: indices of the bucket's parameters in the model's list of trainable parameters; empty for a vector
+            of loss sums and flags alone.
         elements: number of elements of the vector, loss sums and flags included.
         itemsize: bytes of an element in messages.
     """
@@ -56,8 +59,9 @@ class PeriodicCollective:
         period: training steps from one such collective to the next.
         axis: ranks that take part: ``data``, ``shard``, ``replica``, ``stage``, ``tensor``, ``model`` (the ranks of one
             replica) or ``tied`` (the stages of a replica that hold copies of a parameter).
-        stage: index of the pipeline stage whose ranks take part.
-        calls: number of such collectives, one after the other.
+        stage: index of the pipeline stage whose ranks take part; a collective across stages has an object for each
+            stage that takes part.
+        calls: number of such collectives in each period, one after the other.
     """
 
     kind: str

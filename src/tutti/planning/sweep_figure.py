@@ -29,7 +29,7 @@ def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) 
     bubble and idling.
 
     Args:
-        found: the predictions, sorted by number of devices.
+        found: the predictions, at least one, sorted by number of devices.
         title: text above the figure.
         path: the SVG file to write.
 
