@@ -181,7 +181,7 @@ class PlannedStep:
         devices, batch, strategy: the choice; ``batch`` in samples, ``strategy`` as text of ``--strategy``.
         options: further options of ``tutti train`` that belong to the choice, as pairs of name and value.
         seconds: median seconds of the step.
-        draws: (256,) Monte Carlo draws of the seconds.
+        draws: (256,) Monte Carlo draws of the seconds; empty, with 0 ``seconds``, before the step is predicted.
         terms: the step's seconds by cause (compute, communication, bubble, idling); empty for a measured step.
         basis: what the seconds rest on, in words.
         measured: whether the seconds were measured; otherwise they are predicted.
@@ -390,7 +390,7 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 
 
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
-    """Return the plan of the largest number of devices whose last doubling still made training 1.5 × as fast.
+    """Return the plan with the most devices at which a doubling of the devices made training at least 1.5 × as fast.
 
     A plan is a choice of devices, batch size and strategy, with its training time. From one entry with N′ devices to
     the next, with N, the time must fall by the factor 1.5 (``WORTH``) to the power of log₂(N/N′), compared with the
@@ -401,8 +401,8 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
         best: the fastest plan for each number of devices, sorted by number of devices.
 
     Returns:
-        The last of ``best`` that gained so much over the ones before, even if an earlier doubling gained less; None for
-        fewer than two numbers of devices, which say nothing about doublings.
+        The entry of ``best`` with the most devices that gained so much over all entries before it, even if an earlier
+        doubling gained less; None for fewer than two numbers of devices, which say nothing about doublings.
     """
     if len(best) < 2:
         return None

@@ -62,7 +62,7 @@ class HostPrices:
         Args:
             size: bytes that are copied, or read and written, by all operators together.
             calls: number of operators; without effect where the devices have memory of their own (``apart``).
-            kind: ``copy``, or ``other`` for elementwise operators; likewise.
+            kind: ``copy``, or ``other`` for elementwise operators; without effect in the same case.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain

@@ -50,13 +50,13 @@ def landscape_rank(
 ) -> None:
     """Measure the loss around a checkpoint, as one of the launched ranks: lines, plane, sharpness, Hessian spectrum.
 
-    Collective over all ranks of the launch: each calls it as its main function. It initialises the process group, loads
-    task and checkpoints, and ends the process group after the measurement (not where it raises). For each pass rank 0
-    broadcasts a point or direction, and the results are all-reduced over all ranks (``LossSurface``). Rank 0 directs
-    the measurement and writes ``landscape.json`` into ``folder``. Its keys are ``parameters``, ``samples`` (by data
-    set), ``training`` and ``held-out`` (loss and metrics at the checkpoint), ``gradient_norm``, ``devices``,
-    ``weights_sha256``, ``passes`` (number of passes by kind), and for the measured parts ``eigenvalues``, ``trace``,
-    ``density``, ``sharpness``, ``line``, ``plane`` and ``between`` (the line to a second checkpoint).
+    Collective over all ranks of the launch: each calls it as its main function. Each rank initialises the process
+    group, loads task and checkpoints, and ends the process group after the measurement, but not after an error. For
+    each pass rank 0 broadcasts a point or direction, and the results are all-reduced over all ranks (``LossSurface``).
+    Rank 0 directs the measurement and writes ``landscape.json`` into ``folder``. Its keys are ``parameters``,
+    ``samples`` (by data set), ``training`` and ``held-out`` (loss and metrics at the checkpoint), ``gradient_norm``,
+    ``devices``, ``weights_sha256``, ``passes`` (number of passes by kind), and for the measured parts ``eigenvalues``,
+    ``trace``, ``density``, ``sharpness``, ``line``, ``plane`` and ``between`` (the line to a second checkpoint).
 
     Args:
         task: name of a built-in task, ``file.py:function``, or path of a script that calls ``tutti.prepare``.

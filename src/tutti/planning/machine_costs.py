@@ -485,6 +485,9 @@ class MeasuredCosts:
         Returns:
             Ratios of seconds, array of shape (256,), at least 1: one for each of the Monte Carlo draws; all 1 for one
             rank.
+
+        Raises:
+            UsageError: the machine file has jitter, but no curve of matrix products.
         """
         if ranks < 2:
             return np.ones(DRAWS)
@@ -550,7 +553,7 @@ class MeasuredCosts:
         """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
 
         The factors of matrix products and of memory traffic come from the measurement of ranks that compute at once on
-        this machine, otherwise from the division of CPU threads, which ``guesses`` says.
+        this machine, otherwise from the division of CPU threads, which ``guesses`` says. A further call replaces them.
 
         Args:
             devices: number of devices of the run, on all nodes.
@@ -632,6 +635,9 @@ class PublishedCosts:
         rests: lines in words on what the durations rest on, to which more are added.
         guesses: lines in words on numbers that are guessed, to which more are added.
         basis: ``published``.
+
+    Raises:
+        UsageError: no published job ran on this chip in this precision.
     """
 
     hardware: str
@@ -925,7 +931,7 @@ def slowest_factor(ranks: int, sigma: float) -> Array:
 
     A draw is 1 + σ·z, but at least 1, where z is the largest of N standard normal numbers, with the distribution
     function Φ(z)^N. All calls transform the same 256 uniform numbers (``DRAWS`` of them, from a fixed seed), so that
-    equal arguments give equal ratios, and draw i of every call belongs to the same chance.
+    equal arguments give equal ratios, and element i of every result comes from the same uniform number.
 
     Args:
         ranks: N, at least 1.

@@ -33,7 +33,7 @@ class PassCounter:
         """Report the progress of one part of a measurement while a ``with`` block runs.
 
         Progress is the number of passes over the samples (forwards, gradients, Hessian products) for which ``count``
-        was called within the block, and the seconds since its begin. A last line is written at the end, unless the
+        was called within the block, and the seconds since its begin. The final count is written at the end, unless the
         block raises. The context manager gives no value.
 
         Args:

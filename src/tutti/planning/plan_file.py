@@ -102,8 +102,9 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
     Args:
         best: the fastest plan for each number of devices, at least one, sorted by number of devices.
         target: metric and value to which the plans train.
-        chosen: the plan within deadline and budget. None: of ``best``, the plan with the most devices whose last
-            doubling still made training 1.5 × as fast; the first plan of ``best`` if there is none.
+        chosen: the plan within deadline and budget, which the line names. None: the line names ``find_knee(best)``, the
+            plan with the most devices at which a doubling of them made training 1.5 × as fast, or for a single number
+            of devices the only plan.
 
     Returns:
         One line of text without a full stop. Where ``best`` has an entry after the plan, the line ends with that

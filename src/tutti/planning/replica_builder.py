@@ -212,8 +212,8 @@ class ReplicaBuilder:
     def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build the simulated step of data parallelism with whole replicas, which all-reduce gradients in buckets.
 
-        The step has the passes of all micro-batches, the all-reduces and the update. All-reduces by the communication
-        backend's own algorithm overlap backward; those by another algorithm follow backward.
+        The step has the passes of all micro-batches, the all-reduces over the data ranks and the update. All-reduces by
+        the communication backend's own algorithm overlap backward; those by another algorithm follow backward.
 
         Args:
             exchange: options of gradient synchronisation: ``schedule`` (all-reduce
@@ -243,9 +243,9 @@ class ReplicaBuilder:
     def local_steps(self, exchange: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build a simulated step of local SGD, in which each worker updates its own copy of the parameters.
 
-        The step has each worker's passes and update, and the collectives of the loss sums. The parameters are averaged
-        once in a period, and DiLoCo's outer update follows; each takes its time divided by the period, so that the step
-        is the mean over a period.
+        The step has each worker's passes and update, and an all-to-all and an all-gather of the loss sums over the data
+        ranks. By the same two collectives the parameters are averaged once in a period, and DiLoCo's outer update
+        follows; each takes its time divided by the period, so that the step is the mean over a period.
 
         Args:
             exchange: options of local SGD, with the period in steps.
@@ -280,9 +280,10 @@ class ReplicaBuilder:
     def sharded_optimizer(self, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of ZeRO stage 1, whose ranks each update a shard of the rows of every parameter.
 
-        The step has the passes of all micro-batches, reduce-scatters of the gradient buckets, the update, and
-        all-gathers of the updated rows. With a single shard, ranks hold whole tensors, and only all-reduce gradients
-        over the replicas.
+        The step has the passes of all micro-batches; reduce-scatters of the gradient buckets over the shards;
+        all-reduces of gradient rows over the replicas, and of loss sums and flags over all data ranks; the update; and
+        all-gathers of the updated rows over the shards. With a single shard, ranks hold whole tensors, and only
+        all-reduce gradients over the replicas.
 
         Args:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
@@ -313,9 +314,11 @@ class ReplicaBuilder:
     def fully_sharded(self, stage: int, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step of FSDP2 (ZeRO stages 2 and 3), with gradient reduce-scatters in every micro-batch.
 
-        Modules are all-gathered one ahead of computing. Where collectives block (CPUs), each waits for the computing
-        before the collective. Parameters that FSDP2 does not shard are sharded as in ZeRO stage 1: every rank holds
-        them whole and updates a part of their rows.
+        Modules are all-gathered over the shards, one ahead of computing, and gradients reduce-scattered over the
+        shards; after the micro-batches, gradient rows are all-reduced over the replicas, and loss sums and flags over
+        all data ranks. Where collectives block (CPUs), each waits for the computing before the collective. Parameters
+        that FSDP2 does not shard are sharded as in ZeRO stage 1: every rank holds them whole and updates a part of
+        their rows.
 
         Args:
             stage: ZeRO stage, 2 or 3; in stage 3 modules are gathered again for backward.

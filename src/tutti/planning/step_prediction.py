@@ -456,9 +456,9 @@ def step_band(
     """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
     The interval is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.1²)^⅜ is the unit of errors
-    (``band_unit``), with the standard deviation σ of ln ``seconds``; q is the multiple of u within which 90 % of the
-    checked predictions of the same class were right (``band_factor``). A class holds predictions from the same kind of
-    machine data (measured or published) to a similar multiple of the devices of a measured node.
+    (``band_unit``), with the standard deviation σ of ln ``seconds``; q is chosen so that 90 % of the checked
+    predictions of the same class are off by a factor of at most exp(q·u) (``band_factor``). A class holds predictions
+    from the same kind of machine data (measured or published) to a similar multiple of the devices of a measured node.
 
     Args:
         seconds: predicted seconds of a step, shape (256,): one value for each of the Monte Carlo draws of the

@@ -27,9 +27,9 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class GradientVector:
-    """A flat vector that data ranks all-reduce: a gradient bucket, the last with or without loss sums and flags.
+    """A flat vector that data ranks all-reduce: a gradient bucket, or loss sums and flags.
 
-    Loss sums and flags that no bucket holds are a vector of their own.
+    The last bucket may hold the loss sums and flags, too; otherwise they are a vector of their own.
 
     Attributes:
         parameters: indices of the bucket's parameters in the model's list of trainable parameters; empty for a vector
@@ -50,7 +50,7 @@ class GradientVector:
 
 @dataclass(frozen=True)
 class PeriodicCollective:
-    """A collective over ranks along axes of the device mesh, which recurs every few training steps.
+    """A collective over ranks along axes of the device mesh, which recurs every ``period`` training steps.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast`` or ``shared_memory``.

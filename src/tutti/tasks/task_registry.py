@@ -40,7 +40,8 @@ class TaskEntry:
             ``augment`` if ``augment`` is.
         models: dataclass of options by model name; the first model is the default.
         summary: one line of help.
-        check: raises if ``--data`` cannot be read, within a millisecond; None if the task takes no ``--data``.
+        check: function that is called with the value of ``--data`` and raises if it cannot be read, within a
+            millisecond; None if the task takes no ``--data``.
         ask: form of ``--data`` for the error message; None if ``--data`` is optional or unused.
         augment: whether training samples can be augmented.
         metric: the held-out metric that ``tutti compare`` uses by default.

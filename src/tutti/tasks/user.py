@@ -55,6 +55,9 @@ def check_user_task(text: str) -> None:
 def load_user_task(text: str, *, data: str | None, model: str | None, augment: bool) -> Task:
     """Import a user's task function, call it with the given options, and return the ``Task`` that it returns.
 
+    The folder of the file, or for a module the working directory, is put first on ``sys.path`` if it is not on it. A
+    file is executed anew by every call.
+
     A ``Task`` has the attributes ``model`` (a function without arguments that returns a new model), ``loss`` (the loss
     function), ``train`` (training samples), ``eval`` (held-out samples or None) and further ones, such as ``name``.
 
