@@ -39,7 +39,7 @@ class RunEvidence:
         config: configuration of the run.
         target: entry ``target`` of the run's ``summary.json``; None without ``--until``.
         step_seconds: mean seconds of a step of a whole global batch, after the first fifth of the steps; None where
-            fewer than ten steps are left, or their seconds or samples do not advance.
+            fewer than ten steps are left, or their recorded seconds or samples do not advance.
         step_spread: standard error of the natural logarithm of ``step_seconds``; 0 where that is None.
         host: ``NAME cpu`` or ``NAME accelerator``, by the name of the host in ``env.json``; empty without that file.
         held_out: names of the held-out values that the run reported.
@@ -96,9 +96,9 @@ def read_evidence(path: Path) -> RunEvidence:
         A ``RunEvidence``: ``path`` as given; ``task`` and ``config``; ``target``, the object ``target`` of the summary
         (None without ``--until``); ``step_seconds``, the mean seconds of a step after the first fifth of the steps,
         scaled to a whole global batch (None where fewer than ten steps are left, or where seconds or samples do not
-        advance from one record to a later one), with the standard error of its natural logarithm (``step_spread``; 0
-        without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty where ``env.json``
-        is missing or no JSON); and ``held_out``, names of the values that evaluations have recorded.
+        advance within one of five equal blocks of them), with the standard error of its natural logarithm
+        (``step_spread``; 0 without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty
+        where ``env.json`` is missing or no JSON); and ``held_out``, names of the values that evaluations have recorded.
 
     Raises:
         UsageError: ``config.toml`` or ``metrics.jsonl`` is missing or cannot be read, the configuration has an invalid
