@@ -238,8 +238,8 @@ class KeepsAverage(Protocol):
 def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
     """Create the moving average (EMA) of the weights that the run asks for; called on all ranks.
 
-    Collective under the strategy ``central_storage``, whose ranks share one average in memory; under all other
-    strategies each rank averages the parameters that it holds, without communication.
+    Collective under the strategy ``central_storage``, whose ranks allocate and share one average in memory; under all
+    other strategies each rank averages the parameters that it holds, without communication.
 
     Args:
         replica: the model on this rank and what runs it, after ``exchange.attach``.
@@ -251,6 +251,9 @@ def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunCont
         An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
         ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights. None where
         ``averaging`` is None.
+
+    Raises:
+        UsageError: under ``central_storage``, the shared memory has no room for the average.
     """
     if run_context.averaging is None:
         return None

@@ -29,6 +29,8 @@ def check_strategy(
 ) -> Choice:
     """Parse a strategy and check that it runs with this number of devices and these options.
 
+    Reads only the arguments and which packages are installed: no model, no devices, not collective.
+
     Args:
         text: the strategy as ``name:key=value,…``.
         devices: number of devices.
@@ -47,7 +49,8 @@ def check_strategy(
         (``layout``) and of its gradient synchronisation (``exchange``), with defaults filled in.
 
     Raises:
-        UsageError: the combination does not run; the message names the nearest one that does.
+        UsageError: ``text`` is no strategy, a package that the strategy needs is not installed, or the combination does
+            not run; the message names a way out.
     """
     choice = parse_strategy(text)
     row = choice.row

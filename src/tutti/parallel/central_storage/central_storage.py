@@ -86,7 +86,8 @@ class CentralStorageSync(AllReduceSync):
 
         All ranks compute from this one copy, which starts with data rank 0's values. Every tensor has one owner, the
         rank that updates it; ownership is even by size. On accelerators each rank computes with a copy on its device.
-        Collective over all ranks.
+        Collective over all ranks: they all-gather host names and digests of their models, allocate the shared memory
+        together, and receive data rank 0's buffers by broadcast.
 
         Args:
             replica: runs forward and backward of the model on this rank; its parameters are moved in place.
@@ -94,11 +95,12 @@ class CentralStorageSync(AllReduceSync):
                 host memory meanwhile; returns the optimizer, or None where there is nothing to train.
 
         Returns:
-            This object itself, whose ``gradient_ready`` is the post-accumulate-grad hook of the parameters.
+            This object itself, whose ``gradient_ready`` ``attach`` has registered as post-accumulate-grad hook of the
+            parameters where gradients are used during backward.
 
         Raises:
-            UsageError: the ranks cannot share memory; the optimizer needs tensors of several owners together, or on
-                accelerators a closure.
+            UsageError: the ranks are on several hosts or cannot share memory; the model has sparse gradients, on
+                accelerators; the optimizer needs tensors of several owners together, or on accelerators a closure.
             MismatchError: ranks hold models with different parameters or buffers.
         """
 
@@ -176,10 +178,10 @@ class CentralStorageSync(AllReduceSync):
 
         All ranks of a node share one copy of the parameters in the node's memory; every parameter has one owner, the
         rank that updates it. Gradients are scaled so that the norm of the whole gradient is at most the run's clipping
-        norm, if the run has one. Then each rank steps its optimizer, on accelerators in host memory. Collective: after
-        a barrier all ranks see the updates of all owners; on accelerators each rank then copies all parameters to its
-        device. Where the gradient is not finite no rank updates, and the ranks all-gather the names of the parameters
-        concerned.
+        norm, if the run has one. Then each rank steps its optimizer, on accelerators in host memory. Collective over
+        the data ranks: after a barrier all ranks see the updates of all owners; on accelerators each rank then copies
+        all parameters to its device. Where the gradient is not finite no rank updates, and the ranks all-gather the
+        names of the parameters concerned.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -311,7 +313,8 @@ class CentralStorageSync(AllReduceSync):
             some of the merged buffers, which are shared out over the ranks, by names in the model; ``optim`` has the
             optimizer state of the owned parameters under ``"{parameter name}/{state key}"``; ``workers`` has the
             buffers of each logical worker (share of the global batch with its own buffers) on this rank under ``"{index
-            of the worker}/{buffer name}"``.
+            of the worker}/{buffer name}"``, and is empty for a single worker. Parameters and optimizer state are not
+            copied: this rank changes them in its next ``optimizer_step``.
         """
         comm = self._run_context.comms.replica
         with self._updating():
@@ -376,7 +379,8 @@ class CentralStorageSync(AllReduceSync):
             owns, whose optimizer state it has.
 
         Raises:
-            UsageError: the shared memory has no room for another copy of the trained parameters; raised on all ranks.
+            UsageError: the shared memory has no room for another copy of the trained parameters (float32 for 16-bit
+                ones); raised on all ranks.
         """
         trained = [(name, p) for name, p in self._named if p.requires_grad]
         segment, places = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
@@ -520,8 +524,8 @@ class CentralAverage(ParameterAverage):
         """Return a copy of ``merged`` in which all trained parameters are replaced by their moving averages.
 
         The averages of the weights (EMA) lie in the node's shared memory; each rank updates those of the parameters
-        that it owns. Collective: a barrier, after which every rank has written its averages. Buffers and frozen
-        parameters stay.
+        that it owns. Collective over the data ranks: a barrier, after which every rank has written its averages.
+        Buffers and frozen parameters stay.
 
         Args:
             merged: parameters and buffers of the model by name.

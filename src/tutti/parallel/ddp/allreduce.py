@@ -128,8 +128,10 @@ class AllReduceSync:
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
 
-        Called once, before the first step of synchronous data parallelism. Collective over the data ranks (those that
-        share out a global batch).
+        Called once, before the first step of synchronous data parallelism. Collective over all ranks of the run: the
+        data ranks (those that share out a global batch) all-gather digests of their models, receive data rank 0's state
+        by broadcast and set up the memory or links of their all-reduce; all ranks all-gather the result of a trial step
+        of the optimizer.
 
         Args:
             replica: this rank's part of the model; its parameters and buffers are overwritten by those of data rank 0.
@@ -137,12 +139,15 @@ class AllReduceSync:
                 this rank has nothing to train.
 
         Returns:
-            This object itself. It is also the gradient-ready hook, which the replica calls in backward when a
-            parameter's gradient is complete.
+            This object itself. It is also the gradient-ready hook, whose ``gradient_ready`` autograd calls when a
+            parameter's gradient is complete: ``attach`` has connected it by ``replica.connect`` where gradients are
+            used during backward.
 
         Raises:
             MismatchError: the data ranks hold models with different parameters or buffers.
-            UsageError: an optimizer needs tensors of several pipeline stages together, or whole tensors and a closure.
+            UsageError: an optimizer needs tensors of several pipeline stages together, or whole tensors and a closure;
+                a trial step draws from PyTorch's global random generator; or ``algorithm=shared_memory``, and the ranks
+                cannot share memory.
         """
         named = parameters(replica.parts)
         self._unite(replica, named)
@@ -172,6 +177,10 @@ class AllReduceSync:
         Args:
             part: sums of loss, count and metrics of the current logical worker; None where this rank does not know them
                 yet, as on all pipeline stages but the last.
+
+        Raises:
+            UsageError: ranks share a logical worker, and a forward has changed a buffer for the first time after the
+                first step.
         """
         if self._worker == self._last:
             self._buffers.pass_on()
@@ -191,7 +200,8 @@ class AllReduceSync:
                 compare its number, batch size and settings.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
+                share a worker, any buffer between the steps.
         """
         self._step_context, self._worker = step_context, worker
         self._buffers.enter(worker, step_context.taken)
@@ -213,10 +223,12 @@ class AllReduceSync:
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Complete the all-reduce of gradients and loss sums, and divide the gradients by the global count.
 
-        The count is of samples or tokens, as the loss function reports it. Collective over the data ranks, and for the
+        The count is of samples or tokens, as the loss function reports it. Collective: the all-reduces of gradient
+        buckets over the data ranks (in reproducible mode all-to-alls and all-gathers), and an all-reduce of the
         gradient norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent.
         Afterwards every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not
-        yet clipped.
+        yet clipped. It may be a view of a bucket that the next reduction overwrites, and is None where no rank had a
+        gradient.
 
         Args:
             step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
@@ -230,7 +242,8 @@ class AllReduceSync:
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
             UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
-                of the global batch).
+                of the global batch), or edited tensors of which each rank has a part in different ways; or a gradient
+                is sparse without its module's attribute ``sparse``.
         """
         self._buffers.finish()
         sums = self._reducer.finish(step_context, self._counting.take())
@@ -251,8 +264,9 @@ class AllReduceSync:
         """Clip the gradients and step this rank's optimizers; skip the update where a gradient is not finite.
 
         Called on every data rank after ``reduce_gradients``; all ranks make the same update. Gradients are scaled so
-        that their norm is at most the run's clipping norm, if the run has one. Collective where an optimizer gathers
-        whole tensors, and for a skipped update, which all-gathers the names of its non-finite parameters.
+        that their norm is at most the run's clipping norm, if the run has one. Collective over the ranks of a replica
+        where an optimizer gathers whole tensors, and for a skipped update, in which these ranks all-gather the names of
+        their non-finite parameters. Otherwise nothing is sent.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -285,10 +299,11 @@ class AllReduceSync:
 
         Logical workers are the N fixed shares of the global batch, each with buffers of its own. Batch-norm statistics
         are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective
-        over the data ranks for the buffers.
+        over the data ranks: an all-gather of all workers' buffers for each dtype (none for N = 1).
 
         Returns:
-            A dict from names in the model to tensors. Parameters share memory with the model's own.
+            A dict from names in the model to tensors. Parameters share memory with the model's own, which the next
+            update changes. Buffers are new tensors, or for N = 1 the model's own.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
@@ -306,13 +321,17 @@ class AllReduceSync:
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
         """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
+        The data ranks all-gather the buffers of all logical workers (the N fixed shares of the global batch, each with
+        buffers of its own) and merge them; for N = 1 nothing is sent.
+
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has parameters and merged buffers by their
             names in the model; ``optim`` has the optimizer state under ``"{parameter name}/{state key}"``; ``workers``
-            has the buffers of each logical worker (share of the global batch with its own buffers) on this rank under
-            ``"{index of the worker}/{buffer name}"``. The tensors of ``model`` and ``optim`` are shared out over the
-            data ranks so that one rank writes each. Under tensor parallelism a value is a ``TensorSlice``: this rank's
-            slice and its place in the full tensor.
+            has the buffers of each logical worker of this rank under ``"{index of the worker}/{buffer name}"``, and is
+            empty for N = 1. The tensors of ``model`` and ``optim`` are shared out over the data ranks so that one rank
+            writes each. Under tensor parallelism a value is a ``TensorSlice``: this rank's slice and its place in the
+            full tensor. Parameters and optimizer state are not copied: the next update changes them, so the caller
+            writes or copies them before it.
         """
         comm = self._run_context.comms.replica
         return {
@@ -324,8 +343,8 @@ class AllReduceSync:
     def load(self, saved: SavedState) -> None:
         """Restore parameters, buffers and optimizer state from a checkpoint, in place, on every rank.
 
-        A rank with tensor slices or a pipeline stage reads only its own part. A parameter without optimizer state in
-        the checkpoint keeps the state that it has.
+        Not collective. A rank with tensor slices or a pipeline stage reads only its own part. A parameter without
+        optimizer state in the checkpoint keeps the state that it has.
 
         Args:
             saved: the checkpoint, with three groups of tensors: ``model``, ``optim`` and ``workers`` (buffers of each
@@ -546,8 +565,8 @@ class AllReduceSync:
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the L2 norm of the reduced gradients of ``members`` together, for a script that clips them.
 
-        Collective over the pipeline stages and tensor ranks of a replica, each of which adds its own tensors; equal on
-        all of them.
+        Collective: an all-reduce over the pipeline stages and tensor ranks of a replica, each of which adds its own
+        tensors; the result is equal on all of them.
 
         Args:
             members: some of this rank's trained parameters; a parameter that another rank of the replica counts (a
@@ -641,7 +660,9 @@ class AllReduceSync:
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Train parameters that the script has unfrozen: plan the gradient buckets again with them.
 
-        Also builds the optimizer of a rank that had nothing to train before. Collective over the data ranks.
+        Also builds the optimizer of a rank that had nothing to train before. Collective over the data ranks: an
+        all-gather that compares the models, and the set-up of the all-reduce's memory or links. The new gradient-ready
+        hook is connected by ``ReplicaRunner.connect``.
 
         Args:
             names: names of the parameters whose ``requires_grad`` the script has set to True since the last call; at
@@ -844,7 +865,7 @@ def optimizer_step(
         grad_norm: L2 norm of the gradient of the complete model, set as the attribute ``grad_norm`` of optimizers that
             have it and clip by it (``tutti.optim.LAMB``), whose own parameters may belong to one pipeline stage only.
         whole: gathers tensors that are split over ranks, for optimizers whose step needs whole tensors; the step is
-            collective then. None where no optimizer needs this.
+            collective then, over the ranks that share these tensors. None where no optimizer needs this.
 
     Raises:
         UsageError: the optimizer does not take the sparse gradients that it was given.

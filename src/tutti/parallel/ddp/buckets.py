@@ -157,6 +157,8 @@ class Bucket:
     def expose(self, used: Sequence[bool]) -> None:
         """Set the ``.grad`` of the bucket's parameters to views of its flat vector, which holds the summed gradients.
 
+        The next ``pack`` overwrites the vector, and with it these views.
+
         Args:
             used: for each parameter of the bucket whether any rank had a gradient; where False, ``.grad`` becomes None,
                 as on one device.

@@ -31,7 +31,7 @@ class BufferHandover:
     reads. k updates of momentum m turn a statistic s into (1 - m)^k s + c. The ranks all start from the same s, and
     their updates are composed in rank order at the end of the step, equal up to rounding.
 
-    Collective: the constructor makes point-to-point channels between data ranks.
+    The constructor is collective over the data ranks, between which it makes point-to-point channels.
 
     Args:
         slots: the buffers on this rank, each as its module and its name there.
@@ -62,13 +62,13 @@ class BufferHandover:
         by ``pass_on``; this call blocks until they have come, and overwrites this rank's. Outside reproducible mode
         batch-norm statistics are not among them. Nothing is received on the worker's first rank, in later calls of the
         same step, and after the first step where forwards change no buffers. A previous step without ``finish`` is
-        finished first, which is collective over all data ranks.
+        finished first, which is collective over all data ranks (the all-gathers of ``finish``).
 
         Args:
             step: index of the global step.
 
         Raises:
-            UsageError: the script has changed a buffer between the steps.
+            UsageError: the script has changed a buffer between the steps, or the unfinished previous step raises it.
         """
         if step == self._step or not self._all:
             return

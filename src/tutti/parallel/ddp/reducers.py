@@ -78,7 +78,9 @@ class Reducer(Protocol):
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Complete the sums of gradients over all data ranks and set each trained parameter's ``.grad`` to its sum.
 
-        Collective over the data ranks: blocks until all of them call it.
+        Collective over the data ranks (an all-reduce, or collectives that amount to it): blocks until all of them call
+        it. A ``.grad`` may be a view of memory that the reduction of the next step overwrites; a caller that keeps it
+        clones it.
 
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
@@ -94,6 +96,8 @@ class Reducer(Protocol):
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
+            UsageError: a gradient is sparse and the reducer sums dense ones only; or the script has edited, in
+                different ways on the ranks, tensors of which each has a part.
         """
 
     def squares(self) -> list[float]:
@@ -229,6 +233,9 @@ class OverlappedReducer:
 
         Args:
             parameter: the parameter whose gradient is complete.
+
+        Raises:
+            UsageError: a gradient of a complete bucket is sparse.
         """
         if not self._armed:
             return
@@ -266,7 +273,8 @@ class OverlappedReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Start the remaining all-reduces of gradients, wait for all of them, and set every ``.grad`` to its sum.
 
-        Collective over the data ranks; a single data rank leaves every ``.grad`` as it is.
+        Collective over the data ranks: one all-reduce for each bucket. Every ``.grad`` is then a view of its bucket,
+        which the next step overwrites. A single data rank leaves every ``.grad`` as it is.
 
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
@@ -282,6 +290,8 @@ class OverlappedReducer:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
+            UsageError: a gradient is sparse; or the script has edited, in different ways on the ranks, tensors of which
+                each has a part.
         """
         self._armed, self._early = False, None
         if self._comm.size == 1:
@@ -410,6 +420,9 @@ class TreeReducer:
                 variance.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples on this rank.
+
+        Raises:
+            UsageError: a gradient is sparse.
         """
         if loss_sums is None and not self._begins:
             # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
@@ -431,7 +444,8 @@ class TreeReducer:
         """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum.
 
         The terms are the gradients of the logical workers (fixed shares of the global batch), added in a fixed order.
-        Collective over the data ranks: an all-to-all of partial sums and an all-gather for each dtype.
+        Collective over the data ranks: an all-to-all of partial sums and an all-gather for each dtype. Every ``.grad``
+        is a view of the sum's memory.
 
         Args:
             step_context: the step under way, compared with that of all contributions to the sum.

@@ -155,7 +155,8 @@ class ReplicaPart:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
         A logical worker is one of N fixed shares of the global batch. The loss function calls the whole model.
-        Gradients are accumulated in ``.grad``.
+        Gradients are accumulated in ``.grad``. Not collective in itself, but forwards and backwards are with FSDP2 and
+        ``SyncBatchNorm``.
 
         Args:
             micro_batches: the worker's micro-batches, in order; at least one.
@@ -169,7 +170,8 @@ class ReplicaPart:
             sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
 
         Raises:
-            UsageError: the loss has an unknown form or requires no gradient.
+            UsageError: the loss has an unknown form, requires no gradient although ``grad_hook`` is given, or cannot be
+                added up over micro-batches.
             ValueError: ``micro_batches`` is empty.
         """
         total = None
@@ -209,7 +211,8 @@ class ReplicaPart:
     ) -> LossSums:
         """Run backward of one micro-batch and accumulate its gradients in ``.grad``.
 
-        A dummy micro-batch (without samples, which a rank computes only to keep collectives aligned) adds no gradient.
+        A dummy micro-batch (without samples, which a rank computes only to keep collectives aligned) adds no gradient;
+        its buffers are restored (``forget``).
 
         Args:
             result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
@@ -225,7 +228,7 @@ class ReplicaPart:
             count and metric sums in this order.
 
         Raises:
-            UsageError: the loss has an unknown form or requires no gradient.
+            UsageError: the loss has an unknown form, requires no gradient, or cannot be added up over micro-batches.
         """
         self.draws.check()
         objective, start, part = loss_output.read_loss(result, micro_batch)

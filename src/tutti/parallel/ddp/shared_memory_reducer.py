@@ -110,6 +110,9 @@ class SharedReducer:
 
         Args:
             parameter: the parameter whose gradient backward has just completed.
+
+        Raises:
+            UsageError: a gradient of a complete bucket is sparse.
         """
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]
@@ -130,7 +133,8 @@ class SharedReducer:
         """Sum the data ranks' gradients in shared memory and set every ``.grad`` to its sum. Collective: two barriers.
 
         Where each parameter has an owner rank (``central_storage``), a rank receives the gradients of its own
-        parameters only, and ``.grad`` of all others is None.
+        parameters only, and ``.grad`` of all others is None. Every ``.grad`` that is set is a view of the shared
+        memory, which the next step overwrites. The barriers are over the data ranks.
 
         Args:
             step_context: the step under way: a hash of its number, batch size and settings is compared over the ranks
@@ -146,6 +150,8 @@ class SharedReducer:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
+            UsageError: a gradient is sparse; or the script has edited, in different ways on the ranks, tensors of which
+                each has a part.
         """
         packed = self._packed if self._armed else [None] * len(self._buckets)
         self._armed = False
@@ -239,7 +245,8 @@ def attach_shared(
 ) -> SharedReducer | None:
     """Build a reducer that sums the data ranks' gradients in shared memory, if all ranks can share memory.
 
-    Collective over the data ranks, which allocate the memory together.
+    Collective over the data ranks, which allocate the memory together, unless the arguments rule it out on all of them
+    (see Returns).
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are reduced.

@@ -39,8 +39,9 @@ class WorkerBuffers:
     """The module buffers (batch-norm statistics) of each logical worker of this rank; the model holds one worker's.
 
     A logical worker is one of N fixed shares of the global batch; a rank computes one or more of them, or shares a
-    worker with other ranks. To change from one worker to another replaces tensor objects in the modules and copies
-    nothing.
+    worker with other ranks. A change from one worker to another replaces tensor objects in the modules and copies
+    nothing. Construction clones the model's buffers for each further worker; where ranks share a worker, it also makes
+    point-to-point channels, which all data ranks do together.
 
     Args:
         parts: the modules on this rank.
@@ -74,9 +75,10 @@ class WorkerBuffers:
         """Put a logical worker's buffers (batch-norm statistics) into the model, in place of the previous worker's.
 
         A logical worker is one of N fixed shares of the global batch. Where several ranks share the worker's
-        micro-batches, the call blocks until the rank before this one has sent the buffers that its forwards have left.
-        On an accelerator the host does not wait for the device, and ``verify`` raises the error below in place of this
-        call.
+        micro-batches, the call blocks until the rank before this one has sent the buffers that its forwards have left;
+        the first call of a step first completes a previous step without ``finish``, by the collectives of ``close``. On
+        an accelerator the host does not wait for the device: writes by the script between the steps are found on the
+        device, and ``verify`` raises the error below.
 
         Args:
             worker: index of the worker, one of those that this rank computes.
@@ -100,7 +102,12 @@ class WorkerBuffers:
         """Send the model's buffers (batch-norm statistics) to the next rank that computes the same logical worker.
 
         Called after the step's last forward. A logical worker is a fixed share of the global batch; several ranks
-        compute one worker only where there are more data ranks than workers; elsewhere nothing is done. Does not block.
+        compute one worker only where there are more data ranks than workers; elsewhere nothing is done. Does not block;
+        ``finish`` completes the sends.
+
+        Raises:
+            UsageError: a forward has changed a buffer other than batch-norm statistics where ranks cannot compute one
+                after the other, or for the first time after the first step.
         """
         if self._handover is not None:
             self._handover.pass_on()
@@ -167,6 +174,10 @@ class WorkerBuffers:
         A logical worker is a fixed share of the global batch; several ranks share one where there are more data ranks
         than workers. All data ranks must call ``close``: there is an all-gather over them in the first step, and in
         each step if forwards change buffers. Does nothing after ``finish``, and where ranks share no worker.
+
+        Raises:
+            UsageError: a buffer has changed outside the forwards, or in a forward whose changes the ranks cannot
+                follow.
         """
         if self._handover is not None:
             self._handover.close()
@@ -177,7 +188,11 @@ class WorkerBuffers:
         Returns:
             A dict with keys ``"{worker}/{buffer}"``: index of the logical worker (share of the global batch with its
             own buffers) and name of the buffer in the model. If several ranks share a worker, only the first of these
-            ranks returns its buffers. Empty for a run of one worker.
+            ranks returns its buffers. Empty for a run of one worker. The tensors are not copied: the next forwards may
+            change them in place.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker.
         """
         if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
@@ -341,8 +356,11 @@ class WorkerBuffers:
         ranks: one all-gather of all workers' buffers for each dtype.
 
         Returns:
-            A dict with keys ``"{worker}/{buffer}"`` (index of the worker, name of the buffer in the model). The workers
-            of ranks that were lost get the merge of the present workers' buffers. Empty for N = 1.
+            A dict with keys ``"{worker}/{buffer}"`` (index of the worker, name of the buffer in the model) and new
+            tensors. The workers of ranks that were lost get the merge of the present workers' buffers. Empty for N = 1.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker.
         """
         if self._run_context.workers == 1 or not self._slots:
             return {}
@@ -368,6 +386,10 @@ class WorkerBuffers:
         Returns:
             A dict from the buffers' names in the model to new tensors of the buffers' shapes and dtypes; for N = 1 the
             model's own tensors.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each worker, or one that ranks
+                which share a worker cannot follow.
         """
         if not self._slots:
             return {}

@@ -254,7 +254,7 @@ class FullySharded:
         return [gathered for _, gathered in self._training]
 
     def agree_on_call(self, text: str) -> None:
-        """Check that all shard ranks are in the same call. Collective over the shard ranks.
+        """Check that all shard ranks are in the same call. Collective over the shard ranks: an all-gather.
 
         Args:
             text: names the call in the error.
@@ -267,7 +267,7 @@ class FullySharded:
     def agree_on_operand(self, tensor: Tensor) -> None:
         """Check that a whole tensor that the script combines with sharded ones is the same on all shard ranks.
 
-        Collective over the shard ranks.
+        Collective over the shard ranks: an all-gather that compares the tensor's values.
 
         Args:
             tensor: the tensor.

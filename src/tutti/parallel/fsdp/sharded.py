@@ -122,17 +122,20 @@ class ShardedSync:
         """Verify and broadcast the model, shard its parameters and build the optimizer over this rank's rows.
 
         Called once, before the first step of sharded data parallelism. FSDP2 (stages 2 and 3) or ZeRO stage 1 shards
-        each parameter along its first dimension. Collective over the data ranks (those that share out a global batch).
+        each parameter along its first dimension. Collective over all ranks of the run: the data ranks (those that share
+        out a global batch) all-gather digests of their models and receive data rank 0's state by broadcast; all ranks
+        all-gather the result of a trial step of the optimizer, and may receive by broadcast which modules FSDP2 wraps.
 
         Args:
             replica: runs forward and backward of this rank's part of the model; its parameters and buffers become those
                 of data rank 0, and its parameters are sharded in place.
-            make_optimizer: called with a list of (name, parameter), here this rank's rows of each parameter; returns
-                the optimizer, or None where this rank has nothing to train.
+            make_optimizer: called once, with a list of (name, parameter) of all parameters, frozen ones included: this
+                rank's rows of each sharded parameter, other parameters in full; returns the optimizer, or None where
+                this rank has nothing to train.
 
         Returns:
-            This object itself. It is also the gradient-ready hook, whose ``gradient_ready`` the replica calls in
-            backward for each complete gradient.
+            This object itself, as the gradient-ready hook for ``ReplicaRunner.run`` and ``backward``, which call its
+            ``prepare_for_backward``. It is not connected to autograd, because ``gradient_ready`` does nothing here.
 
         Raises:
             MismatchError: the data ranks hold models with different parameters or buffers.
@@ -335,12 +338,17 @@ class ShardedSync:
         """Start to send this rank's buffers (batch-norm statistics) to the next rank that shares its logical worker.
 
         A logical worker is one of N fixed shares of the global batch. Where there are more data ranks than workers,
-        several ranks compute micro-batches of one worker; elsewhere nothing is sent. Does not block. Called before the
-        backward in which gradients become complete. Gradients need no preparation: FSDP2 has hooks of its own, and ZeRO
-        stage 1 sends in ``reduce_gradients``.
+        several ranks compute micro-batches of one worker; elsewhere nothing is sent. Does not block: the point-to-point
+        sends are completed in ``reduce_gradients``. Called before the backward in which gradients become complete.
+        Gradients need no preparation: FSDP2 has hooks of its own, and ZeRO stage 1 sends in ``reduce_gradients``.
 
         Args:
             part: unused; other strategies send these loss sums along with the gradients.
+
+        Raises:
+            UsageError: ranks share a logical worker, and a forward has changed a buffer other than batch-norm
+                statistics where ranks cannot compute one after the other (FSDP2), or for the first time after the first
+                step.
         """
         self._buffers.pass_on()
 
@@ -359,14 +367,16 @@ class ShardedSync:
 
         A logical worker is one of N fixed shares of the global batch. Parameters are the same for all of them. The
         optimizer's parameter groups hold this rank's rows; where the script has written these rows since the last
-        update, the first call in a step all-gathers the parameters.
+        update, the first call in a step all-gathers the parameters over the shard ranks (ZeRO stage 1). Where several
+        ranks share the worker, the call blocks until the previous of them has sent its buffers.
 
         Args:
             worker: index of the logical worker among all N, from 0; one that runs on this rank.
             step_context: the step under way, of which the number is read.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
+                share a worker, any buffer between the steps.
         """
         if self._begun_step != step_context.taken:
             self._begun_step = step_context.taken
@@ -390,9 +400,11 @@ class ShardedSync:
         """Reduce-scatter gradients over the shard ranks, sum them over copies (HSDP) and divide by the global count.
 
         The shard ranks hold one copy of the parameters together, each some rows of every parameter. The count is of
-        samples or tokens, as the loss function reports it. Collective over all ranks. Afterwards the ``.grad`` of this
-        rank's rows is the gradient of the mean loss over the global batch, not yet clipped; ``.grad`` is None for a
-        parameter for which no rank computed a gradient.
+        samples or tokens, as the loss function reports it. Collective over all ranks and blocking: reduce-scatters over
+        the shard ranks (with FSDP2 done in backward), all-reduces of the rows over the copies, of loss sums and norm
+        over the data ranks, and of the norm over the stages and tensor ranks of a replica. Afterwards the ``.grad`` of
+        this rank's rows is the gradient of the mean loss over the global batch, not yet clipped; ``.grad`` is None for
+        a parameter for which no rank computed a gradient.
 
         Args:
             step_context: the step under way, with its number, and with the loss scale that gradients are divided by.
@@ -400,13 +412,14 @@ class ShardedSync:
         Returns:
             A ``StepStats`` of Python numbers, equal on all ranks: ``loss``, and ``metrics`` by name, as means over the
             global batch; ``count``, the number of samples or tokens; ``grad_norm``, the L2 norm of the complete
-            gradient; ``finite``, whether all gradients are; and ``stop``, whether a rank asks to stop.
+            gradient; ``finite``, whether all gradients are finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps.
             UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
-                the step began; its forwards have not seen these values. Or the script has written a module buffer that
-                has a value of its own in each logical worker (share of the global batch).
+                the step began; its forwards have not seen these values. Or the script has written an unsharded
+                parameter between a forward and its backward (FSDP2). Or the script has written a module buffer that has
+                a value of its own in each logical worker (share of the global batch).
         """
         if self._rows_written():
             _refuse_rows_written(step_context)
@@ -441,8 +454,9 @@ class ShardedSync:
 
         Called on all ranks, after ``reduce_gradients``. Gradients are scaled so that their norm is at most the run's
         clipping norm, if the run has one. Collective in ZeRO stage 1: an all-gather of the updated rows over the shard
-        ranks; with FSDP2 the next forward all-gathers. If any gradient is not finite, no rank updates, and all ranks
-        all-gather the names of the parameters concerned.
+        ranks; with FSDP2 the next forward all-gathers. Collective too where an optimizer needs whole tensors or their
+        norms, which it gathers or sums over the shard and tensor ranks. If any gradient is not finite, no rank updates,
+        and all ranks of the run all-gather the names of the parameters concerned.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -502,12 +516,14 @@ class ShardedSync:
 
         Logical workers are N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are
         pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective over
-        the data ranks: an all-gather of all workers' buffers, and of the rows in ZeRO stage 1 if the script has written
-        them.
+        the data ranks: an all-gather of all workers' buffers (none for N = 1), and of the rows in ZeRO stage 1 if the
+        script has written them.
 
         Returns:
             A dict from names in the model to tensors: for a parameter that FSDP2 shards this rank's rows, as a plain
-            tensor; all other parameters and the buffers in full. Parameters are not copied.
+            tensor; all other parameters (under tensor parallelism this rank's slice) and the buffers in full.
+            Parameters are not copied: the tensors are the live ones, which the next update writes. Buffers are new
+            tensors, or with a single logical worker the model's own.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
@@ -516,8 +532,9 @@ class ShardedSync:
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors that must be bitwise equal on all ranks with the same shard (HSDP copies).
 
-        The caller compares digests of the tensors over these ranks. Collective if the script has written this rank's
-        rows in the optimizer's parameter groups, which are then all-gathered first.
+        The caller compares digests of the tensors over these ranks. Not collective, unless the script has written this
+        rank's rows in the optimizer's parameter groups: then ZeRO stage 1 all-gathers the rows over the shard ranks
+        first.
 
         Returns:
             A mapping, never None, from names in the model to tensors, not copied: unsharded parameters, this rank's
@@ -531,13 +548,23 @@ class ShardedSync:
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
         """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
+        The data ranks all-gather the buffers of all logical workers (the N fixed shares of the global batch, each with
+        buffers of its own) and merge them; for N = 1 there is no all-gather. Parameters and optimizer state are not
+        sent.
+
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has this rank's rows of the sharded
             parameters, as ``TensorSlice`` (rows and their place in the full tensor), and some of the parameters and
-            buffers that are not sharded, by names in the model; ``optim`` has the optimizer state of the same rows
-            under ``"{parameter name}/{state key}"``; ``workers`` has the buffers of each logical worker (share of the
-            global batch with its own buffers) on this rank under ``"{index of the worker}/{buffer name}"``. Ranks that
-            hold the same tensors share out the names, so that each is written once.
+            buffers that are not sharded, by names in the model; ``optim`` has under ``"{parameter name}/{state key}"``
+            the optimizer state of these rows and of some parameters that are not sharded; for an optimizer that steps
+            on whole tensors instead the state of the whole tensors that this rank steps; ``workers`` has the buffers of
+            each logical worker of this rank under ``"{index of the worker}/{buffer name}"``, and is empty for N = 1.
+            Copies of the same rows (HSDP) and unsharded tensors are shared out by name over the ranks that hold them,
+            so that each is written once. Only the merged buffers are new tensors for N > 1; all others share memory
+            with the live tensors, which the next step changes, so the caller writes or copies them before it.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()
@@ -551,12 +578,12 @@ class ShardedSync:
         return {"model": model, "optim": self._optimizer_state(mine), "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
-        """Restore the parameters, optimizer state and buffers of the sharded model from a checkpoint.
+        """Restore the parameters, optimizer state and buffers of the sharded model from a checkpoint, in place.
 
-        Each rank reads only its rows of the sharded tensors. Collective over the shard ranks (those that hold one copy
-        of the parameters together): in ZeRO stage 1 the full parameters are all-gathered from the rows; with FSDP2 the
-        next forward does so. The optimizer state of frozen parameters is restored too, because the script may unfreeze
-        them. Parameters without saved optimizer state keep the state that they have.
+        Called on all ranks. Each rank reads only its rows of the sharded tensors. ZeRO stage 1 then all-gathers the
+        full parameters over the shard ranks (those that hold one copy of the parameters together); with FSDP2 the call
+        is not collective, and the next forward all-gathers. The optimizer state of frozen parameters is restored too,
+        because the script may unfreeze them. Parameters without saved optimizer state keep the state that they have.
 
         Args:
             saved: the checkpoint, written by a run with any strategy and any number of ranks.
@@ -590,9 +617,10 @@ class ShardedSync:
 
         Returns:
             An ``OwnGradients``. Its ``parameters`` is a list of the trained parameters in whose ``.grad`` backward
-            leaves this rank's own gradient (ZeRO stage 1; empty where FSDP2 shards all). Its ``take_squares`` is None,
-            or where FSDP2 reduces gradients within backward a function without arguments, which returns the sum of
-            squares of the elements of this rank's gradients since its last call.
+            leaves this rank's own gradient (ZeRO stage 1; empty where FSDP2 shards all). Its ``take_squares`` is None
+            in ZeRO stage 1. Where FSDP2 reduces gradients within backward, ``take_squares`` is a function without
+            arguments, which returns the sum of squares of the elements of this rank's own gradients since its previous
+            call, and resets the sum. This call starts that measurement.
         """
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
@@ -632,8 +660,9 @@ class ShardedSync:
         """Prepare for a custom training loop, in which a script may clear ``.grad`` between a forward and its backward.
 
         With FSDP2 the model then has other parameter objects, its unsharded ones. From now on, clearing their ``.grad``
-        also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. What the script writes to
-        buffers after an update counts for the last logical worker (share of the global batch) of this rank alone.
+        also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. Not collective. What the
+        script writes to buffers after an update counts for the last logical worker (share of the global batch) of this
+        rank alone.
         """
         self._buffers.begin_custom_loop()
         if self._reads is not None:
@@ -730,7 +759,8 @@ class ShardedSync:
         """Return for each trained parameter whether an FSDP2 backward on this rank gave it a gradient.
 
         A custom training loop that sets the gradients of a micro-batch aside keeps these flags with them, for
-        ``mark_reached``. The record covers the backwards since the last call, and this call clears it. Not collective.
+        ``mark_reached``. The record covers the backwards since the previous call of this method or of
+        ``reduce_gradients``, and this call clears it. Not collective.
 
         Returns:
             One bool for each parameter in ``script_parameters()`` that is sharded, in order. Always False for
@@ -803,7 +833,8 @@ class ShardedSync:
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the L2 norm of the complete gradients of some parameters, for a script that clips them.
 
-        Collective: an all-reduce over the shard ranks, and one over the stages and tensor ranks of a replica.
+        Collective: an all-reduce over the shard ranks, and one over the stages and tensor ranks of a replica. Called
+        after ``reduce_gradients``, on all of these ranks.
 
         Args:
             members: some of ``script_parameters()``, the trained parameters as the model has them; the same on all
@@ -872,7 +903,8 @@ class ShardedSync:
         """Replace parameters of the user's model by this rank's rows in the groups of ``optimizer``, in place.
 
         The optimizer of a sharded model updates this rank's rows of each parameter. Called after the script has added
-        groups with ``add_param_group``. Parameters that are not sharded stay. Not collective.
+        groups with ``add_param_group``; DTensors (FSDP2) and full parameters (ZeRO stage 1) in the groups become the
+        tensors of rows. Parameters that are not sharded stay. Not collective.
 
         Args:
             optimizer: the script's optimizer, with the new groups.
@@ -884,7 +916,8 @@ class ShardedSync:
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Train further parameters from now on, and shard each that was frozen when the model was sharded.
 
-        Collective over the data ranks.
+        Collective over the data ranks: an all-gather that compares which parameters are trainable, and with FSDP2
+        all-gathers of the wrapped modules' parameters over the shard ranks.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True since the last call; at least

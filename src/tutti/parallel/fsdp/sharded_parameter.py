@@ -150,7 +150,7 @@ class ShardingEngine(Protocol):
         """Return for each trained parameter whether backward on this rank has given it a gradient in this step.
 
         The parameters are those that the engine shards by rows (ZeRO stage 1 or FSDP2). Called once a step, before the
-        gradients are reduced; with FSDP2 the call clears the record. Not collective.
+        gradients are reduced; with FSDP2 the call clears the record, which ``pop_reached`` reads too. Not collective.
 
         Returns:
             One bool for each parameter that is or was trainable, in the order of the attribute ``trained``; False where
@@ -160,11 +160,15 @@ class ShardingEngine(Protocol):
     def reduce_scatter_gradients(self, step: int) -> None:
         """Set the ``.grad`` of this rank's rows of each trained parameter to the gradient summed over the shard ranks.
 
-        Each shard rank holds some rows of every parameter; together they hold one copy. Called on all of them: ZeRO
-        stage 1 reduce-scatters in this call, FSDP2 has done so in backward.
+        Each shard rank holds some rows of every parameter; together they hold one copy. Called on all of them, after
+        the step's last backward: ZeRO stage 1 reduce-scatters in this call, and the full parameters' ``.grad`` is None
+        afterwards; FSDP2 has reduce-scattered in backward, and the call sends nothing.
 
         Args:
             step: number of the step from 1, named in the ``PeerError`` if a rank dies or is in another collective.
+
+        Raises:
+            UsageError: the script has written an unsharded parameter between a forward and its backward (FSDP2).
         """
 
     def all_gather_parameters(self) -> None:
@@ -365,13 +369,17 @@ class ZeroSharding:
     """ZeRO stage 1: parameters unsharded on every rank; gradients reduce-scattered into rows, updates all-gathered.
 
     Rajbhandari et al. 2019, arXiv 1910.02054, §5.1. A step sends as many bytes as data parallelism: a reduce-scatter of
-    the gradients and an all-gather of the parameters, in messages of 25 MB.
+    the gradients and an all-gather of the parameters, in messages of up to 25 MiB. With one rank nothing is cut or
+    sent.
 
     Args:
         named: the parameters to shard; with several ranks each becomes this rank's rows, for the optimizer.
         parts: modules in which new parameters (``replaced``) take their place.
         specs: global shape and offset of each parameter, by name.
-        comm: the ranks that share one copy.
+        comm: the shard ranks, which share one copy of the parameters.
+
+    Attributes:
+        rows: this rank's rows of each parameter in ``named``, in order: views of the full parameters.
     """
 
     def __init__(
@@ -438,8 +446,8 @@ class ZeroSharding:
         """Reduce-scatter the model's full gradients into ``.grad`` of this rank's rows, summed over the shard ranks.
 
         ZeRO stage 1: each shard rank updates a block of rows of every parameter. Collective over the shard ranks, one
-        reduce-scatter a bucket of 25 MB. A missing gradient counts as zeros. Full parameters have no ``.grad``
-        afterwards. One rank does nothing.
+        reduce-scatter for each bucket of up to 25 MiB. A missing gradient counts as zeros. Full parameters have no
+        ``.grad`` afterwards. One rank does nothing.
 
         Args:
             step: number of the step from 1, named in the ``PeerError`` if a rank dies or is in another collective.
@@ -479,8 +487,8 @@ class ZeroSharding:
     def all_gather_parameters(self) -> None:
         """All-gather the rows that each rank's optimizer has updated into the model's full parameters (ZeRO stage 1).
 
-        Collective over the shard ranks, each of which updates a block of rows of every parameter: one all-gather a
-        bucket of 25 MB. One rank does nothing.
+        Collective over the shard ranks, each of which updates a block of rows of every parameter: one all-gather for
+        each bucket of up to 25 MiB. One rank does nothing.
         """
         if self._comm.size == 1:
             return
@@ -759,8 +767,8 @@ class RowGatherer:
                 ``parameter``.
 
         Returns:
-            One tensor for each of ``tensors``, of the parameter's shape before it was cut into rows: its full shape, or
-            that of this rank's slice under tensor parallelism.
+            One new tensor for each of ``tensors``, of the parameter's shape before it was cut into rows: its full
+            shape, or that of this rank's slice under tensor parallelism.
         """
         shape = self._shapes[parameter]
         most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank
@@ -802,7 +810,8 @@ def optimizer_pieces(
     Returns:
         A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``. A value is a
         ``TensorSlice``, the state tensor with its place in the full tensor; 0-d state is the plain tensor. State that
-        is None and rows of size 0 have no entry.
+        is None and rows of size 0 have no entry. Tensors are not copied: they share memory with ``optimizer.state``,
+        which the next step changes.
     """
     found: dict[str, Tensor | TensorSlice] = {}
     for each in rows:
